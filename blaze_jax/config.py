@@ -1,0 +1,97 @@
+"""Configuration of a Mixture-of-Experts layer, and the parameters it asks for."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+from blaze_jax.activations import Activation, get_activation
+from blaze_jax.experts import Save
+from blaze_jax.implementation import Implementation, kernels_for
+from blaze_jax.routing import Router
+
+ParameterKind = Literal["router", "kernel", "bias"]
+
+
+class Parameter(NamedTuple):
+    """One parameter of the layer.
+
+    Attributes:
+      shape: its shape.
+      axes: a logical name per axis: "expert", "embed", "expert_mlp", "mlp" (shared experts).
+      kind: what initialises it: the router, an expert's kernel, or a bias.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    kind: ParameterKind
+
+    @property
+    def batch_axes(self) -> tuple[int, ...]:
+        """Axes that count separate matrices, not their inputs (the experts of a kernel)."""
+        return (0,) if len(self.shape) == 3 else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """A Mixture-of-Experts layer. Checked on construction.
+
+    Attributes:
+      num_experts: E.
+      experts_per_token: K.
+      expert_width: n, the hidden width of one expert.
+      activation: a name of `ACTIVATION_NAMES`, or an `Activation`.
+      use_bias: biases on all projections of the experts.
+      shared_width: hidden width of the shared experts together, which see every token; 0 for none.
+      router: how experts are chosen and weighted.
+      load_balancing_weight: weight of the load-balancing loss that the modules report.
+      z_loss_weight: weight of the router's z-loss that the modules report.
+      bias_update_rate: step of the selection bias in training (loss-free balancing); 0 for no selection bias.
+      save: what the experts' backward pass keeps, see `expert_ffn`.
+      implementation: of the kernels, see `expert_ffn`.
+
+    Raises:
+      ValueError: a field does not fit; the message names it, its value and what is allowed.
+      NotImplementedError: the implementation demanded cannot run here.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_width: int
+    activation: str | Activation = "swiglu"
+    use_bias: bool = False
+    shared_width: int = 0
+    router: Router = field(default_factory=Router)
+    load_balancing_weight: float = 0.01
+    z_loss_weight: float = 0.0
+    bias_update_rate: float = 0.0
+    save: Save = "pre_activations"
+    implementation: Implementation | None = None
+
+    def __post_init__(self):
+        get_activation(self.activation)
+        self.router.check(self.num_experts, self.experts_per_token)
+        kernels_for(self.implementation)
+        if self.save not in get_args(Save):
+            raise ValueError(f"save={self.save!r} must be one of {', '.join(get_args(Save))}")
+        if self.expert_width < 1:
+            raise ValueError(f"expert_width={self.expert_width} must be at least 1")
+        for name in ("shared_width", "load_balancing_weight", "z_loss_weight", "bias_update_rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+    def parameters(self, model_width: int) -> dict[str, Parameter]:
+        """Every parameter of the layer for tokens of that width, by name."""
+        experts, width = self.num_experts, self.expert_width
+        projections = ("gate", "up") if get_activation(self.activation).gated else ("up",)
+        parameters = {"w_router": Parameter((model_width, experts), ("embed", "expert"), "router")}
+        for name in projections:
+            parameters[f"w_{name}"] = Parameter((experts, model_width, width), ("expert", "embed", "expert_mlp"), "kernel")
+        parameters["w_down"] = Parameter((experts, width, model_width), ("expert", "expert_mlp", "embed"), "kernel")
+        if self.use_bias:
+            for name in projections:
+                parameters[f"b_{name}"] = Parameter((experts, width), ("expert", "expert_mlp"), "bias")
+            parameters["b_down"] = Parameter((experts, model_width), ("expert", "embed"), "bias")
+        if self.shared_width:
+            for name in projections:
+                parameters[f"shared_w_{name}"] = Parameter((model_width, self.shared_width), ("embed", "mlp"), "kernel")
+            parameters["shared_w_down"] = Parameter((self.shared_width, model_width), ("mlp", "embed"), "kernel")
+        return parameters

@@ -1,0 +1,77 @@
+"""Dispatch: from the experts each token chose to the rows each expert computes."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from pallas_kernels import xla
+
+EMPTY_SLOT = -1
+_MAX_ROWS = 2**31 - 1  # row positions are int32
+
+
+class Dispatch(NamedTuple):
+    """Index structures of MoEBlaze (arXiv 2601.05296, section 4). R rows are the (token, slot) pairs that have an expert.
+
+    Attributes:
+      expert_token_indices: `(R,)` int32, token ids concatenated by expert, ascending inside an expert. Rows past the
+        last group (there are some if slots are empty) and rows that only align a group hold T.
+      expert_token_offsets: `(E + 1,)` int32, where each expert's rows start and the last one's end.
+      token_expert_indices: `(T, K)` int32, the expert ids by token.
+      token_index_map: `(T, K)` int32, position of (token, slot) in `expert_token_indices`; R for an empty slot.
+    """
+
+    expert_token_indices: Int[Array, " R"]
+    expert_token_offsets: Int[Array, " E+1"]
+    token_expert_indices: Int[Array, "T K"]
+    token_index_map: Int[Array, "T K"]
+
+
+def check_experts(experts: Array, num_experts: int) -> None:
+    """Raises ValueError unless `experts` is an integer array `(T, K)`, K ≤ E, whose values (where known) are expert ids."""
+    if experts.ndim != 2 or not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise ValueError(f"experts must be an integer array (T, K), got {experts.dtype} of shape {experts.shape}")
+    if not 1 <= experts.shape[1] <= num_experts:
+        raise ValueError(f"experts has K={experts.shape[1]} slots a token, must be from 1 to the number of experts, {num_experts}")
+    if isinstance(experts, jax.core.Tracer):
+        return
+    values = np.asarray(experts)
+    wrong = (values < EMPTY_SLOT) | (values >= num_experts)
+    if wrong.any():
+        token, slot = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"experts[{token}, {slot}] = {values[token, slot]} must be an expert id from 0 to {num_experts - 1}, "
+            f"or {EMPTY_SLOT} for an empty slot"
+        )
+
+
+def build_dispatch(experts: Int[Array, "T K"], num_experts: int, *, row_alignment: int = 1) -> Dispatch:
+    """Groups (token, slot) pairs by expert, without a sort: linear in T·K, stable by token, the same bits on every run.
+
+    Args:
+      experts: expert ids, -1 for an empty slot. Ids outside that range raise where values are known; under tracing they
+        count as empty here, and `expert_ffn` turns the token's output into NaN.
+      num_experts: E.
+      row_alignment: every group starts at a multiple of this many rows; R grows to hold the gaps.
+
+    Returns:
+      The four index arrays. R is `T·K`, or for `row_alignment` above 1 the most that aligned groups can take.
+
+    Raises:
+      ValueError: `experts` is not an integer array `(T, K)` with K ≤ E, an id is out of range, or R exceeds int32.
+    """
+    if num_experts < 1 or row_alignment < 1:
+        raise ValueError(f"{num_experts=} and {row_alignment=} must be at least 1")
+    experts = jnp.asarray(experts)
+    check_experts(experts, num_experts)
+    num_rows = math.prod(experts.shape) + min(num_experts, math.prod(experts.shape)) * (row_alignment - 1)
+    num_rows = -(-num_rows // row_alignment) * row_alignment
+    if num_rows > _MAX_ROWS:
+        raise ValueError(f"experts of shape {experts.shape} need {num_rows} rows, must be at most {_MAX_ROWS}")
+    experts = experts.astype(jnp.int32)
+    token_indices, offsets, positions = xla.dispatch(experts, num_experts, num_rows=num_rows, row_alignment=row_alignment)
+    return Dispatch(token_indices, offsets, experts, positions)

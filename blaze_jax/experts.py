@@ -1,0 +1,273 @@
+"""The experts of the layer: forward and backward on index arrays, with no buffer of routed tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array, Float, Int
+
+from blaze_jax.activations import Activation, get_activation
+from blaze_jax.dispatch import EMPTY_SLOT, build_dispatch
+from blaze_jax.implementation import Implementation, kernels_for
+from pallas_kernels.compat import varying_axes, vary_over
+from pallas_kernels.xla import RowGroups
+
+Save = Literal["pre_activations", "inputs"]
+
+PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")
+"""Names of the saved pre-activations, for `jax.checkpoint_policies.save_only_these_names`."""
+
+INDEX_NAME = "moe_indices"
+"""Name of the index arrays, for the same policies."""
+
+RESIDUAL_NAMES = (*PRE_ACTIVATION_NAMES, INDEX_NAME)
+"""Names of all that the experts' backward pass needs beside the layer's inputs."""
+
+_FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+_MAX_COLUMN_BLOCK = 512
+
+
+def expert_ffn(
+    x: Float[Array, "T d"],
+    w_gate: Float[Array, "E d n"] | None,
+    w_up: Float[Array, "E d n"] | None,
+    w_down: Float[Array, "E n d"],
+    weights: Float[Array, "T K"],
+    experts: Int[Array, "T K"],
+    *,
+    b_gate: Float[Array, "E n"] | None = None,
+    b_up: Float[Array, "E n"] | None = None,
+    b_down: Float[Array, "E d"] | None = None,
+    activation: str | Activation = "swiglu",
+    save: Save = "pre_activations",
+    implementation: Implementation | None = None,
+) -> Float[Array, "T d"]:
+    """`y[t] = Σ_k weights[t, k] · FFN_e(x[t])` with `e = experts[t, k]` and `FFN_e(x) = act(x·W_gate, x·W_up)·W_down`.
+
+    Every pair is computed, none is dropped or padded. The arithmetic runs in the dtype of `x` with float32 accumulation;
+    weights of another dtype are converted a slice at a time. The result is the same on every run, bit for bit.
+
+    Args:
+      x: tokens, float32, bfloat16 or float16 (float64 where jax has it enabled).
+      w_gate: gate weights; None for an ungated activation.
+      w_up: up weights.
+      w_down: down weights.
+      weights: routing weights.
+      experts: expert ids; -1 marks an empty slot, which contributes nothing.
+      b_gate: gate biases, or None.
+      b_up: up biases, or None.
+      b_down: down biases, or None; weighted like the rest of the expert's output.
+      activation: a name of `ACTIVATION_NAMES` or an `Activation`.
+      save: what the backward pass keeps. "pre_activations": x, the gate and up pre-activations, weights and indices.
+        "inputs": x, weights and indices; the pre-activations are computed again (22% more arithmetic for a gated
+        activation).
+      implementation: None for the best that can run here, or "mosaic_gpu" or "xla".
+
+    Returns:
+      The output, in the dtype of `x`. Differentiable in `x`, `weights`, the weights and the biases, each gradient in the
+      dtype of its argument.
+
+    Raises:
+      ValueError: a shape, dtype or option that does not fit, or, where values are known, an expert id out of range.
+        Under tracing the output row of a token with such an id is NaN.
+      NotImplementedError: the implementation demanded cannot run here.
+    """
+    act = get_activation(activation)
+    if save not in get_args(Save):
+        raise ValueError(f"{save=} must be one of {', '.join(get_args(Save))}")
+    kernels_for(implementation)
+    up_weights, up_biases = _projections(act, w_gate, w_up, b_gate, b_up)
+    _check_arguments(act, x, up_weights, up_biases, w_down, b_down, weights, experts)
+    if x.shape[0] == 0:
+        return jnp.zeros_like(x)
+
+    dispatch = build_dispatch(experts, w_down.shape[0])
+    params = Parameters(up_weights, up_biases, w_down, b_down)
+    args = (x, params, weights, jnp.asarray(dispatch.token_expert_indices))
+    indices = _Indices(dispatch.expert_token_indices, dispatch.expert_token_offsets, dispatch.token_index_map)
+    # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
+    args, indices = vary_over((args, checkpoint_name(indices, INDEX_NAME)), varying_axes(args))
+    return _expert_ffn(_Settings(act, save, implementation), *args, indices)
+
+
+class Parameters(NamedTuple):
+    """Weights of the experts: gate and up (or up alone) with their biases (or none), then down."""
+
+    up_weights: tuple[Float[Array, "E d n"], ...]
+    up_biases: tuple[Float[Array, "E n"], ...]
+    w_down: Float[Array, "E n d"]
+    b_down: Float[Array, "E d"] | None
+
+
+class _Indices(NamedTuple):
+    expert_token_indices: Int[Array, " R"]
+    expert_token_offsets: Int[Array, " E+1"]
+    token_index_map: Int[Array, "T K"]
+
+    @property
+    def groups(self) -> RowGroups:
+        return RowGroups(self.expert_token_indices, self.expert_token_offsets)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    activation: Activation
+    save: Save
+    implementation: Implementation | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_ffn(settings: _Settings, x, params: Parameters, weights, experts, indices: _Indices):
+    return _forward(settings, x, params, weights, experts, indices)[0]
+
+
+def _forward(settings, x, params, weights, experts, indices):
+    pre_activations, hidden = _up(settings, x, params, indices)
+    pre_activations = tuple(
+        checkpoint_name(p, name) for p, name in zip(pre_activations, PRE_ACTIVATION_NAMES[-len(pre_activations) :], strict=True)
+    )
+    y = _down(settings, hidden, params, weights, experts, indices)
+    kept = pre_activations if settings.save == "pre_activations" else None
+    return y, (x, params, weights, indices, kept)
+
+
+def _backward(settings, residuals, dy):
+    x, params, weights, indices, pre_activations = residuals
+    if pre_activations is None:
+        # Without the barrier XLA would see that these were computed before, and keep them.
+        x, dy = lax.optimization_barrier((x, dy))
+        pre_activations, _ = _up(settings, x, params, indices)
+    dx, d_params, d_weights = _grads(settings, x, params, weights, indices, pre_activations, dy)
+    return dx, d_params, d_weights, None, None
+
+
+_expert_ffn.defvjp(_forward, _backward)
+
+
+def _up(settings: _Settings, x, params: Parameters, indices: _Indices):
+    """Pre-activations and activation of every row."""
+
+    @sequential_vmap
+    def run(x, params, indices):
+        kernels = kernels_for(settings.implementation)
+        return kernels.up_projection(
+            x, params.up_weights, params.up_biases, indices.groups, activation=settings.activation.function
+        )
+
+    return run(x, params, indices)
+
+
+def _down(settings: _Settings, hidden, params: Parameters, weights, experts, indices: _Indices):
+    """The layer's output from the activation of every row."""
+
+    @sequential_vmap
+    def run(hidden, params, weights, experts, indices):
+        kernels = kernels_for(settings.implementation)
+        # An id that is no expert's cannot raise under tracing; it must not pass for an empty slot either.
+        known = (experts >= EMPTY_SLOT) & (experts < params.w_down.shape[0])
+        weights = jnp.where(known, weights, jnp.nan)
+
+        def rows(first_column, num_columns):
+            return kernels.down_projection(hidden, params.w_down, params.b_down, indices.groups, first_column, num_columns)
+
+        return _combine_columns(kernels, rows, params.w_down.shape[2], indices, weights)
+
+    return run(hidden, params, weights, experts, indices)
+
+
+def _grads(settings: _Settings, x, params: Parameters, weights, indices: _Indices, pre_activations, dy):
+    """Gradients of tokens, parameters and routing weights."""
+
+    @sequential_vmap
+    def run(x, params, weights, indices, pre_activations, dy):
+        kernels = kernels_for(settings.implementation)
+        groups, position = indices.groups, indices.token_index_map
+        row_weights = jnp.zeros(groups.num_rows, weights.dtype).at[position].set(weights, mode="drop")
+        d_pre_activations, weighted_hidden, d_row_weights = kernels.down_backward(
+            dy, params.w_down, params.b_down, pre_activations, row_weights, groups, activation=settings.activation.function
+        )
+        d_weights = d_row_weights.at[position].get(mode="fill", fill_value=0).astype(weights.dtype)
+        d_down, d_down_bias = kernels.down_weight_gradients(
+            weighted_hidden,
+            dy,
+            row_weights,
+            groups,
+            dtype=params.w_down.dtype,
+            bias_dtype=None if params.b_down is None else params.b_down.dtype,
+        )
+        d_up, d_up_biases = kernels.up_weight_gradients(
+            x,
+            d_pre_activations,
+            groups,
+            dtypes=tuple(w.dtype for w in params.up_weights),
+            bias_dtypes=tuple(b.dtype for b in params.up_biases),
+        )
+
+        def rows(first_column, num_columns):
+            return kernels.up_backward(d_pre_activations, params.up_weights, groups, first_column, num_columns)
+
+        dx = _combine_columns(kernels, rows, x.shape[1], indices, None)
+        return dx, Parameters(d_up, d_up_biases, d_down, d_down_bias), d_weights
+
+    return run(x, params, weights, indices, pre_activations, dy)
+
+
+def _combine_columns(kernels, rows: Callable, width: int, indices: _Indices, weights) -> Float[Array, "T width"]:
+    """Combines `rows(first_column, num_columns)` a block of columns at a time: only one block of rows is ever alive."""
+    block = min(_MAX_COLUMN_BLOCK, -(-width // 2))
+
+    def step(i, y):
+        first_column = jnp.minimum(i * block, width - block)  # a last narrow block reaches back over columns done before
+        columns = kernels.combine(rows(first_column, block), indices.token_index_map, weights)
+        return lax.dynamic_update_slice_in_dim(y, columns, first_column, axis=1)
+
+    out = jax.eval_shape(lambda: kernels.combine(rows(0, block), indices.token_index_map, weights))
+    y = vary_over(jnp.zeros((out.shape[0], width), out.dtype), varying_axes(indices))
+    return lax.fori_loop(0, -(-width // block), step, y)
+
+
+def _projections(activation: Activation, w_gate, w_up, b_gate, b_up):
+    """The up weights and biases that the activation takes, in its order; an ungated one takes a single pair."""
+    weights, biases = (w_gate, w_up), (b_gate, b_up)
+    present = tuple(w for w in weights if w is not None)
+    if len(present) != (2 if activation.gated else 1):
+        need = "both w_gate and w_up" if activation.gated else "w_up alone (w_gate=None)"
+        got = " and ".join(name for name, w in zip(("w_gate", "w_up"), weights, strict=True) if w is not None) or "neither"
+        raise ValueError(f"activation {activation.name!r} takes {need}, got {got}")
+    present_biases = tuple(b for w, b in zip(weights, biases, strict=True) if w is not None and b is not None)
+    if len(present_biases) != sum(b is not None for b in biases) or len(present_biases) not in (0, len(present)):
+        got = " and ".join(name for name, b in zip(("b_gate", "b_up"), biases, strict=True) if b is not None)
+        raise ValueError(f"biases must be given for every up projection of {activation.name!r} or for none, got {got}")
+    return present, present_biases
+
+
+def _check_arguments(activation, x, up_weights, up_biases, w_down, b_down, weights, experts) -> None:
+    def check(name, array, shape):
+        if array.dtype not in _FLOATS:
+            raise ValueError(f"{name} has dtype {array.dtype}, must be float32, bfloat16, float16 or float64")
+        if array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}, must be {shape}")
+
+    if x.ndim != 2:
+        raise ValueError(f"x has shape {x.shape}, must be (T, d): reshape leading dimensions into one")
+    if w_down.ndim != 3 or w_down.shape[0] == 0:
+        raise ValueError(f"w_down has shape {w_down.shape}, must be (E, n, d) with E at least 1")
+    (tokens, d), (num_experts, n, _) = x.shape, w_down.shape
+    check("x", x, (tokens, d))
+    up_names = ("gate", "up") if activation.gated else ("up",)
+    for name, weight in zip(up_names, up_weights, strict=True):
+        check(f"w_{name}", weight, (num_experts, d, n))
+    for name, bias in zip(up_names, up_biases, strict=False):
+        check(f"b_{name}", bias, (num_experts, n))
+    check("w_down", w_down, (num_experts, n, d))
+    if b_down is not None:
+        check("b_down", b_down, (num_experts, d))
+    check("weights", weights, (tokens, experts.shape[-1]))
+    if experts.shape[0] != tokens:
+        raise ValueError(f"experts has shape {experts.shape}, must be (T, K) with T={tokens} as in x")

@@ -1,0 +1,85 @@
+"""The whole layer as a function: router to output."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from blaze_jax.activations import get_activation
+from blaze_jax.config import MoEConfig
+from blaze_jax.experts import expert_ffn
+from blaze_jax.routing import Routing, route
+
+
+def moe(
+    x: Float[Array, "... d"],
+    params: Mapping[str, Array],
+    config: MoEConfig,
+    *,
+    selection_bias: Float[Array, " E"] | None = None,
+    train: bool = False,
+) -> tuple[Float[Array, "... d"], Routing]:
+    """Routes every token, applies its experts and the shared experts, and adds them up.
+
+    Args:
+      x: tokens with any leading shape; the arithmetic runs in their dtype, the router in float32.
+      params: arrays named and shaped as `config.parameters(d)` says.
+      config: the layer.
+      selection_bias: added to the scores for selection only.
+      train: whether token rounding applies; evaluation uses the plain choice.
+
+    Returns:
+      `(y, routing)`: the output in the shape and dtype of `x`, and what the router decided, over the leading dimensions
+      flattened into T.
+
+    Raises:
+      ValueError: `params` does not match the configuration, or `x` is not a floating array.
+    """
+    if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x must be a floating array (..., d), got {x.dtype} of shape {x.shape}")
+    _check_parameters(params, config, x.shape[-1])
+    tokens = x.reshape(-1, x.shape[-1])
+    wide = jnp.promote_types(tokens.dtype, jnp.float32)
+    logits = jnp.dot(tokens.astype(wide), params["w_router"].astype(wide), precision=jax.lax.Precision.HIGHEST)
+    routing = route(
+        logits, config.experts_per_token, router=config.router.for_phase(train), selection_bias=selection_bias
+    )
+    y = expert_ffn(
+        tokens,
+        params.get("w_gate"),
+        params["w_up"],
+        params["w_down"],
+        routing.weights,
+        routing.experts,
+        b_gate=params.get("b_gate"),
+        b_up=params.get("b_up"),
+        b_down=params.get("b_down"),
+        activation=config.activation,
+        save=config.save,
+        implementation=config.implementation,
+    )
+    if config.shared_width:
+        y = y + _shared_experts(tokens, params, config)
+    return y.reshape(x.shape), routing
+
+
+def _shared_experts(tokens: Float[Array, "T d"], params: Mapping[str, Array], config: MoEConfig) -> Float[Array, "T d"]:
+    """The dense FFN that every token passes through."""
+    activation = get_activation(config.activation)
+    wide = jnp.promote_types(tokens.dtype, jnp.float32)
+    names = ("shared_w_gate", "shared_w_up") if activation.gated else ("shared_w_up",)
+    pre = [jnp.dot(tokens, params[name].astype(tokens.dtype), preferred_element_type=wide) for name in names]
+    hidden = activation.function(*pre).astype(tokens.dtype)
+    return jnp.dot(hidden, params["shared_w_down"].astype(tokens.dtype))
+
+
+def _check_parameters(params: Mapping[str, Array], config: MoEConfig, model_width: int) -> None:
+    expected = config.parameters(model_width)
+    if missing := expected.keys() - params.keys():
+        raise ValueError(f"params lacks {', '.join(sorted(missing))}, which {config} asks for")
+    if unknown := params.keys() - expected.keys():
+        raise ValueError(f"params has {', '.join(sorted(unknown))}, which {config} has no use for")
+    for name, parameter in expected.items():
+        if params[name].shape != parameter.shape:
+            raise ValueError(f"params[{name!r}] has shape {params[name].shape}, must be {parameter.shape}")

@@ -1,0 +1,23 @@
+"""What differs between jax releases, or is not yet part of its documented interface, in one place."""
+
+import jax
+from jax import lax
+
+
+def varying_axes(*arrays) -> frozenset[str]:
+    """Mesh axes of an enclosing `jax.shard_map` over which any of `arrays` differs from device to device."""
+    return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)))
+
+
+def vary_over(tree, axes: frozenset[str]):
+    """Marks every array of `tree` as varying over the mesh `axes`; the transpose sums its gradient over them.
+
+    Inside `shard_map`, a replicated weight next to sharded tokens needs this once, and a loop's initial value needs it
+    to have the type of what the loop writes. Outside `shard_map`, `axes` is empty and nothing happens.
+    """
+
+    def vary(array):
+        missing = tuple(sorted(axes - varying_axes(array)))
+        return lax.pcast(array, missing, to="varying") if missing else array
+
+    return jax.tree.map(vary, tree)
