@@ -1,2 +1,33 @@
-from blaze_jax.experts import expert_ffn
-from blaze_jax.dispatch import build_dispatch
+"""A memory-efficient, dropless Mixture-of-Experts layer for JAX."""
+
+from blaze_jax import nnx
+from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
+from blaze_jax.config import MoEConfig
+from blaze_jax.dispatch import EMPTY_SLOT, Dispatch, build_dispatch
+from blaze_jax.experts import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAMES, expert_ffn
+from blaze_jax.layer import moe
+from blaze_jax.linen import MoE
+from blaze_jax.routing import Router, Routing, route, update_selection_bias
+from blaze_jax.version import __version__
+
+__all__ = [
+    "ACTIVATION_NAMES",
+    "EMPTY_SLOT",
+    "INDEX_NAME",
+    "PRE_ACTIVATION_NAMES",
+    "RESIDUAL_NAMES",
+    "Activation",
+    "Dispatch",
+    "MoE",
+    "MoEConfig",
+    "Router",
+    "Routing",
+    "__version__",
+    "build_dispatch",
+    "clamped_swiglu",
+    "expert_ffn",
+    "moe",
+    "nnx",
+    "route",
+    "update_selection_bias",
+]

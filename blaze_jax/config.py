@@ -24,11 +24,6 @@ class Parameter(NamedTuple):
     axes: tuple[str, ...]
     kind: ParameterKind
 
-    @property
-    def batch_axes(self) -> tuple[int, ...]:
-        """Axes that count separate matrices, not their inputs (the experts of a kernel)."""
-        return (0,) if len(self.shape) == 3 else ()
-
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -39,7 +34,6 @@ class MoEConfig:
       experts_per_token: K.
       expert_width: n, the hidden width of one expert.
       activation: a name of `ACTIVATION_NAMES`, or an `Activation`.
-      use_bias: biases on all projections of the experts.
       shared_width: hidden width of the shared experts together, which see every token; 0 for none.
       router: how experts are chosen and weighted.
       load_balancing_weight: weight of the load-balancing loss that the modules report.
@@ -57,7 +51,6 @@ class MoEConfig:
     experts_per_token: int
     expert_width: int
     activation: str | Activation = "swiglu"
-    use_bias: bool = False
     shared_width: int = 0
     router: Router = field(default_factory=Router)
     load_balancing_weight: float = 0.01
@@ -78,15 +71,17 @@ class MoEConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
-    def parameters(self, model_width: int) -> dict[str, Parameter]:
-        """Every parameter of the layer for tokens of that width, by name."""
+    def parameters(self, model_width: int, *, use_bias: bool = False) -> dict[str, Parameter]:
+        """Every parameter of the layer for tokens of that width, by name; `use_bias` adds the experts' biases."""
         experts, width = self.num_experts, self.expert_width
         projections = ("gate", "up") if get_activation(self.activation).gated else ("up",)
         parameters = {"w_router": Parameter((model_width, experts), ("embed", "expert"), "router")}
         for name in projections:
-            parameters[f"w_{name}"] = Parameter((experts, model_width, width), ("expert", "embed", "expert_mlp"), "kernel")
+            parameters[f"w_{name}"] = Parameter(
+                (experts, model_width, width), ("expert", "embed", "expert_mlp"), "kernel"
+            )
         parameters["w_down"] = Parameter((experts, width, model_width), ("expert", "expert_mlp", "embed"), "kernel")
-        if self.use_bias:
+        if use_bias:
             for name in projections:
                 parameters[f"b_{name}"] = Parameter((experts, width), ("expert", "expert_mlp"), "bias")
             parameters["b_down"] = Parameter((experts, model_width), ("expert", "embed"), "bias")

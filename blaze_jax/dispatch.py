@@ -3,9 +3,9 @@
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from pallas_kernels import xla
@@ -15,7 +15,7 @@ _MAX_ROWS = 2**31 - 1  # row positions are int32
 
 
 class Dispatch(NamedTuple):
-    """Index structures of MoEBlaze (arXiv 2601.05296, section 4). R rows are the (token, slot) pairs that have an expert.
+    """Index structures of MoEBlaze (arXiv 2601.05296, section 4). A row stands for a (token, slot) pair, R in all.
 
     Attributes:
       expert_token_indices: `(R,)` int32, token ids concatenated by expert, ascending inside an expert. Rows past the
@@ -32,12 +32,14 @@ class Dispatch(NamedTuple):
 
 
 def check_experts(experts: Array, num_experts: int) -> None:
-    """Raises ValueError unless `experts` is an integer array `(T, K)`, K ≤ E, whose values (where known) are expert ids."""
+    """Raises ValueError unless `experts` is an integer array `(T, K)`, K ≤ E, of expert ids (where values are known)."""
     if experts.ndim != 2 or not jnp.issubdtype(experts.dtype, jnp.integer):
         raise ValueError(f"experts must be an integer array (T, K), got {experts.dtype} of shape {experts.shape}")
     if not 1 <= experts.shape[1] <= num_experts:
-        raise ValueError(f"experts has K={experts.shape[1]} slots a token, must be from 1 to the number of experts, {num_experts}")
-    if isinstance(experts, jax.core.Tracer):
+        raise ValueError(
+            f"experts has K={experts.shape[1]} slots a token, must be from 1 to the number of experts, {num_experts}"
+        )
+    if isinstance(experts, Tracer):
         return
     values = np.asarray(experts)
     wrong = (values < EMPTY_SLOT) | (values >= num_experts)
@@ -73,5 +75,7 @@ def build_dispatch(experts: Int[Array, "T K"], num_experts: int, *, row_alignmen
     if num_rows > _MAX_ROWS:
         raise ValueError(f"experts of shape {experts.shape} need {num_rows} rows, must be at most {_MAX_ROWS}")
     experts = experts.astype(jnp.int32)
-    token_indices, offsets, positions = xla.dispatch(experts, num_experts, num_rows=num_rows, row_alignment=row_alignment)
+    token_indices, offsets, positions = xla.dispatch(
+        experts, num_experts, num_rows=num_rows, row_alignment=row_alignment
+    )
     return Dispatch(token_indices, offsets, experts, positions)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.dispatch import EMPTY_SLOT, build_dispatch
 from blaze_jax.implementation import Implementation, kernels_for
-from pallas_kernels.compat import varying_axes, vary_over
+from pallas_kernels.compat import vary_over, varying_axes
 from pallas_kernels.xla import RowGroups
 
 Save = Literal["pre_activations", "inputs"]
@@ -50,8 +50,8 @@ def expert_ffn(
 ) -> Float[Array, "T d"]:
     """`y[t] = Σ_k weights[t, k] · FFN_e(x[t])` with `e = experts[t, k]` and `FFN_e(x) = act(x·W_gate, x·W_up)·W_down`.
 
-    Every pair is computed, none is dropped or padded. The arithmetic runs in the dtype of `x` with float32 accumulation;
-    weights of another dtype are converted a slice at a time. The result is the same on every run, bit for bit.
+    Every pair is computed, none is dropped or padded. The arithmetic runs in the dtype of `x` with float32
+    accumulation; weights of another dtype are converted a slice at a time. Two runs give the same bits.
 
     Args:
       x: tokens, float32, bfloat16 or float16 (float64 where jax has it enabled).
@@ -70,8 +70,8 @@ def expert_ffn(
       implementation: None for the best that can run here, or "mosaic_gpu" or "xla".
 
     Returns:
-      The output, in the dtype of `x`. Differentiable in `x`, `weights`, the weights and the biases, each gradient in the
-      dtype of its argument.
+      The output, in the dtype of `x`. Differentiable in `x`, `weights`, the expert weights and the biases, each gradient
+      in the dtype of its argument.
 
     Raises:
       ValueError: a shape, dtype or option that does not fit, or, where values are known, an expert id out of range.
@@ -130,7 +130,8 @@ def _expert_ffn(settings: _Settings, x, params: Parameters, weights, experts, in
 def _forward(settings, x, params, weights, experts, indices):
     pre_activations, hidden = _up(settings, x, params, indices)
     pre_activations = tuple(
-        checkpoint_name(p, name) for p, name in zip(pre_activations, PRE_ACTIVATION_NAMES[-len(pre_activations) :], strict=True)
+        checkpoint_name(p, name)
+        for p, name in zip(pre_activations, PRE_ACTIVATION_NAMES[-len(pre_activations) :], strict=True)
     )
     y = _down(settings, hidden, params, weights, experts, indices)
     kept = pre_activations if settings.save == "pre_activations" else None
@@ -174,7 +175,9 @@ def _down(settings: _Settings, hidden, params: Parameters, weights, experts, ind
         weights = jnp.where(known, weights, jnp.nan)
 
         def rows(first_column, num_columns):
-            return kernels.down_projection(hidden, params.w_down, params.b_down, indices.groups, first_column, num_columns)
+            return kernels.down_projection(
+                hidden, params.w_down, params.b_down, indices.groups, first_column, num_columns
+            )
 
         return _combine_columns(kernels, rows, params.w_down.shape[2], indices, weights)
 
@@ -190,7 +193,13 @@ def _grads(settings: _Settings, x, params: Parameters, weights, indices: _Indice
         groups, position = indices.groups, indices.token_index_map
         row_weights = jnp.zeros(groups.num_rows, weights.dtype).at[position].set(weights, mode="drop")
         d_pre_activations, weighted_hidden, d_row_weights = kernels.down_backward(
-            dy, params.w_down, params.b_down, pre_activations, row_weights, groups, activation=settings.activation.function
+            dy,
+            params.w_down,
+            params.b_down,
+            pre_activations,
+            row_weights,
+            groups,
+            activation=settings.activation.function,
         )
         d_weights = d_row_weights.at[position].get(mode="fill", fill_value=0).astype(weights.dtype)
         d_down, d_down_bias = kernels.down_weight_gradients(
@@ -223,7 +232,9 @@ def _combine_columns(kernels, rows: Callable, width: int, indices: _Indices, wei
     block = min(_MAX_COLUMN_BLOCK, -(-width // 2))
 
     def step(i, y):
-        first_column = jnp.minimum(i * block, width - block)  # a last narrow block reaches back over columns done before
+        first_column = jnp.minimum(
+            i * block, width - block
+        )  # a last narrow block reaches back over columns done before
         columns = kernels.combine(rows(first_column, block), indices.token_index_map, weights)
         return lax.dynamic_update_slice_in_dim(y, columns, first_column, axis=1)
 
@@ -238,7 +249,10 @@ def _projections(activation: Activation, w_gate, w_up, b_gate, b_up):
     present = tuple(w for w in weights if w is not None)
     if len(present) != (2 if activation.gated else 1):
         need = "both w_gate and w_up" if activation.gated else "w_up alone (w_gate=None)"
-        got = " and ".join(name for name, w in zip(("w_gate", "w_up"), weights, strict=True) if w is not None) or "neither"
+        got = (
+            " and ".join(name for name, w in zip(("w_gate", "w_up"), weights, strict=True) if w is not None)
+            or "neither"
+        )
         raise ValueError(f"activation {activation.name!r} takes {need}, got {got}")
     present_biases = tuple(b for w, b in zip(weights, biases, strict=True) if w is not None and b is not None)
     if len(present_biases) != sum(b is not None for b in biases) or len(present_biases) not in (0, len(present)):

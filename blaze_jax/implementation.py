@@ -18,5 +18,7 @@ def kernels_for(implementation: Implementation | None) -> ModuleType:
     if implementation in (None, "xla"):
         return xla
     if implementation == "mosaic_gpu":
-        raise NotImplementedError(f"{implementation=} is not available: this release has no Hopper kernels yet; use 'xla' or None")
+        raise NotImplementedError(
+            f"{implementation=} is not available: this release has no Hopper kernels yet; use 'xla' or None"
+        )
     raise ValueError(f"{implementation=} must be None, 'mosaic_gpu' or 'xla'")

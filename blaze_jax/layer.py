@@ -1,13 +1,13 @@
 """The whole layer as a function: router to output."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
-from blaze_jax.config import MoEConfig
+from blaze_jax.config import MoEConfig, Parameter
 from blaze_jax.experts import expert_ffn
 from blaze_jax.routing import Routing, route
 
@@ -24,7 +24,7 @@ def moe(
 
     Args:
       x: tokens with any leading shape; the arithmetic runs in their dtype, the router in float32.
-      params: arrays named and shaped as `config.parameters(d)` says.
+      params: arrays named and shaped as `config.parameters(d)` says, with biases if there is a "b_down".
       config: the layer.
       selection_bias: added to the scores for selection only.
       train: whether token rounding applies; evaluation uses the plain choice.
@@ -64,6 +64,29 @@ def moe(
     return y.reshape(x.shape), routing
 
 
+def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:
+    """The losses to add to the training loss, already weighted, by name."""
+    losses = {}
+    if config.load_balancing_weight:
+        losses["load_balancing_loss"] = config.load_balancing_weight * routing.load_balancing_loss
+    if config.z_loss_weight:
+        losses["z_loss"] = config.z_loss_weight * routing.z_loss
+    return losses
+
+
+def statistics(routing: Routing) -> dict[str, Array]:
+    """What is worth watching in training, by name."""
+    return {name: getattr(routing, name) for name in ("tokens_per_expert", "dropped_share", "entropy")}
+
+
+def initial_value(initializer: Callable, key: Array, parameter: Parameter, dtype) -> Array:
+    """`initializer(key, shape, dtype)`, called for each expert of a stack, so that its fan-in is that of one expert."""
+    if parameter.kind != "kernel" or len(parameter.shape) == 2:
+        return initializer(key, parameter.shape, dtype)
+    keys = jax.random.split(key, parameter.shape[0])
+    return jax.vmap(lambda k: initializer(k, parameter.shape[1:], dtype))(keys)
+
+
 def _shared_experts(tokens: Float[Array, "T d"], params: Mapping[str, Array], config: MoEConfig) -> Float[Array, "T d"]:
     """The dense FFN that every token passes through."""
     activation = get_activation(config.activation)
@@ -75,7 +98,7 @@ def _shared_experts(tokens: Float[Array, "T d"], params: Mapping[str, Array], co
 
 
 def _check_parameters(params: Mapping[str, Array], config: MoEConfig, model_width: int) -> None:
-    expected = config.parameters(model_width)
+    expected = config.parameters(model_width, use_bias="b_down" in params)
     if missing := expected.keys() - params.keys():
         raise ValueError(f"params lacks {', '.join(sorted(missing))}, which {config} asks for")
     if unknown := params.keys() - expected.keys():

@@ -31,9 +31,7 @@ def dense_expert_ffn(
         return out if bias is None else out + _upcast(bias)
 
     x = _upcast(x)
-    pre_activations = [
-        project(x, w, b, "td,edn->ten") for w, b in ((w_gate, b_gate), (w_up, b_up)) if w is not None
-    ]
+    pre_activations = [project(x, w, b, "td,edn->ten") for w, b in ((w_gate, b_gate), (w_up, b_up)) if w is not None]
     expert_outputs = project(act.function(*pre_activations), w_down, b_down, "ten,end->ted")
     share = jax.nn.one_hot(experts, w_down.shape[0], dtype=x.dtype) * _upcast(weights)[..., None]
     return jnp.einsum("tke,ted->td", share, expert_outputs, precision=jax.lax.Precision.HIGHEST)

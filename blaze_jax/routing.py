@@ -58,10 +58,18 @@ class Router:
             raise ValueError(f"{experts_per_token=} must be from 1 to {num_experts=}")
         require(self.scoring in get_args(Scoring), "scoring", f"one of {', '.join(get_args(Scoring))}")
         require(self.weight_scale > 0, "weight_scale", "positive")
-        require(self.num_groups >= 1 and num_experts % self.num_groups == 0, "num_groups", f"a divisor of {num_experts=}")
-        require(1 <= self.groups_per_token <= self.num_groups, "groups_per_token", f"from 1 to num_groups={self.num_groups}")
+        require(
+            self.num_groups >= 1 and num_experts % self.num_groups == 0, "num_groups", f"a divisor of {num_experts=}"
+        )
+        require(
+            1 <= self.groups_per_token <= self.num_groups, "groups_per_token", f"from 1 to num_groups={self.num_groups}"
+        )
         choice = num_experts // self.num_groups * self.groups_per_token
-        require(experts_per_token <= choice, "groups_per_token", f"enough to choose {experts_per_token=} from {choice} experts")
+        require(
+            experts_per_token <= choice,
+            "groups_per_token",
+            f"enough to choose {experts_per_token=} from {choice} experts",
+        )
         require(self.expert_capacity is None or self.expert_capacity >= 1, "expert_capacity", "None or at least 1")
         require(self.capacity_factor is None or self.capacity_factor > 0, "capacity_factor", "None or positive")
         allowed = get_args(TokenRounding)
@@ -93,7 +101,8 @@ class Routing(NamedTuple):
       tokens_per_expert: `(E,)` int32, tokens each expert computes.
       demand: `(E,)` int32, tokens that chose each expert, before any were dropped or added.
       dropped_share: float32, the share of the T·K choices that were dropped.
-      load_balancing_loss: float32, `E · Σ_e demand_e / (T·K) · mean_t probability_te` (Switch Transformer); 1 in balance.
+      load_balancing_loss: float32, `E · Σ_e demand_e / (T·K) · mean_t probability_te` (Switch Transformer), 1 in
+        perfect balance.
       z_loss: float32, mean of `logsumexp(logits)²` (ST-MoE).
       entropy: float32, mean entropy of a token's expert probabilities, in nats, at most `log E`.
     """
@@ -119,7 +128,8 @@ def route(
     """Chooses `experts_per_token` experts for every token, in float32 (float64 logits stay).
 
     Equal scores go to the lower expert id. A logit of -inf rules its expert out: it is chosen last and gets weight 0. A
-    row with NaN gets valid, distinct experts and NaN weights. Selection is not differentiated; the weights and losses are.
+    row with NaN gets valid, distinct experts and NaN weights. The weights and losses are differentiable, the choice is
+    not.
 
     Args:
       logits: router logits.
@@ -178,7 +188,7 @@ def route(
 def update_selection_bias(
     selection_bias: Float[Array, " E"], demand: Int[Array, " E"], rate: float
 ) -> Float[Array, " E"]:
-    """Loss-free balancing (DeepSeek-V3): the bias of an expert chosen less than average rises by `rate`, else it falls."""
+    """Loss-free balancing (DeepSeek-V3): the bias of an expert in less than average demand rises by `rate`, else falls."""
     demand = demand.astype(selection_bias.dtype)
     return selection_bias + rate * jnp.sign(demand.mean() - demand)
 

@@ -16,9 +16,9 @@ def round_token_counts(
 ) -> Int[Array, "T K_extra"]:
     """Experts of every token after each expert's count went to a multiple of `tile`.
 
-    Rounding down, an expert gives up its tokens of lowest score; rounding up, it takes the tokens of highest score among
-    those that did not choose it. Equal scores prefer the lower token id. A token takes at most `extra_slots` experts it
-    did not choose; an expert that would need more of it, or more tokens than there are, rounds down instead.
+    Rounding down, an expert gives up its tokens of lowest score; rounding up, it takes the tokens of highest score
+    among those that did not choose it. Equal scores prefer the lower token id. A token takes at most `extra_slots`
+    experts it did not choose; an expert that would need more of it, or more tokens than there are, rounds down.
 
     Costs two selections of `tile - 1` tokens per expert from `(T, E)`, and masks of that shape; no full sort.
 

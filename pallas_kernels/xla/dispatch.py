@@ -14,9 +14,9 @@ def dispatch(
 ) -> tuple[Int[Array, " R"], Int[Array, " E+1"], Int[Array, "T K"]]:
     """Token list by expert, group offsets, and every pair's position in that list.
 
-    Three linear steps: each tile counts its pairs by expert, which also ranks them; an exclusive scan of the counts over
-    tiles and of the totals over experts; one write per pair. Pairs keep their
-    order, so tokens ascend inside an expert. Memory beside the results is O(tiles · E).
+    Three linear steps: each tile counts its pairs by expert, which also ranks them; an exclusive scan of the counts
+    over tiles and of the totals over experts; one write per pair. Pairs keep their order, so tokens ascend inside an
+    expert. Memory beside the results is O(T·K + tiles·E).
 
     Args:
       experts: expert of each (token, slot); a value outside `[0, num_experts)` marks an empty slot.
@@ -30,7 +30,9 @@ def dispatch(
     num_tokens, slots = experts.shape
     flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
     num_tiles = -(-flat.size // TILE_PAIRS)
-    tiles = jnp.pad(flat, (0, num_tiles * TILE_PAIRS - flat.size), constant_values=num_experts).reshape(num_tiles, TILE_PAIRS)
+    tiles = jnp.pad(flat, (0, num_tiles * TILE_PAIRS - flat.size), constant_values=num_experts).reshape(
+        num_tiles, TILE_PAIRS
+    )
 
     # One step per place in a tile, all tiles at once: a pair's rank is the count so far of its expert in its tile.
     tile = jnp.arange(num_tiles, dtype=jnp.int32)

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.compat import varying_axes, vary_over
+from pallas_kernels.compat import vary_over, varying_axes
+
+type Arrays = tuple[Array, ...]
 
 MAX_TILE_ROWS = 128
 MIN_TILE_ROWS = 8
@@ -22,7 +24,7 @@ class RowGroups(NamedTuple):
     """Which token each row reads, and where each expert's rows start.
 
     Attributes:
-      token_indices: `(R,)` int32, the token of each row. A value past the last token marks a padding row: it reads zeros.
+      token_indices: `(R,)` int32, the token of each row; a row of padding holds a value past the last and reads zeros.
       offsets: `(E + 1,)` int32, expert `e` owns rows `offsets[e]` to `offsets[e + 1]`.
     """
 
@@ -66,7 +68,7 @@ def read_rows(array: Shaped[Array, "R ..."], tile: Tile) -> Shaped[Array, "rows 
 
 
 def read_own_rows(array: Float[Array, "R width"], tile: Tile) -> Float[Array, "rows width"]:
-    """The tile's rows of `array`, rows of other experts replaced by zeros (they may hold NaN, and NaN times zero is NaN)."""
+    """The tile's rows of `array`, zeros for rows of other experts: they may hold NaN, and NaN times zero is NaN."""
     return jnp.where(tile.mine, read_rows(array, tile), 0)
 
 
@@ -77,7 +79,9 @@ def gather_rows(tokens: Float[Array, "T width"], groups: RowGroups, tile: Tile) 
     return lax.optimization_barrier(tokens.at[indices].get(mode="fill", fill_value=0))
 
 
-def write_rows(array: Float[Array, "R width"], values: Float[Array, "rows width"], tile: Tile) -> Float[Array, "R width"]:
+def write_rows(
+    array: Float[Array, "R width"], values: Float[Array, "rows width"], tile: Tile
+) -> Float[Array, "R width"]:
     """`array` with the tile's own rows replaced by `values`; rows of other experts keep what they hold."""
     merged = jnp.where(tile.mine, values.astype(array.dtype), read_rows(array, tile))
     return lax.dynamic_update_slice_in_dim(array, merged, tile.start, axis=0)
@@ -110,9 +114,9 @@ def _for_each_tile[Carry](groups: RowGroups, expert, visit: Callable[[Tile, Carr
     return lax.fori_loop(0, (end - first + rows - 1) // rows, step, carry)
 
 
-def map_rows[Rows: tuple[Array, ...]](
-    groups: RowGroups, weights: tuple[Array, ...], compute: Callable[[tuple[Array, ...], Tile, Rows], Rows], rows: Rows
-) -> Rows:
+def map_rows(
+    groups: RowGroups, weights: Arrays, compute: Callable[[Arrays, Tile, Arrays], Arrays], rows: Arrays
+) -> Arrays:
     """Fills row buffers tile by tile, in place.
 
     Args:
@@ -136,8 +140,8 @@ def map_rows[Rows: tuple[Array, ...]](
 
 
 def sum_rows(
-    groups: RowGroups, terms: Callable[[Tile], tuple[Array, ...]], out: tuple[jax.ShapeDtypeStruct, ...], *like
-) -> tuple[Array, ...]:
+    groups: RowGroups, terms: Callable[[Tile], Arrays], out: tuple[jax.ShapeDtypeStruct, ...], *like
+) -> Arrays:
     """Per expert, the sum of `terms(tile)` over its tiles: accumulated wide, rounded once, zeros for an empty expert.
 
     Args:
@@ -149,9 +153,12 @@ def sum_rows(
 
     def visit_expert(expert, results):
         start = tuple(zeros(o.shape[1:], accumulator_dtype(o.dtype), groups, like) for o in out)
-        sums = _for_each_tile(groups, expert, lambda t, acc: tuple(a + b for a, b in zip(acc, terms(t), strict=True)), start)
+        sums = _for_each_tile(
+            groups, expert, lambda t, acc: tuple(a + b for a, b in zip(acc, terms(t), strict=True)), start
+        )
         return tuple(
-            lax.dynamic_update_index_in_dim(r, s.astype(r.dtype), expert, axis=0) for r, s in zip(results, sums, strict=True)
+            lax.dynamic_update_index_in_dim(r, s.astype(r.dtype), expert, axis=0)
+            for r, s in zip(results, sums, strict=True)
         )
 
     return _for_each_expert(groups, visit_expert, tuple(zeros(o.shape, o.dtype, groups, like) for o in out))

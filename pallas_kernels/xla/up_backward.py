@@ -14,7 +14,7 @@ def up_backward(
     first_column: Int[Array, ""] | int,
     num_columns: int,
 ) -> Float[Array, "R columns"]:
-    """`Σ dP · Wᵀ` over the projections: columns `first_column` to `first_column + num_columns` of every row's gradient."""
+    """`Σ dP · Wᵀ` over the projections: `num_columns` columns from `first_column` of every row's input gradient."""
     dtype = d_pre_activations[0].dtype
     wide = accumulator_dtype(dtype)
 

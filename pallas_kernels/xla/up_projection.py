@@ -26,8 +26,8 @@ def up_projection(
       activation: elementwise function of the pre-activations.
 
     Returns:
-      The pre-activations (one array per weight) and the activation, in the dtype of `x`. The activation is computed from
-      the accumulators, before the pre-activations are rounded.
+      The pre-activations (one array per weight) and the activation, in the dtype of `x`. The activation is computed
+      from the accumulators, before the pre-activations are rounded.
     """
     wide = accumulator_dtype(x.dtype)
     shape = (groups.num_rows, weights[0].shape[-1])

@@ -16,7 +16,12 @@ def _column_sums(rows: Float[Array, "rows a"]) -> Float[Array, " a"]:
 
 
 def up_weight_gradients(
-    x: Float[Array, "T d"], d_pre_activations: tuple[Float[Array, "R n"], ...], groups: RowGroups, *, dtypes: tuple, bias_dtypes: tuple
+    x: Float[Array, "T d"],
+    d_pre_activations: tuple[Float[Array, "R n"], ...],
+    groups: RowGroups,
+    *,
+    dtypes: tuple,
+    bias_dtypes: tuple,
 ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
     """`X_gᵀ · dP` per projection, in one pass over the gathered token rows, and the bias gradients beside it.
 
@@ -42,7 +47,13 @@ def up_weight_gradients(
 
 
 def down_weight_gradients(
-    weighted_hidden: Float[Array, "R n"], dy: Float[Array, "T d"], row_weights: Float[Array, " R"], groups: RowGroups, *, dtype, bias_dtype
+    weighted_hidden: Float[Array, "R n"],
+    dy: Float[Array, "T d"],
+    row_weights: Float[Array, " R"],
+    groups: RowGroups,
+    *,
+    dtype,
+    bias_dtype,
 ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
     """`(weights · A)ᵀ · dy_g`, and the down bias gradient `Σ weights · dy_g` where `bias_dtype` is not None."""
     num_experts, (n, d) = groups.num_experts, (weighted_hidden.shape[1], dy.shape[1])
