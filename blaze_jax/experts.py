@@ -70,8 +70,8 @@ def expert_ffn(
       implementation: None for the best that can run here, or "mosaic_gpu" or "xla".
 
     Returns:
-      The output, in the dtype of `x`. Differentiable in `x`, `weights`, the expert weights and the biases, each gradient
-      in the dtype of its argument.
+      The output, in the dtype of `x`. Differentiable in `x`, `weights`, the expert weights and the biases; a gradient
+      has the dtype of its argument.
 
     Raises:
       ValueError: a shape, dtype or option that does not fit, or, where values are known, an expert id out of range.

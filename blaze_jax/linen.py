@@ -63,5 +63,5 @@ class MoE(nn.Module):
         for name, value in statistics(routing).items():
             self.sow("intermediates", name, value)
         if state is not None and train and self.is_mutable_collection("router_state"):
-            state.value = update_selection_bias(bias, routing.demand, self.config.bias_update_rate)
+            state.value = update_selection_bias(state.value, routing.demand, self.config.bias_update_rate)
         return y

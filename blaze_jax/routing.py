@@ -188,7 +188,7 @@ def route(
 def update_selection_bias(
     selection_bias: Float[Array, " E"], demand: Int[Array, " E"], rate: float
 ) -> Float[Array, " E"]:
-    """Loss-free balancing (DeepSeek-V3): the bias of an expert in less than average demand rises by `rate`, else falls."""
+    """Loss-free balancing (DeepSeek-V3): a bias rises by `rate` where demand is below the mean, and falls above it."""
     demand = demand.astype(selection_bias.dtype)
     return selection_bias + rate * jnp.sign(demand.mean() - demand)
 
