@@ -32,7 +32,7 @@ class Dispatch(NamedTuple):
 
 
 def check_experts(experts: Array, num_experts: int) -> None:
-    """Raises ValueError unless `experts` is an integer array `(T, K)` with K ≤ E, of expert ids where values are known."""
+    """Raises ValueError unless `experts` is an integer array `(T, K)` with K ≤ E, of expert ids (where known)."""
     if experts.ndim != 2 or not jnp.issubdtype(experts.dtype, jnp.integer):
         raise ValueError(f"experts must be an integer array (T, K), got {experts.dtype} of shape {experts.shape}")
     if not 1 <= experts.shape[1] <= num_experts:

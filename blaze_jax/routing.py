@@ -76,10 +76,10 @@ class Router:
         require(self.token_rounding in (None, *allowed), "token_rounding", f"None or one of {', '.join(allowed)}")
         require(self.rounding_tile >= 1, "rounding_tile", "at least 1")
         require(self.rounding_slots >= 0, "rounding_slots", "at least 0")
-        for name in ("expert_capacity", "capacity_factor", "token_rounding"):
-            others = {"expert_capacity", "capacity_factor", "token_rounding"} - {name}
-            alone = getattr(self, name) is None or all(getattr(self, other) is None for other in others)
-            require(alone, name, f"None beside {' or '.join(sorted(others))}: only one may decide who is kept")
+        deciders = {name: getattr(self, name) for name in ("expert_capacity", "capacity_factor", "token_rounding")}
+        given = [f"{name}={value!r}" for name, value in deciders.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: one alone may decide which tokens are kept")
 
     def for_phase(self, train: bool) -> "Router":
         """The router of that phase: rounding serves training only."""
