@@ -1,0 +1,49 @@
+"""A model and batches small enough for many tests."""
+
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import train_example
+from train_example.config import ModelConfig
+from train_example.model import Decoder
+from train_example.optimizer import learning_rate_schedule, make_optimizer
+from train_example.presets import PRESETS
+from train_example.step import init_state, make_train_step
+
+ROOT = Path(train_example.__file__).parents[1]
+
+MODEL = ModelConfig(
+    width=32, num_layers=3, num_heads=4, num_kv_heads=2, num_experts=8, experts_per_token=2, expert_width=16
+)
+FULL_MODEL = replace(
+    MODEL, shared_width=8, num_dense_layers=1, dense_width=24, z_loss_weight=1e-3, bias_update_rate=0.1
+)
+CONFIG = replace(PRESETS["tiny"], model=MODEL, steps=40, batch_size=8, sequence_length=16, learning_rate=1e-2)
+
+
+def decoder(config=MODEL, *, save="pre_activations", remat="none", dtype=jnp.float32):
+    return Decoder(config, config.moe(save=save), dtype, remat)
+
+
+def windows(*shape, seed=0):
+    return np.random.default_rng(seed).integers(97, 123, shape, dtype=np.uint8)
+
+
+@lru_cache
+def initial_variables(config=MODEL):
+    """Parameters and router state without their axis names."""
+    return nn.unbox(jax.jit(decoder(config).init)(jax.random.key(0), windows(1, 1)))
+
+
+@lru_cache
+def train_step(config, model):
+    """A jitted step and the state before the first."""
+    optimizer = make_optimizer(config)
+    state = jax.jit(partial(init_state, model, optimizer))(jax.random.key(0))
+    return jax.jit(make_train_step(model, optimizer, learning_rate_schedule(config))), state

@@ -1,0 +1,115 @@
+"""Bad input: one line that says what is wrong, exit status 2, nothing written."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from train_example.__main__ import main
+from train_example.arguments import new_config, parse_arguments, resumed_config
+from train_example.errors import UserError
+from train_example.loop import check_finite
+from train_example.presets import PRESETS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--preset tinny", "invalid choice: 'tinny'"),
+        ("--data {tmp}/missing", "does not exist, must be a file or folder of text"),
+        ("--data {tmp}/short", "has 2 bytes, must have at least 258"),
+        ("--data {tmp}/folder", "holds no text"),
+        ("--data /dev/null", "holds no text"),
+        ("--steps -3", "-3 must be a whole number from 1"),
+        ("--batch-size 1.5", "1.5 must be a whole number from 1"),
+        ("--sequence-length 99999999999", "must be a whole number from 1 to 2147483647"),
+        ("--seed -1", "-1 must be a whole number from 0"),
+        ("--learning-rate nan", "nan must be a number of at least 0"),
+        ("--weight-decay=-0.1", "-0.1 must be a number of at least 0"),
+        ("--accumulate 3", "--accumulate 3 must divide --batch-size 16"),
+        ("--dtype float16", "choose from"),
+        ("--implementation cuda", "choose from"),
+        ("--step 3", "unrecognized arguments: --step 3"),
+        ("--resume", "nothing to resume"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(options, message, tmp_path, capsys):
+    (tmp_path / "short").write_text("hi")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ".hidden").write_text("hidden")
+    before = sorted(tmp_path.rglob("*"))
+    assert main([*options.format(tmp=tmp_path).split(), "--out", str(tmp_path / "out")]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_implementation_that_needs_another_device(tmp_path, capsys):
+    assert main(["--implementation", "mosaic_gpu", "--out", str(tmp_path / "out")]) == 2
+    assert "needs a Hopper GPU, the device here is cpu: choose xla" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_implementation_that_cannot_run_the_model(tmp_path, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise NotImplementedError("too narrow")
+
+    monkeypatch.setattr("train_example.model.MoE.__call__", refuse)
+    assert main(["--implementation", "xla", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "train_example: --implementation xla cannot run this: too narrow\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("metric", ["loss", "gradient_norm", "held_out"])
+def test_diverged_training(metric):
+    record = {"step": 3, "loss": 1.0, "gradient_norm": 1.0, "held_out": 1.0, "load": [[1]]}
+    config = new_config({"learning_rate": 7.0})
+    check_finite(config, record)
+    message = f"training diverged, {metric} is nan at step 3: try less than --learning-rate 7.0"
+    with pytest.raises(UserError, match=message):
+        check_finite(config, record | {metric: math.nan})
+
+
+def test_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["--out", str(tmp_path / "file" / "out")]) == 2
+    assert "cannot be written: Not a directory; choose another folder" in capsys.readouterr().err
+
+
+def test_resume_without_a_folder(capsys):
+    assert main(["--resume"]) == 2
+    assert "--resume needs --out FOLDER" in capsys.readouterr().err
+
+
+def test_options_replace_those_of_the_preset():
+    options = {"preset": "1b", "steps": "7", "remat": "full", "save": "inputs", "data": "some/text"}
+    arguments = parse_arguments([f"--{name}={value}" for name, value in options.items()])
+    config = new_config(arguments.options)
+    assert (config.preset, config.steps, config.remat, config.save) == ("1b", 7, "full", "inputs")
+    assert config.model == PRESETS["1b"].model
+    assert config.batch_size == PRESETS["1b"].batch_size
+    assert config.data == str(Path("some/text").absolute())
+    assert arguments.out.parent == Path("runs")
+    assert arguments.out.name.startswith("1b-")
+
+
+def test_resuming_takes_the_options_of_the_run():
+    saved = asdict(new_config({"steps": 7, "seed": 3}))
+    config = resumed_config({"seed": 3, "checkpoint_every": 2, "data": "moved"}, saved, Path("out"))
+    assert (config.steps, config.seed, config.checkpoint_every, config.data) == (7, 3, 2, "moved")
+
+
+@pytest.mark.parametrize(("name", "value"), [("preset", "1b"), ("seed", 4), ("steps", 8), ("save", "inputs")])
+def test_resuming_refuses_other_options(name, value):
+    saved = asdict(new_config({"steps": 7, "seed": 3}))
+    with pytest.raises(UserError, match=f"has --{name} .*, cannot be resumed with {value}"):
+        resumed_config({name: value}, saved, Path("out"))
+
+
+@pytest.mark.parametrize("change", [{"preset": "huge"}, {"model": {"width": 3}}, {"novelty": 1}])
+def test_resuming_refuses_a_model_that_is_no_more(change):
+    with pytest.raises(UserError, match="is of a model that this version does not have"):
+        resumed_config({}, asdict(new_config({})) | change, Path("out"))

@@ -1,0 +1,154 @@
+"""Whole runs of the program, as a user starts and stops them."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.train_example.small import ROOT
+from train_example.__main__ import main
+
+STEPS = 40
+OPTIONS = f"--steps {STEPS} --batch-size 4 --sequence-length 32 --accumulate 2".split()
+OPTIONS += ["--evaluate-every", "10", "--checkpoint-every", "6"]
+TIMING = ("elapsed", "tokens_per_second")
+
+
+def start(out, *options):
+    command = [sys.executable, "-W", "error", "-m", "train_example", "--out", str(out), *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(out, step):
+    deadline = time.monotonic() + 300
+    while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def metrics(out, timing=False):
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if timing or k not in TIMING} for record in records]
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Folder and standard output of a run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    process = start(out, *OPTIONS)
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert stderr == ""
+    return out, stdout
+
+
+def test_last_line_says_how_good_the_model_is(finished):
+    found = re.fullmatch(
+        r"final: held-out (\d\.\d{3}) bits/byte, unigram (\d\.\d{3}) bits/byte", finished[1].splitlines()[-1]
+    )
+    assert found
+    held_out, unigram = map(float, found.groups())
+    assert 4 < unigram < 5.5
+    assert held_out < 0.95 * unigram
+    assert held_out == pytest.approx(metrics(finished[0])[-1]["held_out"], abs=1e-3)
+
+
+def test_metrics_of_every_step(finished):
+    records = metrics(finished[0], timing=True)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in records if "held_out" in record] == [10, 20, 30, 40]
+    for record in records:
+        assert 0 < record["loss"] < 12
+        assert record["gradient_norm"] > 0
+        assert 0 < record["learning_rate"] <= 3.001e-3
+        assert record["balance"] >= 1
+        assert record["tokens_per_second"] > 0
+        assert [sum(load) for load in record["load"]] == [4 * 32 * 4] * 4
+    elapsed = [record["elapsed"] for record in records]
+    assert elapsed == sorted(elapsed)
+
+
+def test_figure_sample_and_checkpoints_are_there(finished):
+    out, stdout = finished
+    assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
+    sample = (out / "sample.txt").read_text()
+    assert len(sample.encode()) >= 512
+    assert sample in stdout
+    assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [30, 36, 40]
+
+
+def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_path):
+    out = tmp_path / "run"
+    process = start(out, *OPTIONS)
+    wait_for_step(out, 8)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    done = len(metrics(out))
+    assert 8 <= done < STEPS
+    assert stdout.splitlines()[-1] == (
+        f"stopped after step {done} of {STEPS}; go on with: python -m train_example --resume --out {out}"
+    )
+    assert (out / "checkpoints" / str(done)).is_dir()
+
+    process = start(out, "--resume")
+    wait_for_step(out, done + 12)
+    process.kill()
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    assert len(metrics(out)) < STEPS
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 39, "lo')  # as if killed while writing
+
+    process = start(out, "--resume")
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert stderr == ""
+    assert metrics(out) == metrics(finished[0])
+    assert stdout.splitlines()[-1] == finished[1].splitlines()[-1]
+    assert (out / "sample.txt").read_text() == (finished[0] / "sample.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "has a run already: go on with it by --resume, or choose another --out"),
+        (["--resume", "--seed", "1"], "has --seed 0, cannot be resumed with 1"),
+        (["--resume", "--preset", "100m"], "has --preset tiny, cannot be resumed with 100m"),
+        (["--resume", "--data", "OTHER TEXT"], "the text is not the one"),
+    ],
+)
+def test_a_run_is_not_overwritten_or_mixed_up(finished, tmp_path, capsys, options, message):
+    other = tmp_path / "text"
+    other.write_text("another text\n" * 100)
+    before = files(finished[0])
+    assert main(["--out", str(finished[0]), *(str(other) if o == "OTHER TEXT" else o for o in options)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert files(finished[0]) == before
+
+
+def test_resuming_a_finished_run_reports_it_again(finished, capsys):
+    before = metrics(finished[0])
+    assert main(["--out", str(finished[0]), "--resume"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == finished[1].splitlines()[-1]
+    assert metrics(finished[0]) == before
+
+
+def test_damaged_checkpoint(finished, tmp_path, capsys):
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        (tmp_path / "checkpoints" / "5" / name).write_bytes((finished[0] / "checkpoints" / "40" / name).read_bytes())
+    assert main(["--out", str(tmp_path), "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert "checkpoint 5 in" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,110 @@
+"""The training step, the optimizer and the evaluation."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, decoder, train_step, windows
+from train_example.optimizer import learning_rate_schedule, matrices
+from train_example.step import cross_entropy, make_evaluation
+
+
+def test_accumulation_gives_what_the_whole_batch_gives():
+    # The load-balancing loss is of a microbatch, not a mean over tokens, so it is left out here.
+    model = decoder(replace(MODEL, load_balancing_weight=0.0))
+    batch = windows(1, 8, 17)
+    step, state = train_step(CONFIG, model)
+    whole, whole_metrics = step(state, batch)
+    parts, parts_metrics = step(state, batch.reshape(4, 2, 17))
+    np.testing.assert_allclose(parts_metrics.loss, whole_metrics.loss, rtol=1e-6)
+    np.testing.assert_allclose(parts_metrics.gradient_norm, whole_metrics.gradient_norm, rtol=1e-5)
+    np.testing.assert_array_equal(parts_metrics.tokens_per_expert, whole_metrics.tokens_per_expert)
+    change = jax.tree.map(lambda new, old: abs(new - old).max(), whole.params, state.params)
+    assert min(jax.tree.leaves(change)) > 1e-4
+    # Adam divides by the gradient's size: where that is near nothing, rounding shows, so moments are compared too.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), parts.params, whole.params)
+    moments = (parts.optimizer_state[1][0].mu, whole.optimizer_state[1][0].mu)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7), *moments)
+
+
+def test_accumulation_carries_the_router_state_along():
+    step, state = train_step(CONFIG, decoder(FULL_MODEL))
+    after, metrics = step(state, windows(4, 2, 17))
+    (bias,) = jax.tree.leaves(after.router_state)
+    assert bias.shape == (2, 8)
+    assert abs(bias).max() > 1.5 * FULL_MODEL.bias_update_rate  # more than one microbatch can move it
+    np.testing.assert_array_equal(metrics.tokens_per_expert.sum(1), [8 * 16 * MODEL.experts_per_token] * 2)
+
+
+def test_auxiliary_losses_are_trained_on_but_reported_apart():
+    def gradient_of_routers(weight):
+        step, state = train_step(CONFIG, decoder(replace(MODEL, load_balancing_weight=weight)))
+        after, metrics = step(state, windows(1, 8, 17))
+        return after.optimizer_state[1][0].mu["moe_blocks"]["moe"]["w_router"], metrics
+
+    (without, metrics_without), (with_loss, metrics_with) = gradient_of_routers(0.0), gradient_of_routers(1.0)
+    np.testing.assert_allclose(metrics_with.loss, metrics_without.loss, rtol=1e-6)
+    assert metrics_without.auxiliary_loss == 0
+    assert MODEL.num_layers <= metrics_with.auxiliary_loss < 2 * MODEL.num_layers
+    assert abs(with_loss - without).max() > 0.1 * abs(with_loss).max()
+
+
+def test_the_loss_falls():
+    step, state = train_step(CONFIG, decoder(FULL_MODEL))
+    losses = []
+    for _ in range(CONFIG.steps):
+        state, metrics = step(state, windows(4, 2, 17))
+        losses.append(float(metrics.loss))
+    assert int(state.step) == CONFIG.steps
+    assert losses[-1] < 0.4 * losses[0]
+
+
+def test_weight_decay_is_for_matrices():
+    _, state = train_step(CONFIG, decoder(FULL_MODEL))
+    decayed = {
+        jax.tree_util.keystr(path): on for path, on in jax.tree_util.tree_leaves_with_path(matrices(state.params))
+    }
+    vectors = {name for name, on in decayed.items() if not on}
+    assert vectors == {
+        "['final_norm']['scale']",
+        *(f"['{k}_blocks']['{n}_norm']['scale']" for k in ("dense", "moe") for n in ("attention", "feed_forward")),
+    }
+
+
+def test_learning_rate_warms_up_and_decays_to_a_tenth():
+    schedule = learning_rate_schedule(replace(CONFIG, steps=200, learning_rate=1.0))
+    rates = [float(schedule(step)) for step in range(201)]
+    assert rates[0] == pytest.approx(0.1)
+    assert int(np.argmax(rates)) == 10
+    assert rates[10] == pytest.approx(1.0)
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+    assert rates[200] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_learning_rate_of_a_very_short_run(steps):
+    schedule = learning_rate_schedule(replace(CONFIG, steps=steps))
+    assert all(0 < float(schedule(step)) <= CONFIG.learning_rate * 1.000001 for step in range(steps))
+
+
+def test_evaluation_is_the_mean_cross_entropy_whatever_the_microbatches():
+    model = decoder(FULL_MODEL)
+    _, state = train_step(CONFIG, model)
+    batches = windows(3, 4, 17)
+    variables = {"params": state.params, "router_state": state.router_state}
+    logits = model.apply(variables, batches.reshape(12, 17)[:, :-1])
+    log_probabilities = jax.nn.log_softmax(logits)
+    targets = batches.reshape(12, 17)[:, 1:, None].astype(np.int32)
+    expected = -jnp.take_along_axis(log_probabilities, targets, -1).mean()
+    evaluate = jax.jit(make_evaluation(model))
+    np.testing.assert_allclose(evaluate(state, batches), expected, rtol=1e-6)
+    np.testing.assert_allclose(evaluate(state, batches.reshape(1, 12, 17)), expected, rtol=1e-6)
+
+
+def test_cross_entropy_of_no_knowledge_is_eight_bits():
+    loss = cross_entropy(jnp.zeros((2, 16, 256)), jnp.asarray(windows(2, 17)))
+    assert float(loss) == pytest.approx(8 * np.log(2))

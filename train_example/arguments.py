@@ -1,0 +1,147 @@
+"""The command line."""
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from blaze_jax.config import Save
+from blaze_jax.implementation import Implementation
+from train_example.config import DType, Remat, TrainConfig
+from train_example.errors import UserError
+from train_example.presets import PRESETS
+
+_MAY_CHANGE = ("data", "checkpoint_every")  # in a resumed run; the text itself is compared, not its path
+_MAX_WHOLE = 2**31 - 1
+_REMAT_HELP = (
+    "what the backward pass computes again, for less memory: nothing; all but what the experts keep by --save; or "
+    "everything"
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the user asked for.
+
+    Attributes:
+      out: the run's folder.
+      resume: whether to go on with the run that is there.
+      options: fields of `TrainConfig` that were given.
+    """
+
+    out: Path
+    resume: bool
+    options: dict[str, Any]
+
+
+def parse_arguments(argv: list[str] | None) -> Arguments:
+    """Reads the command line, `sys.argv` for None.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    options = vars(_parser().parse_args(argv))
+    out, resume = options.pop("out"), options.pop("resume")
+    if resume and out is None:
+        raise UserError("--resume needs --out FOLDER, the folder of the run to go on with")
+    if options.get("data") is not None:
+        options["data"] = str(Path(options["data"]).absolute())
+    if out is None:
+        out = Path("runs") / f"{options.get('preset', 'tiny')}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Arguments(out, resume, options)
+
+
+def new_config(options: dict[str, Any]) -> TrainConfig:
+    """The configuration of a fresh run: its preset and what the user changed.
+
+    Raises:
+      UserError: options do not fit each other.
+    """
+    return _checked(replace(PRESETS[options.get("preset", "tiny")], **options))
+
+
+def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) -> TrainConfig:
+    """The configuration a checkpoint was saved with; options that were given again must agree with it.
+
+    Raises:
+      UserError: the checkpoint is of another configuration, or of another release's.
+    """
+    preset = PRESETS.get(saved.get("preset", ""))
+    if (
+        preset is None
+        or saved.keys() != {f.name for f in fields(TrainConfig)}
+        or saved["model"] != asdict(preset.model)
+    ):
+        raise UserError(f"the checkpoint in {out} is of a model that this version does not have; start a new run")
+    for name, value in options.items():
+        if name not in _MAY_CHANGE and value != saved[name]:
+            option = name.replace("_", "-")
+            raise UserError(
+                f"the run in {out} has --{option} {saved[name]}, cannot be resumed with {value}: leave --{option} out, "
+                "or start a new run in another --out"
+            )
+    return _checked(replace(preset, **{name: saved[name] for name in saved if name != "model"} | options))
+
+
+def _checked(config: TrainConfig) -> TrainConfig:
+    if config.batch_size % config.accumulate:
+        raise UserError(f"--accumulate {config.accumulate} must divide --batch-size {config.batch_size}")
+    return config
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that leaves it to the program to report an error, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python -m train_example --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m train_example",
+        description="Trains a byte-level Mixture-of-Experts language model.",
+        epilog="Options left out are the preset's, or with --resume those of the run.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, help="the model and its defaults (tiny, which takes two minutes on two CPU cores)")
+    add("--data", metavar="PATH", help="a file or folder of text, of any size (half a megabyte that comes with Python)")
+    add("--out", type=Path, default=None, metavar="FOLDER", help="of the run (runs/PRESET-TIME)")
+    add("--resume", action="store_true", default=False, help="go on with the run in --out")
+    add("--steps", type=_whole(1), metavar="N", help="optimizer steps of the whole run")
+    add("--batch-size", type=_whole(1), metavar="N", help="sequences per step")
+    add("--sequence-length", type=_whole(1), metavar="N", help="bytes per sequence")
+    add("--accumulate", type=_whole(1), metavar="N", help="compute each batch in N parts, for less memory")
+    add("--learning-rate", type=_number, metavar="RATE", help="at the peak, after the warm-up")
+    add("--weight-decay", type=_number, metavar="RATE", help="of the matrices")
+    add("--seed", type=_whole(0), metavar="N", help="of the parameters, the batches and the sample")
+    add("--dtype", choices=get_args(DType), help="of the computation; parameters are float32")
+    add("--remat", choices=get_args(Remat), help=_REMAT_HELP)
+    add("--save", choices=get_args(Save), help="what the experts keep for the backward pass")
+    add("--implementation", choices=get_args(Implementation), help="of the experts' kernels (the best that can run)")
+    add("--evaluate-every", type=_whole(1), metavar="STEPS", help="steps between evaluations on held-out text")
+    add("--checkpoint-every", type=_whole(1), metavar="STEPS", help="steps between checkpoints")
+    return parser
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= _MAX_WHOLE:
+            raise argparse.ArgumentTypeError(f"{text} must be a whole number from {least} to {_MAX_WHOLE}")
+        return int(text)
+
+    return convert
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 0")
+    return value

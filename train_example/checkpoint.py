@@ -1,0 +1,61 @@
+"""Checkpoints of a run: the training state, and in words of JSON what run it is of."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from train_example.errors import UserError
+from train_example.step import TrainState
+
+_KEPT = 3
+
+
+class Checkpoints:
+    """The newest few checkpoints in a folder. A save is complete, on disk, when it returns.
+
+    Args:
+      folder: made when missing.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=_KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the newest checkpoint that was completed, None without one."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, description: dict[str, Any]) -> None:
+        """Saves the state after `step` steps."""
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(description))
+        self._manager.save(step, args=items, force=True)
+
+    def description(self, step: int) -> dict[str, Any]:
+        """What `save` was given beside the state."""
+        return self._restore(step, run=ocp.args.JsonRestore())
+
+    def restore(self, step: int, like: TrainState) -> TrainState:
+        """The state, bit for bit, on the default device; `like` has its shapes and dtypes."""
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like)
+        return self._restore(step, state=ocp.args.StandardRestore(abstract))
+
+    def _restore(self, step: int, **item: ocp.args.CheckpointArgs) -> Any:
+        """The one item asked for."""
+        try:
+            (restored,) = self._manager.restore(step, args=ocp.args.Composite(**item)).values()
+        except (KeyError, ValueError, OSError) as error:
+            raise UserError(
+                f"checkpoint {step} in {self._folder} cannot be read, is it of this program and whole? {error}"
+            ) from error
+        return restored
+
+    def close(self) -> None:
+        """Ends the threads of the manager."""
+        self._manager.close()

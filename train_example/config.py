@@ -1,0 +1,107 @@
+"""What defines a run: the sizes of the model and how it is trained."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from blaze_jax import MoEConfig, Router
+from blaze_jax.config import Save
+from blaze_jax.implementation import Implementation
+
+Remat = Literal["none", "except-experts", "full"]
+"""What the backward pass computes again, block by block: nothing; all but what the experts keep by their own `save`;
+everything."""
+
+DType = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of the decoder.
+
+    Attributes:
+      width: d, of the residual stream.
+      num_layers: blocks, the dense ones included.
+      num_heads: attention heads.
+      num_kv_heads: heads of keys and values, a divisor of `num_heads`.
+      num_experts: E, in every block but the dense ones.
+      experts_per_token: K.
+      expert_width: n, hidden width of an expert.
+      shared_width: hidden width of the shared experts; 0 for none.
+      num_dense_layers: this many first blocks have a dense feed-forward layer instead of experts.
+      dense_width: its hidden width.
+      router: how experts are chosen and weighted.
+      load_balancing_weight: weight of the load-balancing loss.
+      z_loss_weight: weight of the router's z-loss.
+      bias_update_rate: step of the selection bias (loss-free balancing); 0 for none.
+    """
+
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    num_experts: int
+    experts_per_token: int
+    expert_width: int
+    shared_width: int = 0
+    num_dense_layers: int = 0
+    dense_width: int = 0
+    router: Router = field(default_factory=Router)
+    load_balancing_weight: float = 0.01
+    z_loss_weight: float = 0.0
+    bias_update_rate: float = 0.0
+
+    def moe(self, *, save: Save = "pre_activations", implementation: Implementation | None = None) -> MoEConfig:
+        """The Mixture-of-Experts layer of a block."""
+        return MoEConfig(
+            num_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            expert_width=self.expert_width,
+            shared_width=self.shared_width,
+            router=self.router,
+            load_balancing_weight=self.load_balancing_weight,
+            z_loss_weight=self.z_loss_weight,
+            bias_update_rate=self.bias_update_rate,
+            save=save,
+            implementation=implementation,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. All but `data` and `checkpoint_every` decide what comes out of it.
+
+    Attributes:
+      preset: name the run started from.
+      model: sizes of the model.
+      data: file or folder of text; None for the text that comes with Python.
+      steps: optimizer steps of the whole run.
+      batch_size: sequences per step.
+      sequence_length: bytes per sequence.
+      accumulate: a step computes its batch in this many parts, one after the other.
+      learning_rate: at the peak, after the warm-up.
+      weight_decay: of the matrices.
+      seed: of the initial parameters, the batches and the sample.
+      dtype: of the computation; parameters and optimizer state are float32.
+      remat: what the backward pass computes again.
+      save: what the experts keep for their backward pass, see `blaze_jax.expert_ffn`.
+      implementation: of the experts' kernels; None for the best that can run here.
+      evaluate_every: steps between evaluations on the held-out text.
+      checkpoint_every: steps between checkpoints.
+    """
+
+    preset: str
+    model: ModelConfig
+    data: str | None = None
+    steps: int
+    batch_size: int
+    sequence_length: int
+    accumulate: int = 1
+    learning_rate: float
+    weight_decay: float = 0.1
+    seed: int = 0
+    dtype: DType = "bfloat16"
+    remat: Remat = "none"
+    save: Save = "pre_activations"
+    implementation: Implementation | None = None
+    evaluate_every: int
+    checkpoint_every: int

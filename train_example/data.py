@@ -1,0 +1,149 @@
+"""The text: any number of bytes on disk as one stream, batches and the held-out part of it."""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+from jaxtyping import UInt8
+
+from train_example.errors import UserError
+
+VOCABULARY = 256
+
+type Bytes = UInt8[np.ndarray, " N"]
+
+_MIB = 2**20
+_MAX_HELD_OUT = 16 * _MIB
+_MAX_COUNTED = 64 * _MIB
+_OPEN_FILES = 64
+
+
+class ByteStream:
+    """Arrays of bytes and files laid end to end. Files are mapped where they are read, never loaded whole.
+
+    Args:
+      parts: the arrays and the paths of files, none empty.
+    """
+
+    def __init__(self, parts: Sequence[Bytes | Path]):
+        self._parts = parts
+        sizes = [part.stat().st_size if isinstance(part, Path) else part.size for part in parts]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int, length: int) -> Bytes:
+        """A copy of the bytes from `start` to `start + length`."""
+        pieces, stop = [], start + length
+        part = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            array = self._array(part)
+            offset = start - (int(self._ends[part]) - array.size)
+            pieces.append(array[offset : offset + stop - start])
+            start += pieces[-1].size
+            part += 1
+        return np.concatenate(pieces)
+
+    def _array(self, part: int) -> Bytes:
+        source = self._parts[part]
+        return _mapped(source) if isinstance(source, Path) else source
+
+
+class Corpus:
+    """A stream split into a training part and the held-out part that ends it: a tenth, 16 MiB at most.
+
+    Attributes:
+      stream: all of the text.
+      sequence_length: S.
+      training_bytes: size of the part that batches are drawn from.
+
+    Raises:
+      UserError: a part is shorter than one sequence and the byte after it.
+    """
+
+    def __init__(self, stream: ByteStream, sequence_length: int):
+        window = sequence_length + 1
+        if len(stream) < 2 * window:
+            raise UserError(
+                f"the text has {len(stream)} bytes, must have at least {2 * window} for sequences of "
+                f"{sequence_length}: give more text or a smaller --sequence-length"
+            )
+        self.stream = stream
+        self.sequence_length = sequence_length
+        self.training_bytes = len(stream) - max(window, min(len(stream) // 10, _MAX_HELD_OUT))
+
+    def batch(self, seed: int, step: int, batch_size: int) -> UInt8[np.ndarray, "B S+1"]:
+        """Windows from anywhere in the training part; a function of its arguments alone."""
+        last = self.training_bytes - self.sequence_length - 1
+        starts = np.random.default_rng((seed, step)).integers(last, size=batch_size, dtype=np.int64, endpoint=True)
+        return self._windows(starts)
+
+    def held_out(self, most: int, multiple: int) -> UInt8[np.ndarray, "N S+1"]:
+        """Evenly spaced windows that cover the held-out part, or `most` of them; N is rounded up to a multiple."""
+        count = -(-min(most, math.ceil(self.held_out_bytes / self.sequence_length)) // multiple) * multiple
+        last = len(self.stream) - self.sequence_length - 1
+        return self._windows(np.linspace(self.training_bytes, last, count).astype(np.int64))
+
+    @cached_property
+    def unigram_bits(self) -> float:
+        """Entropy of the byte frequencies, in bits per byte; of more than 64 MiB, those of 64 evenly spaced MiB."""
+        size = len(self.stream)
+        starts = range(0, size, _MIB)
+        if size > _MAX_COUNTED:
+            starts = np.linspace(0, size - _MIB, _MAX_COUNTED // _MIB).astype(np.int64).tolist()
+        counts = np.zeros(VOCABULARY, np.int64)
+        for start in starts:
+            counts += np.bincount(self.stream.read(start, min(_MIB, size - start)), minlength=VOCABULARY)
+        share = counts[counts > 0] / counts.sum()
+        return float(-(share * np.log2(share)).sum())
+
+    @property
+    def held_out_bytes(self) -> int:
+        return len(self.stream) - self.training_bytes
+
+    def _windows(self, starts: np.ndarray) -> UInt8[np.ndarray, "B S+1"]:
+        return np.stack([self.stream.read(start, self.sequence_length + 1) for start in starts.tolist()])
+
+
+def open_text(path: str | None) -> ByteStream:
+    """A file; all files below a folder, in order of their paths, not the hidden or empty ones; or Python's own topics.
+
+    Args:
+      path: the file or folder; None for the reference texts that `help()` shows, half a megabyte of English.
+
+    Raises:
+      UserError: there is nothing to read at `path`.
+    """
+    if path is None:
+        text = "\n".join(topics[name] for name in sorted(topics))
+        return ByteStream([np.frombuffer(text.encode(), np.uint8)])
+    root = Path(path)
+    try:
+        if not root.exists():
+            raise UserError(f"--data {path} does not exist, must be a file or folder of text")
+        files = [root] if root.is_file() else sorted(_visible_files(root)) if root.is_dir() else []
+        files = [file for file in files if file.stat().st_size]
+        if not files:
+            raise UserError(f"--data {path} holds no text, must be a file that is not empty or a folder of such files")
+        for file in files:
+            file.open("rb").close()
+    except OSError as error:
+        raise UserError(f"--data cannot be read: {error.filename}: {error.strerror}") from error
+    return ByteStream(files)
+
+
+def _visible_files(root: Path) -> list[Path]:
+    found = []
+    for folder, folders, files in root.walk():
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [folder / name for name in files if not name.startswith(".") and (folder / name).is_file()]
+    return found
+
+
+@lru_cache(_OPEN_FILES)  # a folder may hold more files than a process may have open
+def _mapped(path: Path) -> Bytes:
+    return np.memmap(path, np.uint8, mode="r")

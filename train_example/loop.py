@@ -1,0 +1,116 @@
+"""The training loop: steps, evaluations, checkpoints."""
+
+import math
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from train_example.config import TrainConfig
+from train_example.errors import UserError
+from train_example.interrupt import Interrupt
+from train_example.metrics import MetricsLog, Record
+from train_example.optimizer import learning_rate_schedule, make_optimizer
+from train_example.progress import Progress
+from train_example.setup import Setup
+from train_example.step import StepMetrics, TrainState, init_state, make_evaluation, make_train_step
+
+_MAX_HELD_OUT_WINDOWS = 256
+_LOAD_RECORDS = 100
+
+
+def train(setup: Setup, log: MetricsLog, progress: Progress, interrupt: Interrupt) -> TrainState:
+    """Takes the steps that are left, or those until the interrupt, and saves the state after the last.
+
+    Raises:
+      UserError: the loss is not finite any more.
+    """
+    config = setup.config
+    state = first_state(setup)
+    if setup.first_step == config.steps:
+        return state
+
+    batch = _batch(setup, setup.first_step)
+    held_out = _microbatches(config, setup.corpus.held_out(_MAX_HELD_OUT_WINDOWS, config.batch_size))
+    train_step, evaluate = _compile(setup, state, batch, held_out)
+    progress.start()
+    start = time.perf_counter() - (log.records[-1]["elapsed"] if log.records else 0)
+    for step in range(setup.first_step + 1, config.steps + 1):
+        step_start = time.perf_counter()
+        state, on_device = train_step(state, batch)
+        batch = _batch(setup, step)  # the next one, while the device computes
+        metrics = jax.device_get(on_device)
+        record = _record(config, step, metrics, time.perf_counter() - step_start)
+        if _due(config, step, config.evaluate_every):
+            record["held_out"] = _bits(evaluate(state, held_out))
+        record["elapsed"] = time.perf_counter() - start
+        check_finite(config, record)
+        log.write(record)
+        progress.update(record)
+        if interrupt.requested or _due(config, step, config.checkpoint_every):
+            setup.checkpoints.save(step, state, setup.description)
+        if interrupt.requested:
+            break
+    return state
+
+
+def _compile(setup: Setup, state: TrainState, batch: np.ndarray, held_out: np.ndarray) -> tuple[Callable, Callable]:
+    """The step and the evaluation, ahead of time: no step's time has compilation in it, and it cannot happen twice."""
+    step = make_train_step(setup.model, make_optimizer(setup.config), learning_rate_schedule(setup.config))
+    train_step = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    return train_step, jax.jit(make_evaluation(setup.model)).lower(state, held_out).compile()
+
+
+def first_state(setup: Setup) -> TrainState:
+    """The state to go on from: the checkpoint's, or a fresh one."""
+
+    def init() -> TrainState:
+        return init_state(setup.model, make_optimizer(setup.config), jax.random.key(setup.config.seed))
+
+    if setup.first_step:
+        return setup.checkpoints.restore(setup.first_step, jax.eval_shape(init))
+    return jax.jit(init)()
+
+
+def _batch(setup: Setup, step: int) -> UInt8[np.ndarray, "A M S+1"]:
+    return _microbatches(setup.config, setup.corpus.batch(setup.config.seed, step, setup.config.batch_size))
+
+
+def _microbatches(config: TrainConfig, windows: UInt8[np.ndarray, "N S+1"]) -> UInt8[np.ndarray, "A M S+1"]:
+    return windows.reshape(-1, config.batch_size // config.accumulate, windows.shape[-1])
+
+
+def _due(config: TrainConfig, step: int, every: int) -> bool:
+    return step % every == 0 or step == config.steps
+
+
+def _record(config: TrainConfig, step: int, metrics: StepMetrics, seconds: float) -> Record:
+    load = metrics.tokens_per_expert
+    record = {
+        "step": step,
+        "loss": _bits(metrics.loss),
+        "auxiliary_loss": float(metrics.auxiliary_loss),
+        "gradient_norm": float(metrics.gradient_norm),
+        "learning_rate": float(metrics.learning_rate),
+        "balance": float((load.max(1) / load.mean(1)).max()),
+        "tokens_per_second": config.batch_size * config.sequence_length / seconds,
+    }
+    if step == 1 or _due(config, step, max(1, config.steps // _LOAD_RECORDS)):
+        record["load"] = load.tolist()
+    return record
+
+
+def _bits(nats: Float[Array, ""]) -> float:
+    return float(nats) / math.log(2)
+
+
+def check_finite(config: TrainConfig, record: Record) -> None:
+    """Raises UserError if a metric is infinite or no number."""
+    for name, value in record.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(
+                f"training diverged, {name} is {value} at step {record['step']}: try less than "
+                f"--learning-rate {config.learning_rate}"
+            )

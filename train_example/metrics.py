@@ -1,0 +1,65 @@
+"""Metrics of a run, one JSON object a line."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from train_example.errors import UserError
+
+type Record = dict[str, Any]
+
+
+class MetricsLog:
+    """Appends records to a file; what was written outlives the process, however that ends.
+
+    Args:
+      path: the file.
+      last_step: records up to this step stay, later ones and a half-written line go; 0 starts afresh.
+
+    Attributes:
+      records: all records, in order.
+
+    Raises:
+      UserError: the file cannot be written, or does not reach to `last_step`.
+    """
+
+    def __init__(self, path: Path, last_step: int):
+        try:
+            self.records = [r for r in read_metrics(path) if r["step"] <= last_step] if last_step else []
+            if last_step and [r["step"] for r in self.records] != list(range(1, last_step + 1)):
+                raise UserError(f"{path} lacks steps before {last_step}, where the checkpoint is: put them back")
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(map(_line, self.records)))
+            os.replace(partial, path)
+            self._file = path.open("a", buffering=1)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}; free it, or choose another --out") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, record: Record) -> None:
+        """Appends one record."""
+        self.records.append(record)
+        self._file.write(_line(record))
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All whole records of a file, in order; none where there is no file.
+
+    Raises:
+      UserError: a line of it is no record.
+    """
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise UserError(f"{path} has a line that is no JSON: remove it ({error})") from error
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"

@@ -1,0 +1,119 @@
+"""From what the user asked for to all that a run needs, checked before anything is written."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from train_example.arguments import Arguments, new_config, resumed_config
+from train_example.checkpoint import Checkpoints
+from train_example.config import TrainConfig
+from train_example.data import Corpus, open_text
+from train_example.errors import UserError
+from train_example.model import Decoder
+
+_HOPPER = "9.0"  # compute capability
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run ready to start.
+
+    Attributes:
+      config: how to train.
+      corpus: on what.
+      model: what.
+      out: where the results go.
+      checkpoints: where the state goes.
+      first_step: steps done already, 0 for a fresh run.
+    """
+
+    config: TrainConfig
+    corpus: Corpus
+    model: Decoder
+    out: Path
+    checkpoints: Checkpoints
+    first_step: int
+
+    @property
+    def num_parameters(self) -> int:
+        shapes = jax.eval_shape(self.model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+        return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint says of its run."""
+        return {"config": asdict(self.config), "text": _fingerprint(self.corpus)}
+
+
+def prepare(arguments: Arguments) -> Setup:
+    """Opens the text and the folder.
+
+    Raises:
+      UserError: something does not fit.
+    """
+    out = arguments.out
+    checkpoints = _existing_checkpoints(out)
+    done = checkpoints.latest_step if checkpoints else None
+    if arguments.resume:
+        if checkpoints is None or done is None:
+            raise UserError(f"nothing to resume: {out} has no checkpoint; leave --resume out to start a run there")
+        saved = checkpoints.description(done)
+        config = resumed_config(arguments.options, saved["config"], out)
+    else:
+        if done is not None:
+            raise UserError(f"{out} has a run already: go on with it by --resume, or choose another --out")
+        saved, config = None, new_config(arguments.options)
+
+    corpus = Corpus(open_text(config.data), config.sequence_length)
+    if saved is not None and saved["text"] != _fingerprint(corpus):
+        raise UserError(f"the text is not the one that the run in {out} was trained on: give that one as --data")
+    model = make_model(config)
+    _check_implementation(config, model)
+    return Setup(config, corpus, model, out, checkpoints or _new_checkpoints(out), done or 0)
+
+
+def make_model(config: TrainConfig) -> Decoder:
+    """The model of a run."""
+    moe = config.model.moe(save=config.save, implementation=config.implementation)
+    return Decoder(config.model, moe, jnp.dtype(config.dtype), config.remat)
+
+
+def _check_implementation(config: TrainConfig, model: Decoder) -> None:
+    device = jax.devices()[0]
+    if config.implementation == "mosaic_gpu" and getattr(device, "compute_capability", None) != _HOPPER:
+        raise UserError(
+            f"--implementation mosaic_gpu needs a Hopper GPU, the device here is {device.device_kind}: choose xla, or "
+            "leave the option out"
+        )
+    tokens = jnp.zeros((config.batch_size // config.accumulate, config.sequence_length), jnp.int32)
+    try:
+        jax.eval_shape(model.init, jax.random.key(0), tokens)
+    except NotImplementedError as error:
+        raise UserError(f"--implementation {config.implementation} cannot run this: {error}") from error
+
+
+def _existing_checkpoints(out: Path) -> Checkpoints | None:
+    folder = _folder(out)
+    try:
+        return Checkpoints(folder) if folder.is_dir() else None
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be read: {error.strerror}") from error
+
+
+def _new_checkpoints(out: Path) -> Checkpoints:
+    try:
+        _folder(out).mkdir(parents=True, exist_ok=True)
+        return Checkpoints(_folder(out))
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another folder") from error
+
+
+def _folder(out: Path) -> Path:
+    return out / "checkpoints"
+
+
+def _fingerprint(corpus: Corpus) -> dict[str, float]:
+    return {"bytes": len(corpus.stream), "unigram_bits": round(corpus.unigram_bits, 6)}

@@ -1,0 +1,135 @@
+"""The training step and the evaluation, as functions of arrays."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float, Int, Key, UInt8
+
+from train_example.model import Decoder
+
+type Tree = Any
+
+
+class TrainState(NamedTuple):
+    """All that training carries from step to step; what a checkpoint holds.
+
+    Attributes:
+      step: int32, optimizer steps done.
+      params: float32 parameters.
+      router_state: the routers' selection biases, empty where there are none.
+      optimizer_state: moments of the optimizer.
+    """
+
+    step: Int[Array, ""]
+    params: Tree
+    router_state: Tree
+    optimizer_state: Tree
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports.
+
+    Attributes:
+      loss: cross entropy in nats per byte, the mean over the batch.
+      auxiliary_loss: sum of the layers' weighted auxiliary losses.
+      gradient_norm: of all gradients together, before clipping.
+      learning_rate: of this step.
+      tokens_per_expert: int32, the load of every expert of every Mixture-of-Experts layer, first to last.
+    """
+
+    loss: Float[Array, ""]
+    auxiliary_loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+    tokens_per_expert: Int[Array, "layers E"]
+
+
+def init_state(model: Decoder, optimizer: optax.GradientTransformation, key: Key[Array, ""]) -> TrainState:
+    """The state before the first step."""
+    variables = nn.unbox(model.init(key, jnp.zeros((1, 1), jnp.int32)))
+    params = variables["params"]
+    return TrainState(jnp.int32(0), params, variables.get("router_state", {}), optimizer.init(params))
+
+
+def make_train_step(
+    model: Decoder, optimizer: optax.GradientTransformation, schedule: optax.Schedule
+) -> Callable[[TrainState, UInt8[Array, "A M S+1"]], tuple[TrainState, StepMetrics]]:
+    """A step over A microbatches of M sequences, whose gradients are averaged before the one update."""
+
+    def train_step(state: TrainState, batch: UInt8[Array, "A M S+1"]) -> tuple[TrainState, StepMetrics]:
+        grads, (router_state, report) = _gradients(model, state, batch)
+        updates, optimizer_state = optimizer.update(grads, state.optimizer_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = StepMetrics(
+            loss=report.loss,
+            auxiliary_loss=report.auxiliary_loss,
+            gradient_norm=optax.tree.norm(grads),
+            learning_rate=jnp.asarray(schedule(state.step)),
+            tokens_per_expert=report.tokens_per_expert,
+        )
+        return TrainState(state.step + 1, params, router_state, optimizer_state), metrics
+
+    return train_step
+
+
+def make_evaluation(model: Decoder) -> Callable[[TrainState, UInt8[Array, "A M S+1"]], Float[Array, ""]]:
+    """Cross entropy in nats per byte, the mean over all windows, a microbatch at a time."""
+
+    def evaluate(state: TrainState, batches: UInt8[Array, "A M S+1"]) -> Float[Array, ""]:
+        variables = {"params": state.params, "router_state": state.router_state}
+
+        def mean(windows: UInt8[Array, "M S+1"]) -> Float[Array, ""]:
+            logits = model.apply(variables, windows[:, :-1])
+            return cross_entropy(jnp.asarray(logits), windows)
+
+        return lax.map(mean, batches).mean()
+
+    return evaluate
+
+
+def cross_entropy(logits: Float[Array, "M S V"], windows: UInt8[Array, "M S+1"]) -> Float[Array, ""]:
+    """Mean of the nats that every byte but a window's first costs."""
+    targets = windows[:, 1:].astype(jnp.int32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+class _Report(NamedTuple):
+    loss: Float[Array, ""]
+    auxiliary_loss: Float[Array, ""]
+    tokens_per_expert: Int[Array, "layers E"]
+
+
+def _gradients(model: Decoder, state: TrainState, batch: UInt8[Array, "A M S+1"]) -> tuple[Tree, tuple[Tree, _Report]]:
+    """Mean gradients, and beside them the router state after the last microbatch and what all of them report."""
+    microbatch = jax.grad(_loss, argnums=1, has_aux=True)
+    if batch.shape[0] == 1:  # needs no second copy of the gradients to add to
+        return microbatch(model, state.params, state.router_state, batch[0])
+
+    def add(carry: tuple[Tree, Tree], windows: UInt8[Array, "M S+1"]) -> tuple[tuple[Tree, Tree], _Report]:
+        total, router_state = carry
+        grads, (router_state, report) = microbatch(model, state.params, router_state, windows)
+        return (jax.tree.map(jnp.add, total, grads), router_state), report
+
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    (total, router_state), reports = lax.scan(add, (zeros, state.router_state), batch)
+    grads = jax.tree.map(lambda gradient: gradient / batch.shape[0], total)
+    report = _Report(reports.loss.mean(), reports.auxiliary_loss.mean(), reports.tokens_per_expert.sum(0))
+    return grads, (router_state, report)
+
+
+def _loss(
+    model: Decoder, params: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"]
+) -> tuple[Float[Array, ""], tuple[Tree, _Report]]:
+    """What is trained on: cross entropy plus the layers' auxiliary losses. Beside it the new router state."""
+    variables = {"params": params, "router_state": router_state}
+    collections = ["losses", "intermediates", "router_state"]
+    logits, sown = model.apply(variables, windows[:, :-1], train=True, mutable=collections)
+    loss = cross_entropy(logits, windows)
+    auxiliary_loss = sum((leaf.sum() for leaf in jax.tree.leaves(sown.get("losses", {}))), jnp.float32(0))
+    (load,) = sown["intermediates"]["moe_blocks"]["moe"]["tokens_per_expert"]
+    return loss + auxiliary_loss, (sown.get("router_state", {}), _Report(loss, auxiliary_loss, jnp.asarray(load)))
