@@ -1,11 +1,12 @@
 """Configuration of a Mixture-of-Experts layer, and the parameters it asks for."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.experts import Save
-from blaze_jax.implementation import Implementation, kernels_for
+from blaze_jax.implementation import Implementation, check_implementation
 from blaze_jax.routing import Router
 
 ParameterKind = Literal["router", "kernel", "bias"]
@@ -44,7 +45,6 @@ class MoEConfig:
 
     Raises:
       ValueError: a field does not fit; the message names it, its value and what is allowed.
-      NotImplementedError: the implementation demanded cannot run here.
     """
 
     num_experts: int
@@ -62,14 +62,14 @@ class MoEConfig:
     def __post_init__(self):
         get_activation(self.activation)
         self.router.check(self.num_experts, self.experts_per_token)
-        kernels_for(self.implementation)
+        check_implementation(self.implementation)
         if self.save not in get_args(Save):
             raise ValueError(f"save={self.save!r} must be one of {', '.join(get_args(Save))}")
         if self.expert_width < 1:
             raise ValueError(f"expert_width={self.expert_width} must be at least 1")
         for name in ("shared_width", "load_balancing_weight", "z_loss_weight", "bias_update_rate"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative or infinite")
 
     def parameters(self, model_width: int, *, use_bias: bool = False) -> dict[str, Parameter]:
         """Every parameter of the layer for tokens of that width, by name; `use_bias` adds the experts' biases."""

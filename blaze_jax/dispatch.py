@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 from pallas_kernels import xla
 
 EMPTY_SLOT = -1
-_MAX_ROWS = 2**31 - 1  # row positions are int32
+_MAX_PAIRS = 2**31 - 2**24  # rows are numbered in int32, with room for the gaps of aligned groups
 
 
 class Dispatch(NamedTuple):
@@ -33,12 +33,14 @@ class Dispatch(NamedTuple):
 
 def check_experts(experts: Array, num_experts: int) -> None:
     """Raises ValueError unless `experts` is an integer array `(T, K)` with K ≤ E, of expert ids (where known)."""
+    if num_experts < 1:
+        raise ValueError(f"{num_experts=} must be at least 1")
     if experts.ndim != 2 or not jnp.issubdtype(experts.dtype, jnp.integer):
         raise ValueError(f"experts must be an integer array (T, K), got {experts.dtype} of shape {experts.shape}")
     if not 1 <= experts.shape[1] <= num_experts:
-        raise ValueError(
-            f"experts has K={experts.shape[1]} slots a token, must be from 1 to the number of experts, {num_experts}"
-        )
+        raise ValueError(f"experts has K={experts.shape[1]} slots a token, must be from 1 to E={num_experts}")
+    if math.prod(experts.shape) > _MAX_PAIRS:
+        raise ValueError(f"experts of shape {experts.shape} has more pairs than {_MAX_PAIRS}, int32 cannot number them")
     if isinstance(experts, Tracer):
         return
     values = np.asarray(experts)
@@ -64,18 +66,13 @@ def build_dispatch(experts: Int[Array, "T K"], num_experts: int, *, row_alignmen
       The four index arrays. R is `T·K`, or for `row_alignment` above 1 the most that aligned groups can take.
 
     Raises:
-      ValueError: `experts` is not an integer array `(T, K)` with K ≤ E, an id is out of range, or R exceeds int32.
+      ValueError: `experts` is not an integer array `(T, K)` with K ≤ E, an id is out of range, or T·K rows are too many
+        for int32.
     """
-    if num_experts < 1 or row_alignment < 1:
-        raise ValueError(f"{num_experts=} and {row_alignment=} must be at least 1")
+    if row_alignment < 1:
+        raise ValueError(f"{row_alignment=} must be at least 1")
     experts = jnp.asarray(experts)
     check_experts(experts, num_experts)
-    num_rows = math.prod(experts.shape) + min(num_experts, math.prod(experts.shape)) * (row_alignment - 1)
-    num_rows = -(-num_rows // row_alignment) * row_alignment
-    if num_rows > _MAX_ROWS:
-        raise ValueError(f"experts of shape {experts.shape} need {num_rows} rows, must be at most {_MAX_ROWS}")
     experts = experts.astype(jnp.int32)
-    token_indices, offsets, positions = xla.dispatch(
-        experts, num_experts, num_rows=num_rows, row_alignment=row_alignment
-    )
-    return Dispatch(token_indices, offsets, experts, positions)
+    groups, positions = xla.dispatch(experts, num_experts, row_alignment=row_alignment)
+    return Dispatch(groups.token_indices, groups.offsets, experts, positions)

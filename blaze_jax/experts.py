@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,9 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
-from blaze_jax.dispatch import EMPTY_SLOT, build_dispatch
-from blaze_jax.implementation import Implementation, kernels_for
+from blaze_jax.dispatch import EMPTY_SLOT, check_experts
+from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from pallas_kernels.compat import vary_over, varying_axes
-from pallas_kernels.xla import RowGroups
 
 Save = Literal["pre_activations", "inputs"]
 
@@ -81,16 +80,19 @@ def expert_ffn(
     act = get_activation(activation)
     if save not in get_args(Save):
         raise ValueError(f"{save=} must be one of {', '.join(get_args(Save))}")
-    kernels_for(implementation)
+    arrays = (x, w_gate, w_up, w_down, weights, experts, b_gate, b_up, b_down)
+    x, w_gate, w_up, w_down, weights, experts, b_gate, b_up, b_down = jax.tree.map(jnp.asarray, arrays)
     up_weights, up_biases = _projections(act, w_gate, w_up, b_gate, b_up)
     _check_arguments(act, x, up_weights, up_biases, w_down, b_down, weights, experts)
     if x.shape[0] == 0:
-        return jnp.zeros_like(x)
+        return x
 
-    dispatch = build_dispatch(experts, w_down.shape[0])
+    biases = up_biases if b_down is None else (*up_biases, b_down)
+    implementation = choose_implementation(implementation, x, (*up_weights, w_down), biases)
+    experts = experts.astype(jnp.int32)
+    indices = _Indices(*kernels_of(implementation).dispatch(experts, w_down.shape[0]))
     params = Parameters(up_weights, up_biases, w_down, b_down)
-    args = (x, params, weights, jnp.asarray(dispatch.token_expert_indices))
-    indices = _Indices(dispatch.expert_token_indices, dispatch.expert_token_offsets, dispatch.token_index_map)
+    args = (x, params, weights, experts)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     args, indices = vary_over((args, checkpoint_name(indices, INDEX_NAME)), varying_axes(args))
     return _expert_ffn(_Settings(act, save, implementation), *args, indices)
@@ -106,20 +108,15 @@ class Parameters(NamedTuple):
 
 
 class _Indices(NamedTuple):
-    expert_token_indices: Int[Array, " R"]
-    expert_token_offsets: Int[Array, " E+1"]
+    groups: Any  # the kernels' own kind of row groups
     token_index_map: Int[Array, "T K"]
-
-    @property
-    def groups(self) -> RowGroups:
-        return RowGroups(self.expert_token_indices, self.expert_token_offsets)
 
 
 @dataclass(frozen=True)
 class _Settings:
     activation: Activation
     save: Save
-    implementation: Implementation | None
+    implementation: Implementation
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -156,7 +153,7 @@ def _up(settings: _Settings, x, params: Parameters, indices: _Indices):
 
     @sequential_vmap
     def run(x, params, indices):
-        kernels = kernels_for(settings.implementation)
+        kernels = kernels_of(settings.implementation)
         return kernels.up_projection(
             x, params.up_weights, params.up_biases, indices.groups, activation=settings.activation.function
         )
@@ -169,7 +166,7 @@ def _down(settings: _Settings, hidden, params: Parameters, weights, experts, ind
 
     @sequential_vmap
     def run(hidden, params, weights, experts, indices):
-        kernels = kernels_for(settings.implementation)
+        kernels = kernels_of(settings.implementation)
         # An id that is no expert's cannot raise under tracing; it must not pass for an empty slot either.
         known = (experts >= EMPTY_SLOT) & (experts < params.w_down.shape[0])
         weights = jnp.where(known, weights, jnp.nan)
@@ -179,7 +176,7 @@ def _down(settings: _Settings, hidden, params: Parameters, weights, experts, ind
                 hidden, params.w_down, params.b_down, indices.groups, first_column, num_columns
             )
 
-        return _combine_columns(kernels, rows, params.w_down.shape[2], indices, weights)
+        return _combine_columns(kernels, rows, params.w_down.shape[2], hidden.dtype, indices, weights)
 
     return run(hidden, params, weights, experts, indices)
 
@@ -189,7 +186,7 @@ def _grads(settings: _Settings, x, params: Parameters, weights, indices: _Indice
 
     @sequential_vmap
     def run(x, params, weights, indices, pre_activations, dy):
-        kernels = kernels_for(settings.implementation)
+        kernels = kernels_of(settings.implementation)
         groups, position = indices.groups, indices.token_index_map
         row_weights = jnp.zeros(groups.num_rows, weights.dtype).at[position].set(weights, mode="drop")
         d_pre_activations, weighted_hidden, d_row_weights = kernels.down_backward(
@@ -221,25 +218,24 @@ def _grads(settings: _Settings, x, params: Parameters, weights, indices: _Indice
         def rows(first_column, num_columns):
             return kernels.up_backward(d_pre_activations, params.up_weights, groups, first_column, num_columns)
 
-        dx = _combine_columns(kernels, rows, x.shape[1], indices, None)
+        dx = _combine_columns(kernels, rows, x.shape[1], x.dtype, indices, None)
         return dx, Parameters(d_up, d_up_biases, d_down, d_down_bias), d_weights
 
     return run(x, params, weights, indices, pre_activations, dy)
 
 
-def _combine_columns(kernels, rows: Callable, width: int, indices: _Indices, weights) -> Float[Array, "T width"]:
+def _combine_columns(kernels, rows: Callable, width: int, dtype, indices: _Indices, weights) -> Float[Array, "T width"]:
     """Combines `rows(first_column, num_columns)` a block of columns at a time: only one block of rows is ever alive."""
-    block = min(_MAX_COLUMN_BLOCK, -(-width // 2))
+    block = min(_MAX_COLUMN_BLOCK, -(-width // 128) * 64, width)
 
     def step(i, y):
         first_column = jnp.minimum(
             i * block, width - block
         )  # a last narrow block reaches back over columns done before
-        columns = kernels.combine(rows(first_column, block), indices.token_index_map, weights)
-        return lax.dynamic_update_slice_in_dim(y, columns, first_column, axis=1)
+        return kernels.combine(rows(first_column, block), indices.token_index_map, weights, y, first_column)
 
-    out = jax.eval_shape(lambda: kernels.combine(rows(0, block), indices.token_index_map, weights))
-    y = vary_over(jnp.zeros((out.shape[0], width), out.dtype), varying_axes(indices))
+    y = lax.empty((indices.token_index_map.shape[0], width), dtype)  # every column is written
+    y = vary_over(y, varying_axes(indices))
     return lax.fori_loop(0, -(-width // block), step, y)
 
 
@@ -282,6 +278,7 @@ def _check_arguments(activation, x, up_weights, up_biases, w_down, b_down, weigh
     check("w_down", w_down, (num_experts, n, d))
     if b_down is not None:
         check("b_down", b_down, (num_experts, d))
-    check("weights", weights, (tokens, experts.shape[-1]))
+    check_experts(experts, num_experts)
     if experts.shape[0] != tokens:
         raise ValueError(f"experts has shape {experts.shape}, must be (T, K) with T={tokens} as in x")
+    check("weights", weights, experts.shape)

@@ -1,24 +1,46 @@
 """Which implementation of the kernels a call runs on."""
 
 from types import ModuleType
-from typing import Literal
+from typing import Literal, get_args
 
-from pallas_kernels import xla
+import jax
+from jaxtyping import Array
+
+from pallas_kernels import mosaic_gpu, xla
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
 
-def kernels_for(implementation: Implementation | None) -> ModuleType:
-    """The module that holds the kernels: the best that can run here for None, otherwise the one demanded.
+def check_implementation(implementation: Implementation | None) -> None:
+    """Raises ValueError unless `implementation` is None or a name."""
+    if implementation not in (None, *get_args(Implementation)):
+        raise ValueError(f"{implementation=} must be None or one of {', '.join(get_args(Implementation))}")
+
+
+def choose_implementation(
+    implementation: Implementation | None, x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...]
+) -> Implementation:
+    """The implementation demanded, or for None the best that can run here.
+
+    Demanded by name, the Hopper kernels ask for no device: the call lowers and compiles on a machine without one.
 
     Raises:
-      NotImplementedError: the implementation demanded cannot run here.
       ValueError: there is no implementation of that name.
+      NotImplementedError: the implementation demanded cannot do this.
     """
-    if implementation in (None, "xla"):
-        return xla
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(
-            f"{implementation=} is not available: this release has no Hopper kernels yet; use 'xla' or None"
-        )
-    raise ValueError(f"{implementation=} must be None, 'mosaic_gpu' or 'xla'")
+    check_implementation(implementation)
+    reason = mosaic_gpu.unsupported(x, weights, biases)
+    if implementation == "mosaic_gpu" and reason:
+        raise NotImplementedError(f"{implementation=} cannot run this: {reason}; use 'xla' or None")
+    if implementation is None:
+        return "mosaic_gpu" if reason is None and _is_hopper() else "xla"
+    return implementation
+
+
+def kernels_of(implementation: Implementation) -> ModuleType:
+    """The module that holds the kernels."""
+    return mosaic_gpu if implementation == "mosaic_gpu" else xla
+
+
+def _is_hopper() -> bool:
+    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"

@@ -145,6 +145,7 @@ def route(
     if router is not None and options:
         raise TypeError(f"give a router or its fields, not both: {', '.join(options)}")
     router = Router(**options) if router is None else router
+    logits = jnp.asarray(logits)
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be a floating array (T, E), got {logits.dtype} of shape {logits.shape}")
     num_tokens, num_experts = logits.shape
@@ -207,7 +208,7 @@ def _select(logits, scores, experts_per_token, router, selection_bias) -> Int[Ar
 
 def _keep_best_groups(ranking, num_groups, groups_per_token):
     """`ranking` with -inf outside a token's best groups, judged by the sum of their two best entries."""
-    grouped = ranking.reshape(ranking.shape[0], num_groups, -1)
+    grouped = ranking.reshape(ranking.shape[0], num_groups, ranking.shape[1] // num_groups)
     group_score = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
     best = jax.lax.top_k(group_score, groups_per_token)[1]
     keep = (best[:, :, None] == jnp.arange(num_groups)).any(1)

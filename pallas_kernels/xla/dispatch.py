@@ -4,35 +4,39 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from pallas_kernels.xla.row_groups import zeros
+from pallas_kernels.xla.row_groups import RowGroups, zeros
 
-TILE_PAIRS = 256
+
+def tile_pairs(num_experts: int) -> int:
+    """Pairs of a tile: few, since they are counted in turn, but enough that the counts stay linear in T·K."""
+    return min(max(32, 1 << (num_experts // 4 - 1).bit_length()), 256)
 
 
 def dispatch(
-    experts: Int[Array, "T K"], num_experts: int, *, num_rows: int, row_alignment: int
-) -> tuple[Int[Array, " R"], Int[Array, " E+1"], Int[Array, "T K"]]:
-    """Token list by expert, group offsets, and every pair's position in that list.
+    experts: Int[Array, "T K"], num_experts: int, *, row_alignment: int = 1
+) -> tuple[RowGroups, Int[Array, "T K"]]:
+    """Rows grouped by expert, and every pair's row.
 
     Three linear steps: each tile counts its pairs by expert, which also ranks them; an exclusive scan of the counts
     over tiles and of the totals over experts; one write per pair. Pairs keep their order, so tokens ascend inside an
     expert. Memory beside the results is O(T·K + tiles·E).
 
     Args:
-      experts: expert of each (token, slot); a value outside `[0, num_experts)` marks an empty slot.
+      experts: int32, expert of each (token, slot); a value outside `[0, num_experts)` marks an empty slot.
       num_experts: E.
-      num_rows: R, at least what the groups need.
-      row_alignment: every group starts at a multiple of this.
+      row_alignment: every group starts at a multiple of this; the gaps are rows of token T, which read zeros.
 
     Returns:
-      `(token_indices, offsets, positions)`: unused rows hold T, empty slots have position R.
+      `(groups, positions)`: R is the most rows that groups so aligned can take; unused rows hold token T, empty slots
+      have position R.
     """
     num_tokens, slots = experts.shape
+    num_rows = experts.size + min(num_experts, experts.size) * (row_alignment - 1)
+    num_rows = -(-num_rows // row_alignment) * row_alignment
     flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
-    num_tiles = -(-flat.size // TILE_PAIRS)
-    tiles = jnp.pad(flat, (0, num_tiles * TILE_PAIRS - flat.size), constant_values=num_experts).reshape(
-        num_tiles, TILE_PAIRS
-    )
+    pairs = tile_pairs(num_experts)
+    num_tiles = -(-flat.size // pairs)
+    tiles = jnp.pad(flat, (0, num_tiles * pairs - flat.size), constant_values=num_experts).reshape(num_tiles, pairs)
 
     # One step per place in a tile, all tiles at once: a pair's rank is the count so far of its expert in its tile.
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
@@ -51,4 +55,4 @@ def dispatch(
     positions = jnp.where(tiles < num_experts, positions, num_rows).reshape(-1)[: flat.size]
     tokens = lax.iota(jnp.int32, flat.size) // slots
     token_indices = jnp.full((num_rows,), num_tokens, jnp.int32).at[positions].set(tokens, mode="drop")
-    return token_indices, offsets, positions.reshape(experts.shape)
+    return RowGroups(token_indices, offsets), positions.reshape(experts.shape)

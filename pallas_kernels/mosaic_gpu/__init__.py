@@ -1,0 +1,24 @@
+"""Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`."""
+
+from pallas_kernels.mosaic_gpu.combine import combine
+from pallas_kernels.mosaic_gpu.dispatch import dispatch
+from pallas_kernels.mosaic_gpu.down_backward import down_backward
+from pallas_kernels.mosaic_gpu.down_projection import down_projection
+from pallas_kernels.mosaic_gpu.row_groups import RowGroups
+from pallas_kernels.mosaic_gpu.support import unsupported
+from pallas_kernels.mosaic_gpu.up_backward import up_backward
+from pallas_kernels.mosaic_gpu.up_projection import up_projection
+from pallas_kernels.mosaic_gpu.weight_gradients import down_weight_gradients, up_weight_gradients
+
+__all__ = [
+    "RowGroups",
+    "combine",
+    "dispatch",
+    "down_backward",
+    "down_projection",
+    "down_weight_gradients",
+    "unsupported",
+    "up_backward",
+    "up_projection",
+    "up_weight_gradients",
+]

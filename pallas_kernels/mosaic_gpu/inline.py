@@ -1,0 +1,257 @@
+"""What Pallas has no public form for on Hopper, in one place: `cp.async` gathers, register accumulators, a few fences.
+
+Everything here is a thin wrapper that emits a handful of instructions through `plgpu.inline_mgpu`; the kernels read as
+Pallas code on top of it. It leans on what jax does not document, so look here first when a release breaks a kernel.
+"""
+
+# Pallas declares neither what `inline_mgpu` returns nor that its transforms are concrete.
+# pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+WARPGROUP = 128  # threads
+CHUNK_BYTES = 16  # one cp.async
+PANEL_BYTES = 64 * 128  # 64 rows of 64 16-bit columns
+K_STEP = 64  # columns of a swizzled 16-bit tile: 128 bytes
+SWIZZLE = plgpu.SwizzleTransform(128)
+ROW_TILES = (plgpu.TilingTransform((8, 64)), SWIZZLE)
+"""Shared-memory layout of an operand whose contracted dimension is the minor one, and of anything stored by rows."""
+PANEL_TILES = (plgpu.TilingTransform((64, 64)), SWIZZLE)
+"""Shared-memory layout of a (k, columns) operand built from panels side by side."""
+
+ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT
+_SCALAR = plgpu.Layout.WG_SPLAT
+
+
+def _int(bits):
+    return ir.IntegerType.get_signless(bits)
+
+
+def _c32(value):
+    return arith.constant(_int(32), value)
+
+
+def _scalar(array):
+    return array.registers.item()
+
+
+def _register(value):
+    return vector.broadcast(ir.VectorType.get((1,), _int(32)), value)
+
+
+def _thread():
+    return arith.remui(utils.thread_idx(), _c32(WARPGROUP))
+
+
+def _global(ref):
+    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
+
+
+def _shared(ref, offset):
+    return arith.addi(llvm.ptrtoint(_int(32), utils.memref_ptr(ref)), offset)
+
+
+def _ptx(text, *operands, constraints=""):
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, constraints, has_side_effects=True)
+
+
+def init_landed(landed, stages):
+    """Makes `stages` mbarriers of the int32 scratch `landed`, each completed by the copies of one warpgroup.
+
+    Pallas barriers cannot be named in inline code. All threads of the block must call this.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(ctx, landed):
+        first = utils.single_thread_predicate(scope=utils.ThreadSubset.BLOCK)
+        for stage in range(stages):
+            barrier = utils.getelementptr(utils.memref_ptr(landed), [stage], _int(64))
+            nvvm.mbarrier_init(barrier, _c32(WARPGROUP), predicate=first)
+        _ptx("fence.mbarrier_init.release.cluster;")
+        _ptx("barrier.sync 0;")
+
+    run(landed)
+
+
+def wait_landed(landed, slot, parity):
+    """Waits until the slot's gathered rows are in shared memory, and orders them before this thread's wgmma."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
+    def run(ctx, landed, slot, parity):
+        barrier = utils.getelementptr(utils.memref_ptr(landed), [_scalar(slot)], _int(64))
+        nvvm.mbarrier_try_wait_parity(barrier, _scalar(parity), _c32(10000000))
+        _ptx("fence.proxy.async.shared::cta;")
+
+    run(landed, slot, parity)
+
+
+class RowGather:
+    """Copies `rows` gathered rows, `columns` wide, into a swizzled tile, 16 bytes a thread at a time.
+
+    Thread t copies chunk `t % c` of rows `t // c + i · (128 / c)`, c chunks to a row. The tile is made of panels
+    (rows, 64) one after the other, each laid out by `ROW_TILES`: 128 bytes to a row, chunk index XOR (row mod 8).
+
+    Args:
+      rows: of a tile.
+      columns: of a tile, 64 or a multiple.
+      num_tokens: rows of the array read from; an index past it reads zeros.
+      width: columns of that array, a multiple of 8; columns past it read zeros.
+    """
+
+    def __init__(self, *, rows: int, columns: int, num_tokens: int, width: int):
+        self.rows, self.columns, self.num_tokens, self.width = rows, columns, num_tokens, width
+        self.chunks = columns // 8
+        self.rows_apart = WARPGROUP // self.chunks
+        self.per_thread = rows // self.rows_apart
+        self.layout = plgpu.Layout.WG_STRIDED((self.per_thread * WARPGROUP,), vec_size=1)
+        self.result = plgpu.ShapeDtypeStruct((self.per_thread * WARPGROUP,), jnp.int32, layout=self.layout)
+
+    def _array(self, registers):
+        registers = np.array([_register(r) for r in registers], dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=self.layout.to_mgpu(), _is_signed=True)
+
+    def load_tokens(self, indices, first_row):
+        """Indices of the rows that this thread copies."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=self.result)
+        def run(ctx, indices, first_row):
+            row = arith.addi(_scalar(first_row), arith.divui(_thread(), _c32(self.chunks)))
+            rows = [arith.addi(row, _c32(self.rows_apart * i)) for i in range(self.per_thread)]
+            pointer = _global(indices)
+            return self._array([llvm.load(_int(32), utils.getelementptr(pointer, [r], _int(32))) for r in rows])
+
+        return run(indices, first_row)
+
+    def row_chunks(self, tokens, valid_rows):
+        """First chunk of every row in the source, in units of 16 bytes; -1 for rows that read zeros."""
+
+        @plgpu.inline_mgpu(arg_types=(self.layout, _SCALAR), return_type=self.result)
+        def run(ctx, tokens, valid_rows):
+            row = arith.divui(_thread(), _c32(self.chunks))
+            offsets = []
+            for i, register in enumerate(tokens.registers):
+                token = llvm.extractelement(register, _c32(0))
+                known = arith.cmpi(arith.CmpIPredicate.ult, token, _c32(self.num_tokens))
+                mine = arith.cmpi(
+                    arith.CmpIPredicate.slt, arith.addi(row, _c32(self.rows_apart * i)), _scalar(valid_rows)
+                )
+                start = arith.muli(token, _c32(self.width // 8))
+                offsets.append(arith.select(arith.andi(known, mine), start, _c32(-1)))
+            return self._array(offsets)
+
+        return run(tokens, valid_rows)
+
+    def copy(self, source, offsets, panel, landed, slot, first_column):
+        """Starts the copies, to the tile whose first panel is `panel`; they arrive on `landed[slot]` as they land."""
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(ROW_TILES), plgpu.RefType(), _SCALAR, _SCALAR)
+        )
+        def run(ctx, source, offsets, panel_ref, landed, slot, first_column):
+            chunk = arith.remui(_thread(), _c32(self.chunks))
+            row = arith.divui(_thread(), _c32(self.chunks))
+            column = arith.addi(_scalar(first_column), arith.muli(chunk, _c32(8)))
+            panel = arith.shrui(chunk, _c32(3))  # of 64 columns
+            in_panel = arith.andi(chunk, _c32(7))
+
+            def destination(row_in_tile):
+                swizzled = arith.xori(in_panel, arith.andi(row_in_tile, _c32(7)))
+                in_row = arith.addi(arith.muli(panel, _c32(self.rows * 128)), arith.muli(swizzled, _c32(CHUNK_BYTES)))
+                return arith.addi(arith.muli(row_in_tile, _c32(128)), in_row)
+
+            base = utils.getelementptr(_global(source), [arith.muli(column, _c32(2))], _int(8))
+            in_width = arith.cmpi(arith.CmpIPredicate.slt, column, _c32(self.width))
+            for i, register in enumerate(offsets.registers):
+                offset = llvm.extractelement(register, _c32(0))
+                reads = arith.cmpi(arith.CmpIPredicate.sge, offset, _c32(0))
+                if self.width % self.columns:
+                    reads = arith.andi(reads, in_width)
+                size = arith.select(reads, _c32(CHUNK_BYTES), _c32(0))
+                # 64-bit bytes: tokens · width passes 2^31.
+                start = arith.extui(_int(64), arith.select(reads, offset, _c32(0)))
+                start = arith.shli(start, arith.constant(_int(64), 4))
+                _ptx(
+                    "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;",
+                    _shared(panel_ref, destination(arith.addi(row, _c32(self.rows_apart * i)))),
+                    utils.getelementptr(base, [start], _int(8)),
+                    size,
+                    constraints="r,l,r",
+                )
+            barrier = _shared(landed, arith.muli(_scalar(slot), _c32(8)))
+            _ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier, constraints="r")
+
+        run(source, offsets, panel, landed, slot, first_column)
+
+
+def zero_rows(panel, panels, first_row):
+    """Zeroes rows `first_row` to 64 of `panels` panels (64, 64), for wgmma issued afterwards by this warpgroup."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROW_TILES), _SCALAR))
+    def run(ctx, panel, first_row):
+        row, half = arith.shrui(_thread(), _c32(1)), arith.andi(_thread(), _c32(1))
+        wanted = arith.extui(_int(32), arith.cmpi(arith.CmpIPredicate.sge, row, _scalar(first_row)))
+        start = _shared(panel, arith.addi(arith.muli(row, _c32(128)), arith.muli(half, _c32(64))))
+        for i in range(panels * 4):
+            _ptx(
+                "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.shared.v4.b32 [$0], {0, 0, 0, 0}; }",
+                arith.addi(start, _c32(i // 4 * PANEL_BYTES + i % 4 * CHUNK_BYTES)),
+                wanted,
+                constraints="r,r",
+            )
+        _ptx("fence.proxy.async.shared::cta;")
+        utils.warpgroup_barrier()
+
+    run(panel, first_row)
+
+
+def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, rhs_panels=0, transpose_rhs=False):
+    """`accumulator + lhs · rhs`, asynchronous, one commit group; `first` starts the chain.
+
+    The accumulator is a value in registers, so that a loop can carry it while other values are stored. The right
+    operand is laid out by `ROW_TILES` if it is transposed, else by `PANEL_TILES`; or it is the first of `rhs_panels`
+    panels (64, 64), one after the other in shared memory.
+    """
+    result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
+    rhs_tiles = ROW_TILES if transpose_rhs or rhs_panels else PANEL_TILES
+
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR, plgpu.RefType(ROW_TILES), plgpu.RefType(rhs_tiles)), return_type=result)
+    def run(ctx, accumulator, lhs, rhs):
+        if rhs_panels:
+            panels = ir.MemRefType.get(
+                (1, rhs_panels, 64, 64), rhs.type.element_type, memory_space=rhs.type.memory_space
+            )
+            rhs = utils.ptr_as_memref(utils.memref_ptr(rhs), panels)
+        lhs = utils.memref_transpose(lhs, (1, 0, 3, 2)) if transpose_lhs else lhs
+        rhs = utils.memref_transpose(rhs, (1, 0, 3, 2)) if transpose_rhs else rhs
+        value = mgpu.WGMMAAccumulator(_value=accumulator, _original_layout=accumulator.layout, _sync=first)
+        if not first:
+            _ptx("wgmma.fence.sync.aligned;")
+        out = mgpu.wgmma(value, lhs, rhs, swizzle=128)
+        _ptx("wgmma.commit_group.sync.aligned;")
+        return out._value
+
+    return run(accumulator, lhs, rhs)
+
+
+def finish_wgmma(accumulator):
+    """Waits for every wgmma and returns the accumulator as an ordinary value."""
+    result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
+
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR,), return_type=result)
+    def run(ctx, accumulator):
+        _ptx("wgmma.wait_group.sync.aligned 0;")
+        return mgpu.fragmented_array.optimization_barrier(accumulator)
+
+    return plgpu.layout_cast(run(accumulator), plgpu.Layout.WGMMA)
+
+
+def zero_accumulator(rows, columns) -> jax.Array:
+    """Where a chain of `wgmma` starts."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), ACCUMULATOR)

@@ -1,0 +1,69 @@
+"""Stores of a row tile whose last rows belong to the next expert."""
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.inline import ROW_TILES
+from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, Where
+
+CHUNK = 64  # columns stored at a time
+
+
+def ragged_copy(buffer, output, where: Where, columns: tuple) -> None:
+    """Starts copies of the valid rows of `buffer` (64, ...) to `output[where.row :, *columns]`.
+
+    One bulk copy of 64 rows, or, where fewer are valid, of 32, 16 and 8: groups start at multiples of 8 rows.
+    """
+
+    def copy(first, rows):
+        target = output.at[pl.ds(pl.multiple_of(where.row + first, 8), rows), *columns]
+        plgpu.copy_smem_to_gmem(buffer.at[pl.ds(first, rows)], target, commit_group=False)
+
+    pl.when(where.rows == GROUP_ROWS)(lambda: copy(0, GROUP_ROWS))
+
+    @pl.when(where.rows < GROUP_ROWS)
+    def _():
+        for rows in (32, 16, 8):
+            first = pl.multiple_of(where.rows & (-2 * rows), 8)
+            pl.when((where.rows & rows) != 0)(lambda first=first, rows=rows: copy(first, rows))
+
+
+def store_rows(values: jax.Array, buffer, output, where: Where, column) -> None:
+    """Stores the valid rows of `values` (64, 64) at `output[where.row :, column :]` through `buffer`.
+
+    Two buffers take turns: the store before last must have left shared memory.
+    """
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    buffer[...] = values
+    plgpu.commit_smem()
+    ragged_copy(buffer, output, where, (pl.ds(pl.multiple_of(column, CHUNK), values.shape[1]),))
+    plgpu.commit_smem_to_gmem_group()
+
+
+def store_buffers(dtype):
+    """Two buffers for `store_rows` per consumer warpgroup."""
+    return plgpu.SMEM((4, GROUP_ROWS, CHUNK), dtype, transforms=ROW_TILES)
+
+
+def store_buffer(buffers, chunk: int, where: Where):
+    """The buffer whose turn it is."""
+    return buffers.at[where.warpgroup * 2 + chunk % 2]
+
+
+def packed_tile(dtype):
+    """What `pack` returns."""
+    return plgpu.ShapeDtypeStruct((GROUP_ROWS, TILE_COLUMNS), dtype, layout=plgpu.Layout.WGMMA)
+
+
+def pack(accumulator, where, inputs, outputs, scratch):
+    """Ends a tile by rounding it."""
+    return accumulator.astype(outputs[0].dtype)
+
+
+def store_packed(packed, chunk, where, inputs, outputs, scratch):
+    """Stores a chunk of a tile that is the only output as it is."""
+    columns = packed[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+    column = where.column_tile * TILE_COLUMNS + chunk * CHUNK
+    store_rows(columns, store_buffer(scratch[0], chunk, where), outputs[0], where, column)
+    return packed

@@ -1,0 +1,89 @@
+"""Rows grouped by expert, cut into tiles: computed once, shared by all the kernels."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+TILE_ROWS = 128
+TILE_COLUMNS = 256
+GROUP_ROWS = TILE_ROWS // 2  # rows of one consumer warpgroup
+ROW_ALIGNMENT = 8
+"""Groups of rows start at multiples of this, so that bulk copies of (8, 64) blocks are aligned."""
+
+SPARE_ROWS = TILE_ROWS
+"""Rows that row buffers have past the last group, so that a whole tile can be read from any group's last row."""
+
+
+class TileSchedule(NamedTuple):
+    """Tiles of up to 128 rows of one expert, expert after expert; unused entries have no valid rows.
+
+    Attributes:
+      expert: `(tiles,)` int32.
+      first_row: `(tiles,)` int32, a multiple of 8.
+      valid_rows: `(tiles,)` int32, a multiple of 8.
+    """
+
+    expert: Int[Array, " tiles"]
+    first_row: Int[Array, " tiles"]
+    valid_rows: Int[Array, " tiles"]
+
+    @property
+    def num_tiles(self) -> int:
+        return self.expert.shape[0]
+
+
+class Where(NamedTuple):
+    """The part of the output that one consumer warpgroup holds: its rows `row` to `row + rows`, of a column tile."""
+
+    warpgroup: jax.Array
+    row: jax.Array
+    rows: jax.Array  # valid ones, a multiple of 8, 64 at most
+    row_tile: jax.Array
+    column_tile: jax.Array
+
+
+class RowGroups(NamedTuple):
+    """Which token each row reads, where each expert's rows start, and the tiles they are cut into.
+
+    Attributes:
+      token_indices: `(R,)` int32; a value past the last token marks a padding row, which reads zeros.
+      offsets: `(E + 1,)` int32, multiples of 8.
+      tiles: the schedule of the row kernels.
+    """
+
+    token_indices: Int[Array, " R"]
+    offsets: Int[Array, " E+1"]
+    tiles: TileSchedule
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_indices.shape[0]
+
+
+def group_rows(token_indices: Int[Array, " R"], offsets: Int[Array, " E+1"]) -> RowGroups:
+    """What the row operations need to know of the dispatch."""
+    return RowGroups(token_indices, offsets, tile_schedule(offsets, token_indices.shape[0] - SPARE_ROWS))
+
+
+def tile_schedule(offsets: Int[Array, " E+1"], num_rows: int) -> TileSchedule:
+    """The schedule of groups that start at `offsets`, multiples of 8, in `num_rows` rows at most."""
+    num_experts = offsets.shape[0] - 1
+    sizes = offsets[1:] - offsets[:-1]
+    tiles = -(-sizes // TILE_ROWS)
+    ends = jnp.cumsum(tiles)
+    tile = jnp.arange(-(-num_rows // TILE_ROWS) + min(num_experts, num_rows // ROW_ALIGNMENT), dtype=jnp.int32)
+    expert = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
+    used = expert < num_experts
+    expert = jnp.where(used, expert, 0)
+    start = (tile - (ends - tiles)[expert]) * TILE_ROWS
+    first_row = jnp.where(used, offsets[expert] + start, 0)
+    return TileSchedule(expert, first_row, jnp.where(used, jnp.clip(sizes[expert] - start, 0, TILE_ROWS), 0))
+
+
+def rows_of_tiles(values: Array, schedule: TileSchedule, num_rows: int) -> Array:
+    """`(tiles, 128)` values of the tiles' rows as `(num_rows,)` values; zero for rows of no tile."""
+    row = jnp.arange(TILE_ROWS, dtype=jnp.int32)
+    target = jnp.where(row < schedule.valid_rows[:, None], schedule.first_row[:, None] + row, num_rows)
+    return jnp.zeros(num_rows, values.dtype).at[target].set(values, mode="drop")

@@ -1,0 +1,37 @@
+"""What the Hopper kernels cannot do."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+WIDTH_MULTIPLE = 64
+
+
+def unsupported(
+    x: Array,
+    weights: tuple[Array, ...],
+    biases: tuple[Array, ...],
+) -> str | None:
+    """Why an expert FFN of these arrays cannot run on the kernels, or None if it can.
+
+    Args:
+      x: tokens `(T, d)`.
+      weights: up weights `(E, d, n)`, then the down weights.
+      biases: every bias there is.
+    """
+    d, n = weights[0].shape[1:]
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x has dtype {x.dtype}, the tensor cores take bfloat16 or float16"
+    if biases:
+        return "the kernels do not add biases yet"
+    for name, width in (("d", d), ("n", n)):
+        if width % WIDTH_MULTIPLE or width < 256:
+            return f"{name}={width} must be a multiple of {WIDTH_MULTIPLE}, 256 or more"
+    if x.shape[0] * d // 8 >= 2**31:
+        return f"x of shape {x.shape} is too large for the gather's 32-bit offsets in units of 16 bytes"
+    return None
+
+
+def no_biases(*biases) -> None:
+    """Raises NotImplementedError if there is a bias."""
+    if any(b is not None for b in biases):
+        raise NotImplementedError("the Hopper kernels do not add biases yet; use the portable ones")

@@ -1,0 +1,59 @@
+"""Backward of the up projection with respect to its input, for a block of columns."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mosaic_gpu.inline import K_STEP
+from pallas_kernels.mosaic_gpu.ragged_store import CHUNK, pack, packed_tile, store_buffers, store_packed
+from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
+from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
+
+
+def up_backward(
+    d_pre_activations: tuple[Float[Array, "R n"], ...],
+    weights: tuple[Float[Array, "E d n"], ...],
+    groups: RowGroups,
+    first_column: Int[Array, ""] | int,
+    num_columns: int,
+) -> Float[Array, "R columns"]:
+    """`Σ dP · Wᵀ` over the projections, into one accumulator; see the portable twin."""
+    rows, n = d_pre_activations[0].shape
+    steps_each = -(-n // K_STEP)
+    dtype = d_pre_activations[0].dtype
+    weights = tuple(w.astype(dtype) for w in weights)
+
+    def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
+        first_column = inputs[-1]
+        column = pl.multiple_of(first_column[0] + column_tile * TILE_COLUMNS, 8)
+        for i in range(len(weights)):
+            d_pre, weight = inputs[2 * i], inputs[2 * i + 1]
+
+            @pl.when((k >= i * steps_each) & (k < (i + 1) * steps_each))
+            def _(d_pre=d_pre, weight=weight, i=i):
+                steps = pl.ds((k - i * steps_each) * K_STEP, K_STEP)
+                plgpu.copy_gmem_to_smem(d_pre.at[pl.ds(pl.multiple_of(row, 8), TILE_ROWS), steps], lhs, barrier)
+                plgpu.copy_gmem_to_smem(weight.at[expert, pl.ds(column, TILE_COLUMNS), steps], rhs, barrier)
+
+    pairs = [array for pair in zip(d_pre_activations, weights, strict=True) for array in pair]
+    return row_matmul(
+        RowMatmul(
+            name="moe_up_backward",
+            inputs=(*pairs, jnp.asarray(first_column, jnp.int32).reshape(1)),
+            outputs=(jax.ShapeDtypeStruct((rows, num_columns), dtype),),
+            num_column_tiles=-(-num_columns // TILE_COLUMNS),
+            k_steps=len(weights) * steps_each,
+            gathers=False,
+            transposed_weights=True,
+            copies=2,
+            load=load,
+            finish=pack,
+            store=store_packed,
+            held=packed_tile(dtype),
+            chunks=TILE_COLUMNS // CHUNK,
+            scratch=(store_buffers(dtype),),
+        ),
+        groups.tiles,
+    )[0]

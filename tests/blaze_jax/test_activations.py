@@ -1,0 +1,86 @@
+"""Activations against their formulas."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import ACTIVATION_NAMES, Activation, clamped_swiglu
+from blaze_jax.activations import get_activation
+from tests.numerics import TOLERANCE, assert_close
+
+X = np.linspace(-9, 9, 41)
+UP = np.linspace(8, -8, 41)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def gelu(x):
+    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
+def gelu_tanh(x):
+    return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def clamped(gate, up, alpha=1.702, limit=7.0):
+    gate = np.minimum(gate, limit)
+    return gate * sigmoid(alpha * gate) * (np.clip(up, -limit, limit) + 1)
+
+
+FORMULAS = {
+    "swiglu": lambda gate, up: gate * sigmoid(gate) * up,
+    "geglu": lambda gate, up: gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: gelu_tanh(gate) * up,
+    "reglu": lambda gate, up: np.maximum(gate, 0) * up,
+    "clamped_swiglu": clamped,
+    "silu": lambda up: up * sigmoid(up),
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": lambda up: np.maximum(up, 0),
+    "relu2": lambda up: np.maximum(up, 0) ** 2,
+}
+
+
+def arguments(activation):
+    return (X, UP) if activation.gated else (X,)
+
+
+def test_every_name_has_a_formula():
+    assert set(ACTIVATION_NAMES) == set(FORMULAS)
+
+
+@pytest.mark.parametrize("name", ACTIVATION_NAMES)
+def test_formula(name):
+    activation = get_activation(name)
+    assert activation.name == name
+    out = activation.function(*(jnp.asarray(a, jnp.float32) for a in arguments(activation)))
+    assert_close(out, FORMULAS[name](*arguments(activation)), TOLERANCE["float32"])
+
+
+def test_clamped_swiglu_takes_its_own_constants():
+    activation = clamped_swiglu(alpha=1.0, limit=3.0)
+    out = activation.function(jnp.asarray(X, jnp.float32), jnp.asarray(UP, jnp.float32))
+    assert_close(out, clamped(X, UP, 1.0, 3.0), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", ["relu", "relu2", "reglu"])
+def test_derivative_of_relu_at_zero_is_zero(name):
+    activation = get_activation(name)
+    at_zero = (0.0, 1.0) if activation.gated else (0.0,)
+    assert jax.grad(activation.function)(*at_zero) == 0
+
+
+def test_an_activation_stands_for_itself():
+    own = Activation("own", jnp.tanh, gated=False)
+    assert get_activation(own) is own
+
+
+@pytest.mark.parametrize("name", ["tanh", "SwiGLU", ""])
+def test_unknown_name(name):
+    with pytest.raises(ValueError, match=f"activation='{name}' must be an Activation or one of swiglu, geglu"):
+        get_activation(name)

@@ -1,0 +1,117 @@
+"""The layer's configuration: what it allows, and which parameters it asks for."""
+
+import dataclasses
+
+import pytest
+
+from blaze_jax import Activation, MoEConfig, Router
+
+SIZES = {"num_experts": 6, "experts_per_token": 2, "expert_width": 5}
+
+
+def config(**changes) -> MoEConfig:
+    return MoEConfig(**SIZES | changes)
+
+
+def shapes(parameters):
+    return {name: parameter.shape for name, parameter in parameters.items()}
+
+
+def test_gated_parameters():
+    assert shapes(config().parameters(4)) == {
+        "w_router": (4, 6),
+        "w_gate": (6, 4, 5),
+        "w_up": (6, 4, 5),
+        "w_down": (6, 5, 4),
+    }
+
+
+def test_ungated_parameters_with_biases_and_shared_experts():
+    assert shapes(config(activation="gelu", shared_width=7).parameters(4, use_bias=True)) == {
+        "w_router": (4, 6),
+        "w_up": (6, 4, 5),
+        "w_down": (6, 5, 4),
+        "b_up": (6, 5),
+        "b_down": (6, 4),
+        "shared_w_up": (4, 7),
+        "shared_w_down": (7, 4),
+    }
+
+
+def test_every_axis_is_named():
+    sizes = {"embed": 4, "expert": 6, "expert_mlp": 5, "mlp": 7}
+    for name, parameter in config(shared_width=7).parameters(4, use_bias=True).items():
+        assert parameter.shape == tuple(sizes[axis] for axis in parameter.axes), name
+        assert parameter.kind == ("router" if name == "w_router" else "bias" if name[0] == "b" else "kernel")
+
+
+def test_hashable_and_equal_by_value():
+    assert hash(config()) == hash(config())
+    assert config() == config()
+    assert config() != config(shared_width=1)
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().num_experts = 3
+
+
+def test_an_activation_of_ones_own():
+    own = Activation("identity", lambda x: x, gated=False)
+    assert "w_gate" not in config(activation=own).parameters(4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts=0 must be at least 1"),
+        ({"experts_per_token": 0}, "experts_per_token=0 must be from 1 to num_experts=6"),
+        ({"experts_per_token": 7}, "experts_per_token=7 must be from 1 to num_experts=6"),
+        ({"expert_width": 0}, "expert_width=0 must be at least 1"),
+        ({"activation": "tanh"}, "activation='tanh' must be"),
+        ({"shared_width": -1}, "shared_width=-1 must not be negative"),
+        ({"load_balancing_weight": -0.5}, "load_balancing_weight=-0.5 must not be negative"),
+        ({"load_balancing_weight": float("nan")}, "load_balancing_weight=nan must"),
+        ({"z_loss_weight": -0.5}, "z_loss_weight=-0.5 must not be negative"),
+        ({"bias_update_rate": -0.5}, "bias_update_rate=-0.5 must not be negative"),
+        ({"save": "all"}, "save='all' must be one of pre_activations, inputs"),
+        ({"implementation": "cuda"}, "implementation='cuda' must be"),
+    ],
+)
+def test_invalid_field_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scoring": "top"}, "scoring='top' must be one of softmax, softmax_selected, sigmoid"),
+        ({"weight_scale": 0}, "weight_scale=0 must be positive"),
+        ({"num_groups": 0}, "num_groups=0 must be a divisor of num_experts=6"),
+        ({"num_groups": 4}, "num_groups=4 must be a divisor of num_experts=6"),
+        ({"num_groups": 3, "groups_per_token": 0}, "groups_per_token=0 must be from 1 to num_groups=3"),
+        ({"num_groups": 3, "groups_per_token": 4}, "groups_per_token=4 must be from 1 to num_groups=3"),
+        ({"num_groups": 6}, "groups_per_token=1 must be enough to choose experts_per_token=2 from 1 experts"),
+        ({"expert_capacity": 0}, "expert_capacity=0 must be None or at least 1"),
+        ({"capacity_factor": 0.0}, "capacity_factor=0.0 must be None or positive"),
+        ({"token_rounding": "even"}, "token_rounding='even' must be None or one of up, down, nearest"),
+        ({"rounding_tile": 0}, "rounding_tile=0 must be at least 1"),
+        ({"rounding_slots": -1}, "rounding_slots=-1 must be at least 0"),
+        (
+            {"expert_capacity": 2, "capacity_factor": 1.0},
+            "expert_capacity=2 and capacity_factor=1.0 exclude each other",
+        ),
+        (
+            {"expert_capacity": 2, "token_rounding": "up"},
+            "expert_capacity=2 and token_rounding='up' exclude each other",
+        ),
+        (
+            {"capacity_factor": 1.0, "token_rounding": "up"},
+            "capacity_factor=1.0 and token_rounding='up' exclude each other",
+        ),
+    ],
+)
+def test_invalid_router_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        config(router=Router(**options))

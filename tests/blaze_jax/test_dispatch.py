@@ -1,0 +1,149 @@
+"""The index structures against their definition: a stable sort."""
+
+from functools import partial
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import EMPTY_SLOT, build_dispatch
+from pallas_kernels.xla.dispatch import tile_pairs
+from tests.numerics import assert_same_bits
+from tests.routings import ROUTINGS, experts_of_shape, random_experts, reference_dispatch, routings
+
+
+def assert_is_reference(experts, num_experts, row_alignment=1):
+    experts = np.asarray(experts, np.int32)
+    out = build_dispatch(experts, num_experts, row_alignment=row_alignment)
+    token_indices, offsets, positions = reference_dispatch(experts, num_experts, row_alignment)
+    num_rows = out.expert_token_indices.size
+    assert num_rows % row_alignment == 0
+    assert num_rows >= token_indices.size
+
+    padded = np.full(num_rows, len(experts), np.int32)  # rows that stand for no pair hold T
+    padded[: token_indices.size] = token_indices
+    assert_same_bits(out.expert_token_indices, padded)
+    assert_same_bits(out.expert_token_offsets, offsets)
+    assert_same_bits(out.token_expert_indices, experts)
+    assert_same_bits(out.token_index_map, np.where(positions == EMPTY_SLOT, num_rows, positions).astype(np.int32))
+
+
+def test_example_of_the_paper():
+    out = build_dispatch(jnp.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]), 4)
+    assert out.expert_token_indices.tolist() == [1, 2, 4, 1, 3, 0, 3, 0, 2, 4]
+    assert out.expert_token_offsets.tolist() == [0, 3, 5, 7, 10]
+    assert out.token_expert_indices.tolist() == [[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]
+    assert out.token_index_map.tolist() == [[5, 7], [0, 3], [1, 8], [4, 6], [2, 9]]
+
+
+def test_aligned_groups_by_hand():
+    out = build_dispatch(jnp.array([[1], [EMPTY_SLOT], [1], [0]]), 3, row_alignment=4)
+    assert out.expert_token_indices.tolist() == [3, 4, 4, 4, 0, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]
+    assert out.expert_token_offsets.tolist() == [0, 4, 8, 8]
+    assert out.token_index_map.tolist() == [[4], [16], [5], [0]]
+
+
+@pytest.mark.parametrize("row_alignment", [1, 8])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_any_routing(routing, row_alignment):
+    assert_is_reference(*ROUTINGS[routing], row_alignment)
+
+
+@pytest.mark.parametrize("num_experts", [5, 1024])
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_sizes_around_a_tile(num_experts, tiles, more):
+    pairs = tiles * tile_pairs(num_experts) + more
+    assert_is_reference(random_experts(pairs, 1, range(num_experts)), num_experts)
+
+
+@hypothesis.given(experts_of_shape((100, 3), 7))
+def test_generated_routings(experts):
+    assert_is_reference(experts, 7, row_alignment=8)
+
+
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(routings(max_tokens=300))
+def test_generated_shapes(case):
+    assert_is_reference(*case)
+
+
+def test_no_tokens():
+    out = build_dispatch(jnp.zeros((0, 2), jnp.int32), 3)
+    assert out.expert_token_indices.shape == (0,)
+    assert out.expert_token_offsets.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_any_integer_dtype(dtype):
+    experts = ROUTINGS["random"].experts
+    out, ref = (build_dispatch(jnp.asarray(experts, t), 6) for t in (dtype, "int32"))
+    assert_same_bits(out, ref)
+
+
+def test_experts_times_tokens_beyond_int32():
+    tokens, num_experts = 2**21 + 8, 1024
+    experts = (np.arange(tokens, dtype=np.int32) * 7919 % num_experts)[:, None]
+    out = build_dispatch(experts, num_experts)
+    order = np.argsort(experts[:, 0], kind="stable").astype(np.int32)
+    assert_same_bits(out.expert_token_indices, order)
+    assert_same_bits(out.token_index_map[order, 0], np.arange(tokens, dtype=np.int32))
+
+
+@pytest.mark.parametrize("row_alignment", [1, 8])
+def test_ids_of_no_expert_count_as_empty_under_tracing(row_alignment):
+    experts = ROUTINGS["random"].experts
+    wrong = np.where(np.arange(37)[:, None] % 4 == 0, [[6, -7]], experts).astype(np.int32)
+    empty = np.where(np.arange(37)[:, None] % 4 == 0, EMPTY_SLOT, experts).astype(np.int32)
+    build = jax.jit(partial(build_dispatch, num_experts=6, row_alignment=row_alignment))
+    out, ref = build(wrong), build(empty)
+    assert_same_bits(out._replace(token_expert_indices=experts), ref._replace(token_expert_indices=experts))
+
+
+def test_two_runs_give_the_same_bits():
+    assert_same_bits(*(build_dispatch(*ROUTINGS["many_tiles"]) for _ in range(2)))
+
+
+def lowered(tokens, slots, num_experts):
+    experts = jax.ShapeDtypeStruct((tokens, slots), jnp.int32)
+    return jax.jit(partial(build_dispatch, num_experts=num_experts)).lower(experts)
+
+
+def test_no_sort():
+    program = lowered(1000, 4, 16)
+    assert "stablehlo.sort" not in program.as_text()
+    assert " sort(" not in program.compile().as_text()
+
+
+def test_memory_is_linear_in_pairs_and_tiles():
+    tokens, slots, num_experts = 2**15, 2, 512
+    pairs, counts = tokens * slots, tokens * slots // tile_pairs(num_experts) * num_experts
+    temporary = lowered(tokens, slots, num_experts).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 4 * (4 * pairs + 4 * counts) < tokens * num_experts
+
+
+@pytest.mark.parametrize(
+    ("experts", "num_experts", "options", "message"),
+    [
+        ([[0, 1], [2, 3]], 3, {}, r"experts\[1, 1\] = 3 must be an expert id from 0 to 2, or -1"),
+        ([[0, -2]], 3, {}, r"experts\[0, 1\] = -2 must be an expert id"),
+        ([[0, 1, 2]], 2, {}, "experts has K=3 slots a token, must be from 1 to E=2"),
+        ([[], []], 2, {}, "experts must be an integer array"),
+        ([0, 1], 2, {}, r"experts must be an integer array \(T, K\), got int32 of shape \(2,\)"),
+        ([[0.0, 1.0]], 2, {}, "experts must be an integer array .* got float32"),
+        ([[0]], 0, {}, "num_experts=0 must be at least 1"),
+        ([[0]], 1, {"row_alignment": 0}, "row_alignment=0 must be at least 1"),
+    ],
+)
+def test_misuse_is_named(experts, num_experts, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_dispatch(jnp.array(experts), num_experts, **options)
+
+
+@pytest.mark.parametrize("row_alignment", [1, 8])
+def test_more_pairs_than_int32_can_number(row_alignment):
+    build = partial(build_dispatch, num_experts=1024, row_alignment=row_alignment)
+    with pytest.raises(ValueError, match=r"experts of shape \(1073741824, 2\) has more pairs than"):
+        jax.eval_shape(build, jax.ShapeDtypeStruct((2**30, 2), jnp.int32))

@@ -1,0 +1,139 @@
+"""`expert_ffn` and all its gradients against the dense oracle."""
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from blaze_jax import ACTIVATION_NAMES, expert_ffn
+from blaze_jax.oracle import dense_expert_ffn
+from tests.expert_problems import apply, make_problem, results
+from tests.numerics import TOLERANCE, assert_close, assert_same_bits
+from tests.routings import ROUTINGS, experts_of_shape, random_experts, routings
+
+DTYPES = ("float32", "bfloat16", "float16")
+SAVES = ("pre_activations", "inputs")
+
+
+def assert_matches_oracle(problem, tolerance, **options):
+    truth = results(dense_expert_ffn, problem.cast(jnp.float32), **options)
+    assert_close(results(expert_ffn, problem, **options), truth, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("routing", "dtype"),
+    [
+        *((r, d) for r in ROUTINGS for d in ("float32", "bfloat16")),
+        ("empty_slots", "float16"),
+        ("many_tiles", "float16"),
+    ],
+)
+def test_matches_oracle_for_any_routing(routing, dtype):
+    assert_matches_oracle(make_problem(*ROUTINGS[routing], dtype=dtype), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
+def test_matches_oracle_for_any_activation(activation):
+    problem = make_problem(*ROUTINGS["empty_slots"], activation=activation)
+    assert_matches_oracle(problem, TOLERANCE["float32"], activation=activation)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_matches_oracle_without_biases(activation):
+    problem = make_problem(*ROUTINGS["empty_slots"], activation=activation, biases=False)
+    assert_matches_oracle(problem, TOLERANCE["float32"], activation=activation)
+
+
+@pytest.mark.parametrize(("d", "n"), [(1, 1), (3, 1), (1, 3), (65, 7), (513, 2)])
+def test_matches_oracle_for_any_width(d, n):
+    # Blocks of the combine overlap where they do not divide d.
+    assert_matches_oracle(make_problem(*ROUTINGS["empty_slots"], d=d, n=n), TOLERANCE["float32"])
+
+
+@hypothesis.given(experts_of_shape((19, 3), 5))
+def test_matches_oracle_for_generated_routings(experts):
+    assert_matches_oracle(make_problem(experts, 5), TOLERANCE["float32"])
+
+
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(routings(), st.integers(1, 24), st.integers(1, 24), st.sampled_from(DTYPES))
+def test_matches_oracle_for_generated_shapes(case, d, n, dtype):
+    assert_matches_oracle(make_problem(*case, d=d, n=n, dtype=dtype), TOLERANCE[dtype])
+
+
+def test_matches_oracle_in_float64():
+    with jax.enable_x64(True):
+        problem = make_problem(*ROUTINGS["random"], dtype="float64")
+        out = results(expert_ffn, problem)
+        assert_close(out, results(dense_expert_ffn, problem), TOLERANCE["float64"])
+        chex.assert_type(list(out.values()), jnp.float64)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_float32_parameters_serve_narrow_tokens(dtype):
+    problem = make_problem(*ROUTINGS["random"], dtype=dtype, param_dtype="float32")
+    out = results(expert_ffn, problem)
+    assert_matches_oracle(problem, TOLERANCE[dtype])
+    narrow = {name for name, value in out.items() if value.dtype == dtype}
+    assert narrow == {"y", "x"}
+    chex.assert_type([value for name, value in out.items() if name not in narrow], jnp.float32)
+
+
+@pytest.mark.parametrize("routing", ["empty_slots", "many_tiles"])
+@pytest.mark.parametrize(("activation", "dtype"), [*(("swiglu", dtype) for dtype in DTYPES), ("relu2", "float32")])
+def test_both_saves_give_the_same_bits(routing, activation, dtype):
+    problem = make_problem(*ROUTINGS[routing], dtype=dtype, activation=activation)
+    kept, recomputed = (results(expert_ffn, problem, activation=activation, save=save) for save in SAVES)
+    assert_same_bits(recomputed, kept)
+
+
+@pytest.mark.parametrize("routing", ["random", "many_tiles"])
+def test_two_runs_give_the_same_bits(routing):
+    problem = make_problem(*ROUTINGS[routing], dtype="bfloat16")
+    assert_same_bits(results(expert_ffn, problem), results(expert_ffn, problem))
+
+
+def test_slot_order_does_not_matter_beyond_rounding():
+    problem = make_problem(*ROUTINGS["random"])
+    reversed_slots = problem._replace(weights=problem.weights[:, ::-1], experts=problem.experts[:, ::-1])
+    out, ref = results(expert_ffn, reversed_slots), results(expert_ffn, problem)
+    assert_close(out | {"weights": out["weights"][:, ::-1]}, ref)
+
+
+def test_no_tokens():
+    problem = make_problem(np.zeros((0, 2), np.int32), 4)
+    out = results(expert_ffn, problem)
+    chex.assert_shape(out["y"], (0, 20))
+    chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
+
+
+def test_expert_id_out_of_range_turns_its_token_to_nan_under_jit():
+    problem = make_problem(*ROUTINGS["random"])
+    wrong = problem.experts.at[4, 0].set(6).at[9, 1].set(-2)
+    out = results(expert_ffn, problem._replace(experts=wrong))["y"]
+    assert np.flatnonzero(np.isnan(out).all(1)).tolist() == [4, 9]
+    assert np.flatnonzero(np.isnan(out).any(1)).tolist() == [4, 9]
+
+
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
+def test_gradients_are_those_of_finite_differences(activation):
+    with jax.enable_x64(True):
+        experts = random_experts(5, 2, range(3))
+        x, params, weights, experts, _ = make_problem(experts, 3, d=4, n=3, activation=activation, dtype="float64")
+        params = {name: value for name, value in params.items() if value is not None}
+
+        @jax.jit
+        def ffn(x, params, weights):
+            return apply(expert_ffn, x, params, weights, experts, activation=activation)
+
+        jax.test_util.check_grads(ffn, (x, params, weights), order=1, modes=("rev",))
+
+
+def test_gradients_by_chex():
+    experts = random_experts(4, 2, range(3))
+    x, params, weights, experts, _ = make_problem(experts, 3, d=3, n=2)
+    ffn = jax.jit(lambda x, weights: apply(expert_ffn, x, params, weights, experts))
+    chex.assert_numerical_grads(ffn, (x, weights), order=1, modes=("rev",))

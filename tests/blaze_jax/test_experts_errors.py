@@ -1,0 +1,85 @@
+"""Misuse of `expert_ffn` raises an error that names the argument, what it was and what it must be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import expert_ffn
+from tests.expert_problems import make_problem
+from tests.routings import random_experts
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+def ids(*rows):
+    return jnp.array(rows * 3)
+
+
+MISUSES = {
+    "x of rank 3": ({"x": zeros(2, 3, 4)}, r"x has shape \(2, 3, 4\), must be \(T, d\)"),
+    "x of integers": ({"x": zeros(6, 4, dtype=jnp.int32)}, "x has dtype int32, must be float32"),
+    "x too wide": ({"x": zeros(6, 5)}, r"w_gate has shape \(3, 4, 2\), must be \(3, 5, 2\)"),
+    "w_gate": ({"w_gate": zeros(3, 4, 7)}, r"w_gate has shape \(3, 4, 7\), must be \(3, 4, 2\)"),
+    "w_up of another E": ({"w_up": zeros(2, 4, 2)}, r"w_up has shape \(2, 4, 2\), must be \(3, 4, 2\)"),
+    "w_up of integers": ({"w_up": zeros(3, 4, 2, dtype=jnp.int8)}, "w_up has dtype int8"),
+    "w_down of rank 2": ({"w_down": zeros(2, 4)}, r"w_down has shape \(2, 4\), must be \(E, n, d\)"),
+    "w_down for another d": ({"w_down": zeros(3, 2, 5)}, r"w_down has shape \(3, 2, 5\), must be \(3, 2, 4\)"),
+    "no experts": ({"w_down": zeros(0, 2, 4)}, r"w_down has shape \(0, 2, 4\), must be .* with E at least 1"),
+    "b_gate": ({"b_gate": zeros(3, 4)}, r"b_gate has shape \(3, 4\), must be \(3, 2\)"),
+    "b_up": ({"b_up": zeros(2, 2)}, r"b_up has shape \(2, 2\), must be \(3, 2\)"),
+    "b_down": ({"b_down": zeros(3, 2)}, r"b_down has shape \(3, 2\), must be \(3, 4\)"),
+    "weights of another K": ({"weights": zeros(6, 1)}, r"weights has shape \(6, 1\), must be \(6, 2\)"),
+    "weights of integers": ({"weights": zeros(6, 2, dtype=jnp.int32)}, "weights has dtype int32"),
+    "experts of another T": ({"experts": zeros(5, 2, dtype=jnp.int32)}, r"experts has shape \(5, 2\), .*T=6"),
+    "experts of floats": ({"experts": zeros(6, 2)}, "experts must be an integer array .*, got float32"),
+    "experts of rank 1": ({"experts": zeros(6, dtype=jnp.int32)}, r"experts .* of shape \(6,\)"),
+    "K above E": (
+        {"experts": zeros(6, 4, dtype=jnp.int32), "weights": zeros(6, 4)},
+        "experts has K=4 slots a token, must be from 1 to E=3",
+    ),
+    "id of no expert": ({"experts": ids([0, 1], [0, 3])}, r"experts\[1, 1\] = 3 must be .* from 0 to 2, or -1"),
+    "id below empty": ({"experts": ids([-2, 1], [0, 1])}, r"experts\[0, 0\] = -2 must be .* from 0 to 2, or -1"),
+    "gate missing": ({"w_gate": None, "b_gate": None}, "'swiglu' takes both w_gate and w_up, got w_up"),
+    "up missing": ({"w_up": None, "b_up": None}, "'swiglu' takes both w_gate and w_up, got w_gate"),
+    "gate for ungated": ({"activation": "gelu"}, r"'gelu' takes w_up alone \(w_gate=None\), got w_gate and w_up"),
+    "up missing for ungated": (
+        {"activation": "gelu", "w_gate": None, "w_up": None},
+        r"'gelu' takes w_up alone \(w_gate=None\), got neither",
+    ),
+    "bias of a missing gate": ({"activation": "gelu", "w_gate": None}, "biases must be .* got b_gate and b_up"),
+    "one bias of two": ({"b_gate": None}, "biases must be given for every up projection of 'swiglu' .* got b_up"),
+    "activation": ({"activation": "tanh"}, "activation='tanh' must be an Activation or one of swiglu"),
+    "save": ({"save": "everything"}, "save='everything' must be one of pre_activations, inputs"),
+    "implementation": ({"implementation": "triton"}, "implementation='triton' must be None or one of mosaic_gpu, xla"),
+}
+
+
+def call(**changes):
+    problem = make_problem(random_experts(6, 2, range(3)), 3, d=4, n=2)
+    arguments = {"x": problem.x, **problem.params, "weights": problem.weights, "experts": problem.experts}
+    return expert_ffn(**arguments | changes)
+
+
+def test_the_unchanged_call_is_no_misuse():
+    assert np.isfinite(call()).all()
+
+
+@pytest.mark.parametrize(("changes", "message"), MISUSES.values(), ids=MISUSES)
+def test_misuse_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+@pytest.mark.parametrize("name", ["x of integers", "w_gate", "experts of another T", "K above E"])
+def test_misuse_is_named_under_jit(name):
+    changes, message = MISUSES[name]
+    with pytest.raises(ValueError, match=message):
+        jax.jit(call)(**changes)
+
+
+def test_implementation_that_cannot_run_this():
+    with pytest.raises(NotImplementedError, match="implementation='mosaic_gpu' cannot run this: x has dtype float32"):
+        call(implementation="mosaic_gpu")

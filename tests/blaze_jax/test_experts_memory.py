@@ -1,0 +1,123 @@
+"""What the backward pass keeps, what is alive for a moment, and how much is computed."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import PRE_ACTIVATION_NAMES, RESIDUAL_NAMES, Activation, expert_ffn
+from pallas_kernels.xla.dispatch import tile_pairs
+from tests.expert_problems import apply, make_problem, results
+from tests.routings import ROUTINGS, random_experts
+
+T, K, E, D, N = 37, 2, 6, 20, 12
+
+
+def residuals(problem, **options):
+    """What the backward pass keeps, and of that what is not one of the arguments themselves."""
+    arguments = (problem.x, problem.params, problem.weights)
+    _, vjp = jax.vjp(lambda *args: apply(expert_ffn, *args, problem.experts, **options), *arguments)
+    kept = jax.tree.leaves(vjp)
+    forwarded = {id(a) for a in jax.tree.leaves(arguments)}
+    return kept, [array for array in kept if id(array) not in forwarded]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("activation", "projections"), [("swiglu", 2), ("gelu", 1)])
+@pytest.mark.parametrize("save", ["pre_activations", "inputs"])
+def test_kept_bytes_follow_the_formula(save, activation, projections, dtype):
+    problem = make_problem(*ROUTINGS["random"], activation=activation, dtype=dtype, param_dtype="float32")
+    kept, own = residuals(problem, activation=activation, save=save)
+
+    itemsize = jnp.dtype(dtype).itemsize
+    pre_activations = projections * T * K * N * itemsize if save == "pre_activations" else 0
+    indices = 4 * (T * K + (E + 1) + T * K)
+    assert sum(a.nbytes for a in own) == pre_activations + indices
+    arguments = jax.tree.leaves((problem.x, problem.params, problem.weights))
+    assert sum(a.nbytes for a in kept) == sum(a.nbytes for a in arguments) + pre_activations + indices
+
+
+def saved_lines(capsys, function, *args) -> list[str]:
+    jax.ad_checkpoint.print_saved_residuals(function, *args)
+    return capsys.readouterr().out.splitlines()
+
+
+def names_of(lines: list[str]) -> set[str]:
+    """Names of the saved values that are not arguments."""
+    return {line.split("named '")[1].split("'")[0] for line in lines if "from the argument" not in line}
+
+
+@pytest.mark.parametrize(
+    ("save", "allowed", "kept"),
+    [
+        ("pre_activations", RESIDUAL_NAMES, set(RESIDUAL_NAMES)),
+        ("pre_activations", PRE_ACTIVATION_NAMES, set(PRE_ACTIVATION_NAMES)),
+        ("inputs", RESIDUAL_NAMES, {"moe_indices"}),
+    ],
+)
+def test_policy_keeps_exactly_the_named(capsys, save, allowed, kept):
+    x, params, weights, experts, _ = make_problem(*ROUTINGS["random"])
+    policy = jax.checkpoint_policies.save_only_these_names(*allowed)
+    ffn = jax.checkpoint(lambda *args: apply(expert_ffn, *args, save=save), policy=policy)
+    assert names_of(saved_lines(capsys, ffn, x, params, weights, experts)) == kept
+
+
+def test_checkpoint_without_policy_keeps_only_arguments(capsys):
+    x, params, weights, experts, _ = make_problem(*ROUTINGS["random"])
+    ffn = jax.checkpoint(lambda *args: apply(expert_ffn, *args))
+    lines = saved_lines(capsys, ffn, x, params, weights, experts)
+    assert len(lines) == 9
+    assert names_of(lines) == set()
+
+
+@cache
+def temporary_bytes(num_experts, save, dtype, *, tokens=1024, slots=4, d=2048, n=32) -> int:
+    """Temporaries of forward and backward together, as the compiler plans them."""
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def forward_and_backward(x, params, weights, experts, dy):
+        y, vjp = jax.vjp(lambda *args: apply(expert_ffn, *args, experts, save=save), x, params, weights)
+        return y, vjp(dy)
+
+    params = {
+        "w_gate": array(num_experts, d, n),
+        "w_up": array(num_experts, d, n),
+        "w_down": array(num_experts, n, d),
+    }
+    experts = jax.ShapeDtypeStruct((tokens, slots), jnp.int32)
+    arguments = (array(tokens, d), params, array(tokens, slots), experts, array(tokens, d))
+    return jax.jit(forward_and_backward).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("save", ["pre_activations", "inputs"])
+def test_no_buffer_of_routed_tokens(save, dtype):
+    routed_tokens = 1024 * 4 * 2048 * jnp.dtype(dtype).itemsize
+    assert temporary_bytes(8, save, dtype) < routed_tokens
+
+
+def test_temporaries_do_not_grow_with_the_number_of_experts():
+    few, many = (temporary_bytes(num_experts, "pre_activations", "float32") for num_experts in (8, 256))
+    counts = 4 * (1024 * 4 // tile_pairs(256)) * 256  # the dispatch's, by tile and expert
+    assert many < few + 8 * counts
+
+
+@pytest.mark.parametrize("num_experts", [4, 64, 1024])
+def test_work_does_not_grow_with_the_number_of_experts(num_experts):
+    """Counts the rows that pass through the activation, forward and backward, tile tails included."""
+    rows = []
+
+    def silu(x):
+        jax.debug.callback(lambda: rows.append(x.shape[0]))
+        return jax.nn.silu(x)
+
+    experts = random_experts(128, 2, range(num_experts))
+    problem = make_problem(experts, num_experts, d=2, n=2, activation="silu", biases=False)
+    results(expert_ffn, problem, activation=Activation("counted_silu", silu, gated=False))
+    jax.effects_barrier()
+    used = np.unique(experts).size
+    assert 2 * experts.size <= sum(rows) <= 2 * (2 * experts.size + 8 * used)

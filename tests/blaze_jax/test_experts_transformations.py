@@ -1,0 +1,155 @@
+"""`expert_ffn` under the transformations of jax."""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from absl.testing import parameterized
+
+from blaze_jax import RESIDUAL_NAMES, expert_ffn
+from blaze_jax.oracle import dense_expert_ffn
+from tests.expert_problems import Problem, apply, make_problem, results
+from tests.numerics import assert_close, assert_same_bits
+from tests.routings import ROUTINGS, random_experts
+
+SAVES = ("pre_activations", "inputs")
+
+
+def batch_of_problems(size: int = 3) -> Problem:
+    """Problems of one shape, stacked along a new leading axis."""
+    problems = [make_problem(random_experts(9, 2, range(4), seed), 4, seed=seed) for seed in range(size)]
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *problems)
+
+
+def results_one_by_one(problems: Problem):
+    outs = [results(expert_ffn, jax.tree.map(lambda a, i=i: a[i], problems)) for i in range(len(problems.x))]
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *outs)
+
+
+def squared_error(x, params, weights, experts, target, **options):
+    return jnp.square(apply(expert_ffn, x, params, weights, experts, **options) - target).mean()
+
+
+class VariantsTest(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    @parameterized.parameters("random", "single_token", "all_slots_empty")
+    def test_forward(self, routing):
+        x, params, weights, experts, _ = make_problem(*ROUTINGS[routing])
+        out = self.variant(partial(apply, expert_ffn))(x, params, weights, experts)
+        assert_close(out, apply(dense_expert_ffn, x, params, weights, experts))
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_gradient(self):
+        problem = make_problem(*ROUTINGS["empty_slots"])
+        out = self.variant(jax.grad(squared_error, argnums=(0, 1, 2)))(*problem)
+
+        def dense(x, params, weights):
+            return jnp.square(apply(dense_expert_ffn, x, params, weights, problem.experts) - problem.dy).mean()
+
+        assert_close(out, jax.jit(jax.grad(dense, argnums=(0, 1, 2)))(*problem[:3]))
+
+
+def test_vmap_over_tokens_and_weights():
+    problems = batch_of_problems()
+    out = jax.jit(jax.vmap(partial(results, expert_ffn)))(problems)
+    assert_close(out, results_one_by_one(problems))
+
+
+def test_vmap_over_tokens_with_shared_weights():
+    problems = batch_of_problems()
+    shared = jax.tree.map(lambda a: a[0], problems.params)
+
+    def loss(params):
+        batched = jax.vmap(squared_error, in_axes=(0, None, 0, 0, 0))
+        return batched(problems.x, params, problems.weights, problems.experts, problems.dy).mean()
+
+    def loss_of_flattened(params):
+        flat = [a.reshape(-1, a.shape[-1]) for a in (problems.x, problems.weights, problems.experts, problems.dy)]
+        return squared_error(flat[0], params, *flat[1:])
+
+    out, ref = (jax.jit(jax.value_and_grad(f))(shared) for f in (loss, loss_of_flattened))
+    assert_close(out, ref)
+
+
+def test_vmap_of_grad_is_grad_of_vmap():
+    problems = batch_of_problems()
+    gradients = jax.vmap(jax.grad(squared_error, argnums=(0, 1, 2)))
+
+    def total(*args):
+        return jax.vmap(squared_error)(*args).sum()
+
+    assert_close(jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*problems), jax.jit(gradients)(*problems))
+
+
+def layers_loss(params, problems, *, scan, remat=lambda f: f):
+    """Residual layers applied in turn; only the first problem's tokens are used."""
+
+    @remat
+    def layer(x, own):
+        params, weights, experts = own
+        return x + apply(expert_ffn, x, params, weights, experts), None
+
+    x, own = problems.x[0], (params, problems.weights, problems.experts)
+    if scan:
+        x, _ = jax.lax.scan(layer, x, own)
+    else:
+        for i in range(len(problems.x)):
+            x, _ = layer(x, jax.tree.map(lambda a, i=i: a[i], own))
+    return jnp.square(x).mean()
+
+
+@pytest.mark.parametrize(
+    "remat",
+    [
+        lambda f: f,
+        jax.checkpoint,
+        partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)),
+    ],
+    ids=["keep_all", "keep_nothing", "keep_named"],
+)
+def test_scan_over_layers(remat):
+    problems = batch_of_problems()
+    loss = jax.jit(jax.value_and_grad(layers_loss), static_argnames=("scan", "remat"))
+    scanned = loss(problems.params, problems, scan=True, remat=remat)
+    assert_close(scanned, loss(problems.params, problems, scan=False))
+
+
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize(
+    "policy", [None, jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)], ids=["no_policy", "names"]
+)
+def test_checkpoint_gives_the_same_bits(policy, save):
+    problem = make_problem(*ROUTINGS["random"])
+    loss = partial(squared_error, save=save)
+    plain, recomputed = (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(*problem) for f in (loss, jax.checkpoint(loss, policy=policy))
+    )
+    assert_same_bits(recomputed, plain)
+
+
+def test_traced_once_for_one_shape():
+    chex.clear_trace_counter()
+    gradient = jax.jit(jax.grad(chex.assert_max_traces(squared_error, n=1), argnums=(0, 1, 2)))
+    first, second = (gradient(*make_problem(*ROUTINGS[name])) for name in ("random", "all_slots_empty"))
+    assert not np.array_equal(first[0], second[0])
+
+
+def test_training_step_lowers_the_loss():
+    x, params, weights, experts, target = make_problem(*ROUTINGS["random"])
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def step(params, state):
+        loss, gradients = jax.value_and_grad(squared_error, argnums=1)(x, params, weights, experts, target)
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, losses = optimizer.init(params), []
+    for _ in range(40):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.2 * losses[0]

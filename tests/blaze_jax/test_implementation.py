@@ -1,0 +1,56 @@
+"""Which kernels a call gets."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from blaze_jax.implementation import check_implementation, choose_implementation, kernels_of
+from pallas_kernels import mosaic_gpu, xla
+
+
+def operands(*, dtype=jnp.bfloat16, d=256, n=256, biases=0):
+    """Tokens, weights and biases, by shape and dtype alone."""
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    weights = (array(4, d, n), array(4, d, n), array(4, n, d))
+    return array(16, d), weights, (array(4, n),) * biases
+
+
+def test_every_name_has_its_kernels():
+    assert kernels_of("xla") is xla
+    assert kernels_of("mosaic_gpu") is mosaic_gpu
+
+
+def test_both_modules_offer_the_same_operations():
+    assert set(xla.__all__) <= set(mosaic_gpu.__all__)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_a_demand_is_met(implementation):
+    assert choose_implementation(implementation, *operands()) == implementation
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="asks what a machine without a GPU gets")
+def test_portable_kernels_serve_everywhere():
+    assert choose_implementation(None, *operands()) == "xla"
+    assert choose_implementation(None, *operands(dtype=jnp.float32, d=3, biases=2)) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": jnp.float32}, "x has dtype float32, the tensor cores take"),
+        ({"d": 100}, "d=100 must be a multiple of 64"),
+        ({"n": 100}, "n=100 must be a multiple of 64"),
+    ],
+)
+def test_kernels_that_cannot_run_it_say_why(changes, reason):
+    with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' cannot run this: {reason}"):
+        choose_implementation("mosaic_gpu", *operands(**changes))
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of mosaic_gpu, xla"):
+        check_implementation("cuda")

@@ -1,0 +1,178 @@
+"""The layer as a function: its parts put together."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import EMPTY_SLOT, MoEConfig, Router, expert_ffn, moe, route
+from blaze_jax.layer import auxiliary_losses, initial_value, statistics
+from blaze_jax.oracle import dense_expert_ffn
+from tests.expert_problems import apply
+from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
+from tests.numerics import TOLERANCE, assert_close, assert_same_bits
+
+SHARED = ("shared_w_gate", "shared_w_up", "shared_w_down")
+
+
+def expected(x, params, config, *, selection_bias=None, train=False):
+    """Output by dense parts; the shared experts are an expert that every token has at weight one."""
+    router = config.router.for_phase(train)
+    logits = jnp.dot(x, params["w_router"], precision="highest")
+    routing = route(logits, config.experts_per_token, router=router, selection_bias=selection_bias)
+    own = {name: value for name, value in params.items() if name != "w_router" and name not in SHARED}
+    y = apply(dense_expert_ffn, x, own, routing.weights, routing.experts, activation=config.activation)
+    if config.shared_width:
+        shared = {name.removeprefix("shared_"): params[name][None] for name in SHARED if name in params}
+        everyone = jnp.ones((len(x), 1)), jnp.zeros((len(x), 1), jnp.int32)
+        y += apply(dense_expert_ffn, x, shared, *everyone, activation=config.activation)
+    return y, routing
+
+
+@pytest.mark.parametrize(
+    ("name", "use_bias", "train"), [*((name, True, True) for name in CONFIGS), ("everything", False, False)]
+)
+def test_output_and_gradients(name, use_bias, train):
+    config, x = CONFIGS[name], random_tokens(30)
+    params = random_parameters(config, use_bias=use_bias)
+    bias = jnp.linspace(-0.1, 0.1, config.num_experts) if config.bias_update_rate else None
+
+    def loss(function):
+        def of(x, params):
+            y, routing = function(x, params, config, selection_bias=bias, train=train)
+            return jnp.square(y).mean() + sum(auxiliary_losses(routing, config).values()), (y, routing)
+
+        return jax.jit(jax.value_and_grad(of, argnums=(0, 1), has_aux=True))
+
+    ((value, (y, routing)), gradients), ((ref_value, (ref_y, ref_routing)), ref_gradients) = (
+        loss(function)(x, params) for function in (moe, expected)
+    )
+    assert_close((y, value, gradients), (ref_y, ref_value, ref_gradients))
+    assert_same_bits(routing.experts, ref_routing.experts)
+
+
+@pytest.mark.parametrize("leading", [(), (2, 3), (0,), (2, 0, 3)])
+def test_any_leading_shape(leading):
+    config = CONFIGS["everything"]
+    params, x = random_parameters(config), random_tokens(*leading)
+    y, routing = layer(x, params, config)
+    chex.assert_shape(y, x.shape)
+    chex.assert_shape(routing.experts, (x.size // WIDTH, config.experts_per_token))
+    assert_same_bits(y.reshape(-1, WIDTH), layer(x.reshape(-1, WIDTH), params, config)[0])
+    chex.assert_tree_all_finite((y, routing))
+
+
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_router_is_wide_and_experts_are_narrow(param_dtype):
+    config, x = CONFIGS["everything"], random_tokens(30, dtype="bfloat16")
+    params = random_parameters(config, dtype=param_dtype)
+    y, routing = layer(x, params, config)
+    assert y.dtype == jnp.bfloat16
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (x, params))
+    ref_y, ref_routing = layer(*wide, config)
+    assert_same_bits(routing, ref_routing)
+    assert_close(y, ref_y, TOLERANCE["bfloat16"])
+
+
+def test_dropped_token_has_no_output():
+    config, x = CONFIGS["limited"], random_tokens(30)
+    y, routing = layer(x, random_parameters(config, use_bias=True), config)
+    dropped = np.asarray(routing.experts == EMPTY_SLOT).all(1)
+    assert dropped.any()
+    assert_same_bits(y[dropped], np.zeros((dropped.sum(), WIDTH), np.float32))
+    assert np.asarray(y[~dropped]).any(1).all()
+
+
+def test_rounding_serves_training_only():
+    config, x = CONFIGS["rounded"], random_tokens(30)
+    plain = MoEConfig(num_experts=6, experts_per_token=2, expert_width=8)
+    params = random_parameters(config)
+    assert_same_bits(layer(x, params, config), layer(x, params, plain, train=True))
+    _, routing = layer(x, params, config, train=True)
+    assert (routing.tokens_per_expert % 4 == 0).all()
+    assert (routing.demand % 4 != 0).any()
+
+
+def test_nan_token_stays_in_its_row():
+    config, x = CONFIGS["everything"], random_tokens(30)
+    params = random_parameters(config)
+    out, ref = (layer(tokens, params, config)[0] for tokens in (x.at[4].set(jnp.nan), x))
+    others = np.arange(30) != 4
+    assert_same_bits(out[others], ref[others])
+    assert np.isnan(out[4]).all()
+
+
+def test_losses_carry_their_weights():
+    config = MoEConfig(
+        num_experts=6, experts_per_token=2, expert_width=8, load_balancing_weight=0.5, z_loss_weight=0.25
+    )
+    _, routing = layer(random_tokens(30), random_parameters(config), config)
+    losses = auxiliary_losses(routing, config)
+    assert losses == {"load_balancing_loss": 0.5 * routing.load_balancing_loss, "z_loss": 0.25 * routing.z_loss}
+    assert set(statistics(routing)) == {"tokens_per_expert", "dropped_share", "entropy"}
+
+
+def test_loss_without_weight_is_left_out():
+    config = MoEConfig(num_experts=6, experts_per_token=2, expert_width=8, load_balancing_weight=0)
+    _, routing = layer(random_tokens(30), random_parameters(config), config)
+    assert auxiliary_losses(routing, config) == {}
+
+
+def test_initial_kernels_have_the_fan_in_of_one_expert():
+    parameter = MoEConfig(num_experts=16, experts_per_token=1, expert_width=64).parameters(256)["w_up"]
+    value = initial_value(jax.nn.initializers.lecun_normal(), jax.random.key(0), parameter, jnp.float32)
+    chex.assert_shape(value, (16, 256, 64))
+    per_expert = np.asarray(value).std(axis=(1, 2)) * np.sqrt(256)
+    assert (np.abs(per_expert - 1) < 0.05).all()
+    assert len({expert.tobytes() for expert in np.asarray(value)}) == 16
+
+
+def without(params, name):
+    return {key: value for key, value in params.items() if key != name}
+
+
+PARAMS = random_parameters(CONFIGS["plain"])
+
+
+@pytest.mark.parametrize(
+    ("x", "params", "message"),
+    [
+        (random_tokens(3), without(PARAMS, "w_up"), "params lacks w_up, which MoEConfig"),
+        (random_tokens(3), PARAMS | {"b_down": jnp.zeros((6, WIDTH))}, "params lacks b_gate, b_up, which"),
+        (random_tokens(3), PARAMS | {"shared_w_up": jnp.zeros((WIDTH, 5))}, "params has shared_w_up, which .* no use"),
+        (random_tokens(3), PARAMS | {"b_up": jnp.zeros((6, 8))}, "params has b_up, which .* no use for"),
+        (
+            random_tokens(3),
+            PARAMS | {"w_up": jnp.zeros((6, WIDTH, 9))},
+            r"params\['w_up'\] has shape \(6, 10, 9\), must be \(6, 10, 8\)",
+        ),
+        (
+            jnp.zeros((3, WIDTH + 1)),
+            PARAMS,
+            r"params\['w_router'\] has shape \(10, 6\), must be \(11, 6\)",
+        ),
+        (jnp.zeros((3, WIDTH), jnp.int32), PARAMS, r"x must be a floating array \(..., d\), got int32"),
+        (jnp.zeros(()), PARAMS, r"x must be a floating array .* of shape \(\)"),
+    ],
+)
+def test_misuse_is_named(x, params, message):
+    with pytest.raises(ValueError, match=message):
+        moe(x, params, CONFIGS["plain"])
+
+
+def test_retraces_only_for_new_shapes():
+    chex.clear_trace_counter()
+    traced_once = jax.jit(chex.assert_max_traces(moe, n=1), static_argnums=2)
+    equal_config = MoEConfig(num_experts=6, experts_per_token=2, expert_width=8, router=Router())
+    assert equal_config is not CONFIGS["plain"]
+    x = random_tokens(30)
+    out, ref = (traced_once(x + 1, PARAMS, config)[0] for config in (equal_config, CONFIGS["plain"]))
+    assert_same_bits(out, ref)
+
+
+def test_layer_is_the_router_and_the_experts():
+    config, x = CONFIGS["plain"], random_tokens(30)
+    y, routing = layer(x, PARAMS, config)
+    own = without(PARAMS, "w_router")
+    assert_close(y, apply(expert_ffn, x, own, routing.weights, routing.experts))

@@ -1,0 +1,135 @@
+"""The flax.nnx module around the layer, and its agreement with the linen one."""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from blaze_jax import MoE as LinenMoE
+from blaze_jax.nnx import AuxiliaryLoss, MoE, RouterState
+from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
+from tests.numerics import assert_same_bits
+
+
+def module_with(params, config, **options) -> MoE:
+    """A module that holds these parameters."""
+    zeros = nnx.initializers.zeros_init()
+    options |= {"use_bias": "b_down" in params, "kernel_init": zeros, "router_init": zeros}
+    module = MoE(WIDTH, config, rngs=nnx.Rngs(0), **options)
+    for name, value in params.items():
+        getattr(module, name)[...] = value
+    return module
+
+
+def loss_of(module, x, train=True):
+    y, losses = nnx.capture(module, AuxiliaryLoss)(x, train=train)
+    return jnp.square(y).mean() + sum(jax.tree.leaves(losses)), y
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_the_configuration(name, use_bias):
+    config = CONFIGS[name]
+    module = MoE(WIDTH, config, use_bias=use_bias, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    expected = config.parameters(WIDTH, use_bias=use_bias)
+    params = {path[0]: variable for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    assert {name: p[...].shape for name, p in params.items()} == {name: p.shape for name, p in expected.items()}
+    assert {name: p.out_sharding for name, p in params.items()} == {name: p.axes for name, p in expected.items()}
+    chex.assert_type([p[...] for p in params.values()], jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in CONFIGS), ("everything", "bfloat16")])
+def test_same_bits_as_linen(name, dtype):
+    config, x = CONFIGS[name], random_tokens(2, 15)
+    params = random_parameters(config, use_bias=True)
+    linen = LinenMoE(config, use_bias=True, dtype=dtype)
+
+    @jax.jit
+    @jax.value_and_grad
+    def linen_loss(params):
+        y, sown = linen.apply({"params": params}, x, train=True, mutable=["losses", "router_state"])
+        return jnp.square(y).mean() + sum(jax.tree.leaves(sown["losses"]))
+
+    @nnx.jit
+    def nnx_loss(module):
+        return nnx.value_and_grad(lambda module: loss_of(module, x), has_aux=True)(module)
+
+    (value, y), gradients = nnx_loss(module_with(params, config, dtype=dtype))
+    assert y.dtype == dtype
+    assert_same_bits((value, nnx.to_pure_dict(gradients)), linen_loss(params))
+
+
+def test_same_initial_distribution_as_linen():
+    config = CONFIGS["everything"]
+    module = MoE(WIDTH, config, use_bias=True, rngs=nnx.Rngs(0))
+    init = jax.jit(LinenMoE(config, use_bias=True).init)
+    linen = nn.unbox(init(jax.random.key(0), random_tokens(1))["params"])
+    for name, value in linen.items():
+        own = np.asarray(getattr(module, name)[...])
+        if name.startswith("b_"):
+            assert_same_bits(own, np.asarray(value))
+        else:
+            assert 0.7 < own.std() / np.asarray(value).std() < 1.4, name
+
+
+@pytest.mark.parametrize("leading", [(), (2, 3), (0,)])
+def test_any_leading_shape(leading):
+    config, x = CONFIGS["everything"], random_tokens(*leading)
+    y = nnx.jit(lambda module, x: module(x))(module_with(random_parameters(config), config), x)
+    chex.assert_shape(y, x.shape)
+    chex.assert_tree_all_finite(y)
+
+
+def test_sows_under_capture_only():
+    module, x = module_with(random_parameters(CONFIGS["everything"]), CONFIGS["everything"]), random_tokens(30)
+    before = nnx.state(module)
+    y = module(x)
+    chex.assert_trees_all_equal(nnx.state(module), before)
+
+    captured, losses, statistics = nnx.capture(module, AuxiliaryLoss, nnx.Intermediate)(x)
+    assert_same_bits(captured, y)
+    assert set(losses) == {"load_balancing_loss", "z_loss"}
+    assert set(statistics) == {"tokens_per_expert", "dropped_share", "entropy"}
+    assert int(jax.tree.leaves(statistics["tokens_per_expert"])[0].sum()) == 60
+
+
+def test_same_losses_as_linen():
+    config, x = CONFIGS["everything"], random_tokens(30)
+    params = random_parameters(config)
+    _, sown = LinenMoE(config).apply({"params": params}, x, mutable=["losses", "router_state"])
+    _, losses = nnx.capture(module_with(params, config), AuxiliaryLoss)(x)
+    for name, value in sown["losses"].items():
+        assert_same_bits(jax.tree.leaves(losses[name]), list(value))
+
+
+def test_selection_bias_moves_in_training_as_in_linen():
+    config, x = CONFIGS["everything"], random_tokens(30)
+    params = random_parameters(config)
+    module = module_with(params, config)
+    module(x)
+    assert not module.selection_bias[...].any()
+    assert isinstance(module.selection_bias, RouterState)
+
+    linen_state = {}
+    train = nnx.jit(lambda module, x: module(x, train=True))
+    for _ in range(3):
+        y = train(module, x)
+        variables = {"params": params, **linen_state}
+        linen_y, linen_state = LinenMoE(config).apply(variables, x, train=True, mutable=["router_state"])
+        assert_same_bits(module.selection_bias[...], linen_state["router_state"]["selection_bias"])
+        assert_same_bits(y.shape, linen_y.shape)
+    assert module.selection_bias[...].any()
+
+
+def test_without_update_rate_there_is_no_state():
+    module = MoE(WIDTH, CONFIGS["plain"], rngs=nnx.Rngs(0))
+    assert not nnx.to_flat_state(nnx.state(module, RouterState))
+
+
+def test_layers_of_one_module_class_differ():
+    rngs = nnx.Rngs(0)
+    first, second = (MoE(WIDTH, CONFIGS["plain"], rngs=rngs) for _ in range(2))
+    assert not np.array_equal(first.w_up[...], second.w_up[...])

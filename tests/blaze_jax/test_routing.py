@@ -1,0 +1,189 @@
+"""Choice and weights of experts against numpy references."""
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from blaze_jax import Router, route, update_selection_bias
+from tests import routing_reference as reference
+from tests.numerics import assert_close, assert_same_bits
+
+T, E, K = 50, 12, 4
+SCORINGS = ("softmax", "softmax_selected", "sigmoid")
+GROUPS = [(1, 1), (4, 2), (6, 6), (3, 2)]
+
+
+def random_logits(*shape, seed=0, scale=2.0):
+    return (scale * np.random.default_rng(seed).standard_normal(shape or (T, E))).astype(np.float32)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("num_groups", "groups_per_token"), GROUPS)
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_matches_reference(scoring, num_groups, groups_per_token, biased):
+    logits = random_logits()
+    bias = random_logits(E, seed=1, scale=0.2) if biased else None
+    scores = reference.scores_of(logits, scoring)
+    experts = reference.choose(scores, K, 0 if bias is None else bias, num_groups, groups_per_token)
+    for normalize, scale in ((True, 1.0), (False, 2.5)):
+        router = Router(
+            scoring=scoring,
+            normalize_weights=normalize,
+            weight_scale=scale,
+            num_groups=num_groups,
+            groups_per_token=groups_per_token,
+        )
+        out = route(logits, K, router=router, selection_bias=bias)
+        assert_same_bits(out.experts, experts)
+        assert_close(out.weights, reference.weights_of(logits, experts, scoring, normalize, scale))
+        assert_same_bits(out.tokens_per_expert, reference.counts(experts, E).astype(np.int32))
+        assert_same_bits(out.demand, out.tokens_per_expert)
+        assert out.dropped_share == 0
+
+
+@hypothesis.given(hnp.arrays(np.int8, (20, 8), elements=st.integers(-2, 2)))
+def test_ties_go_to_the_lower_id(levels):
+    logits = levels.astype(np.float32)
+    scores = np.asarray(jax.nn.sigmoid(logits))  # in float32, where sums of groups tie as they do in the library
+    for num_groups, groups_per_token in ((1, 1), (4, 2)):
+        out = route(logits, 3, scoring="sigmoid", num_groups=num_groups, groups_per_token=groups_per_token)
+        assert_same_bits(out.experts, reference.choose(scores, 3, 0, num_groups, groups_per_token))
+
+
+def test_negative_zero_ties_with_zero():
+    out = route(jnp.array([[-0.0, 0.0, -0.0, 0.0]]), 3)
+    assert out.experts.tolist() == [[0, 1, 2]]
+    biased = route(jnp.array([[-0.0, 0.0, -0.0, 0.0]]), 3, selection_bias=jnp.array([-0.5, -0.5, -0.5, -0.5]))
+    assert biased.experts.tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_saturated_scores_rank_as_their_logits(scoring):
+    out = route(jnp.array([[-300.0, 40.0, 200.0, 30.0, -200.0]]), 5, scoring=scoring)
+    assert out.experts.tolist() == [[2, 1, 3, 4, 0]]
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_minus_infinity_is_chosen_last_at_weight_zero(scoring):
+    logits = jnp.array([[-jnp.inf, 1.0, -jnp.inf, 2.0]])
+    out = route(logits, 3, scoring=scoring)
+    assert out.experts.tolist() == [[3, 1, 0]]
+    assert out.weights[0, 2] == 0
+    assert_close(out.weights.sum(), 1.0)
+    chex.assert_tree_all_finite(out)
+    gradient = jax.grad(lambda l: jnp.square(route(l, 3, scoring=scoring).weights).sum())(logits)
+    chex.assert_tree_all_finite(gradient)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("num_groups", "groups_per_token"), GROUPS)
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_nan_stays_in_its_row(scoring, num_groups, groups_per_token, biased):
+    logits = random_logits()
+    poisoned = logits.copy()
+    poisoned[3, 5], poisoned[7] = np.nan, np.nan
+    bias = jnp.zeros(E) if biased else None
+    options = {"scoring": scoring, "num_groups": num_groups, "groups_per_token": groups_per_token}
+    out, ref = (route(l, K, selection_bias=bias, **options) for l in (poisoned, logits))
+    others = np.isin(np.arange(T), [3, 7], invert=True)
+    assert_same_bits((out.experts[others], out.weights[others]), (ref.experts[others], ref.weights[others]))
+    for row in np.asarray(out.experts):
+        assert len(set(row)) == K
+        assert set(row) <= set(range(E))
+    assert np.isnan(out.weights[7]).all()
+
+
+def test_nan_logit_makes_the_rows_weights_nan():
+    logits = jnp.array([[3.0, jnp.nan, 2.0, 1.0]])
+    for scoring in SCORINGS:
+        assert np.isnan(route(logits, 2, scoring=scoring).weights).all(), scoring
+
+
+def test_selection_bias_changes_the_choice_only():
+    logits = random_logits()
+    bias = jnp.where(jnp.arange(E) < K, 10.0, 0.0)
+    out = route(logits, K, selection_bias=bias, normalize_weights=False)
+    assert_same_bits(np.sort(out.experts), np.tile(np.arange(K, dtype=np.int32), (T, 1)))
+    assert_close(out.weights, np.take_along_axis(reference.softmax(logits), np.asarray(out.experts), axis=1))
+
+
+def test_selection_bias_has_no_gradient():
+    gradient = jax.grad(lambda b: route(random_logits(), K, selection_bias=b).weights[:, 0].sum())(jnp.zeros(E))
+    assert_same_bits(gradient, np.zeros(E, np.float32))
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_narrow_logits_are_routed_in_float32(scoring):
+    logits = jnp.asarray(random_logits(), jnp.bfloat16)
+    out = route(logits, K, scoring=scoring)
+    assert_same_bits(out, route(logits.astype(jnp.float32), K, scoring=scoring))
+    assert out.weights.dtype == jnp.float32
+
+
+def test_float64_logits_stay():
+    with jax.enable_x64(True):
+        logits = jnp.asarray(random_logits(), jnp.float64)
+        out = route(logits, K)
+        assert_close(out.weights, reference.weights_of(logits, np.asarray(out.experts), "softmax", True, 1.0), 1e-12)
+        assert out.experts.dtype == jnp.int32
+
+
+def test_numpy_logits_of_any_width():
+    logits = random_logits()
+    assert_same_bits(route(logits.astype(np.float64), K), route(jnp.asarray(logits), K))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_groups": 4, "groups_per_token": 2}, {"capacity_factor": 1.0}, {"token_rounding": "down"}]
+)
+def test_no_tokens(options):
+    out = route(jnp.zeros((0, E)), K, **options)
+    assert out.experts.shape == out.weights.shape == (0, K)
+    assert [float(v) for v in (out.dropped_share, out.load_balancing_loss, out.z_loss, out.entropy)] == [0, 0, 0, 0]
+
+
+def test_bias_update_balances_the_load():
+    logits = random_logits(256, 8, seed=2, scale=0.5) + np.linspace(0, 2, 8, dtype=np.float32)
+    bias, spread = jnp.zeros(8), []
+    for _ in range(100):
+        demand = route(logits, 2, scoring="sigmoid", selection_bias=bias).demand
+        spread.append(int(demand.max() - demand.min()))
+        bias = update_selection_bias(bias, demand, 0.01)
+    assert spread[0] > 100
+    assert max(spread[-10:]) < spread[0] / 4
+
+
+def test_bias_update_by_hand():
+    out = update_selection_bias(jnp.array([0.5, 0.5, 0.5]), jnp.array([1, 3, 2]), 0.25)
+    assert out.tolist() == [0.75, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("logits", "experts_per_token", "options", "message"),
+    [
+        (jnp.zeros((2, 3, 4)), 1, {}, r"logits must be a floating array \(T, E\), got float32 of shape \(2, 3, 4\)"),
+        (jnp.zeros((2, 3), jnp.int32), 1, {}, "logits must be a floating array .* got int32"),
+        (jnp.zeros((2, 3)), 4, {}, "experts_per_token=4 must be from 1 to num_experts=3"),
+        (jnp.zeros((2, 0)), 1, {}, "num_experts=0 must be at least 1"),
+        (jnp.zeros((2, 3)), 1, {"scoring": "relu"}, "scoring='relu' must be one of"),
+        (
+            jnp.zeros((2, 3)),
+            1,
+            {"selection_bias": jnp.zeros(2)},
+            r"selection_bias has shape \(2,\), must be \(3,\)",
+        ),
+    ],
+)
+def test_misuse_is_named(logits, experts_per_token, options, message):
+    with pytest.raises(ValueError, match=message):
+        route(logits, experts_per_token, **options)
+
+
+def test_router_or_its_fields_but_not_both():
+    with pytest.raises(TypeError, match="give a router or its fields, not both: scoring"):
+        route(jnp.zeros((2, 3)), 1, router=Router(), scoring="sigmoid")

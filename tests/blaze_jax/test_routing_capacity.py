@@ -1,0 +1,51 @@
+"""Limits on how many tokens an expert takes."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from blaze_jax import Router, route
+from tests import routing_reference as reference
+from tests.numerics import assert_same_bits
+from tests.routings import EMPTY
+
+T, E, K = 40, 6, 2
+LOGITS = np.random.default_rng(0).standard_normal((T, E)).astype(np.float32) + np.linspace(0, 2, E, dtype=np.float32)
+
+
+@pytest.mark.parametrize("options", [{"expert_capacity": 1}, {"expert_capacity": 9}, {"capacity_factor": 0.7}])
+@pytest.mark.parametrize("scoring", ["softmax", "softmax_selected", "sigmoid"])
+def test_first_tokens_are_kept(scoring, options):
+    plain = route(LOGITS, K, scoring=scoring)
+    out = route(LOGITS, K, scoring=scoring, **options)
+    capacity = options.get("expert_capacity") or math.ceil(options["capacity_factor"] * T * K / E)
+    experts = reference.drop_beyond_capacity(np.asarray(plain.experts), E, capacity)
+    dropped = experts == EMPTY
+    assert dropped.any()
+    assert_same_bits(out.experts, experts)
+    assert_same_bits(out.weights, np.where(dropped, np.float32(0), plain.weights))
+    assert_same_bits(out.tokens_per_expert, np.minimum(plain.demand, capacity))
+    assert_same_bits(out.demand, plain.demand)
+    assert_same_bits(out.dropped_share, np.float32(dropped.mean()))
+    assert_same_bits(out.load_balancing_loss, plain.load_balancing_loss)
+
+
+@pytest.mark.parametrize("options", [{"expert_capacity": T}, {"capacity_factor": float(E)}])
+def test_room_for_all_changes_nothing(options):
+    assert_same_bits(route(LOGITS, K, **options), route(LOGITS, K))
+
+
+def test_dropped_choice_has_no_gradient():
+    def weights(logits):
+        return route(logits, K, expert_capacity=3, scoring="sigmoid", normalize_weights=False).weights.sum()
+
+    kept = np.asarray(route(LOGITS, K, expert_capacity=3).experts)
+    used = (kept[:, :, None] == np.arange(E)).any(1)
+    assert_same_bits(np.asarray(jax.grad(weights)(LOGITS)) != 0, used)
+
+
+@pytest.mark.parametrize(("factor", "capacity"), [(1.0, 3), (1.2, 4), (0.001, 1), (3.0, 8)])
+def test_capacity_factor_rounds_up(factor, capacity):
+    assert Router(capacity_factor=factor).capacity(8, 6, 2) == capacity

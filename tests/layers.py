@@ -1,0 +1,48 @@
+"""Configurations, parameters and tokens of whole layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blaze_jax import MoEConfig, Router, moe
+
+WIDTH = 10
+
+CONFIGS = {
+    "plain": MoEConfig(num_experts=6, experts_per_token=2, expert_width=8),
+    "everything": MoEConfig(
+        num_experts=6,
+        experts_per_token=2,
+        expert_width=8,
+        activation="gelu",
+        shared_width=5,
+        router=Router(scoring="sigmoid", num_groups=3, groups_per_token=2, weight_scale=2.5),
+        z_loss_weight=0.001,
+        bias_update_rate=0.1,
+        save="inputs",
+    ),
+    "rounded": MoEConfig(
+        num_experts=6,
+        experts_per_token=2,
+        expert_width=8,
+        router=Router(token_rounding="nearest", rounding_tile=4, rounding_slots=2),
+    ),
+    "limited": MoEConfig(num_experts=6, experts_per_token=2, expert_width=8, router=Router(capacity_factor=0.5)),
+}
+
+
+layer = jax.jit(moe, static_argnums=2, static_argnames="train")
+"""`moe`, compiled once for a configuration and shape."""
+
+
+def random_parameters(config: MoEConfig, *, use_bias: bool = False, dtype="float32") -> dict:
+    """Values of order one for every parameter of tokens of `WIDTH`."""
+    rng = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(rng.standard_normal(parameter.shape) / np.sqrt(parameter.shape[-2]), dtype)
+        for name, parameter in config.parameters(WIDTH, use_bias=use_bias).items()
+    }
+
+
+def random_tokens(*leading: int, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(1).standard_normal((*leading, WIDTH)), dtype)

@@ -1,0 +1,82 @@
+"""Rows grouped by expert, random operands, and numpy views of them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax.activations import get_activation
+from tests.routings import ROUTINGS
+
+D, N = 24, 16
+
+ACTIVATIONS = {1: get_activation("gelu").function, 2: get_activation("swiglu").function}
+"""By the number of projections."""
+
+over_alignments = pytest.mark.parametrize("row_alignment", [1, 8])
+over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+over_dtypes_and_biases = pytest.mark.parametrize(
+    ("dtype", "biases"), [("float32", False), ("float32", True), ("bfloat16", True)]
+)
+over_projections = pytest.mark.parametrize("projections", [1, 2])
+
+
+class Rows:
+    """A routing's rows. Those past the last group, which no kernel may touch, are there whenever slots are empty.
+
+    Attributes:
+      groups: what the kernels take.
+      token_index_map: `(T, K)`, R where a slot is empty.
+      token: token of each row, T for padding.
+      expert: expert of each row, -1 past the last group.
+    """
+
+    def __init__(self, kernels, routing: str, **options):
+        experts, self.num_experts = ROUTINGS[routing]
+        self.num_tokens = len(experts)
+        self.groups, self.token_index_map = kernels.dispatch(jnp.asarray(experts), self.num_experts, **options)
+        self.token = np.asarray(self.groups.token_indices)
+        expert = np.repeat(np.arange(self.num_experts), np.diff(self.groups.offsets))
+        self.expert = np.pad(expert, (0, self.num_rows - expert.size), constant_values=-1)
+        self.rng = np.random.default_rng(0)
+
+    @property
+    def num_rows(self) -> int:
+        return self.token.size
+
+    @property
+    def owned(self) -> np.ndarray:
+        """Mask of the rows that stand for a pair: neither padding nor past the last group."""
+        return self.token < self.num_tokens
+
+    def normal(self, *shape, dtype="float32", fan_in=1):
+        return jnp.asarray(self.rng.standard_normal(shape) / np.sqrt(fan_in), dtype)
+
+    def of_rows(self, *shape, dtype="float32"):
+        """Random values of every row, zero in padding, as every kernel leaves it there."""
+        values = self.normal(self.num_rows, *shape, dtype=dtype)
+        return jnp.where(self.owned.reshape(-1, *(1 for _ in shape)), values, 0)
+
+    def gather(self, tokens) -> np.ndarray:
+        """Each row's token in float64, zeros in padding."""
+        padded = np.concatenate([wide(tokens), np.zeros((1, tokens.shape[1]))])
+        return padded[self.token]
+
+    def per_row(self, array) -> np.ndarray:
+        """Each row's expert's slice in float64, zeros past the last group."""
+        return np.concatenate([wide(array), np.zeros((1, *array.shape[1:]))])[self.expert]
+
+    def sum_by_expert(self, terms) -> np.ndarray:
+        """Sum of the rows of every expert."""
+        out = np.zeros((self.num_experts, *terms.shape[1:]))
+        for row in np.flatnonzero(self.owned):
+            out[self.expert[row]] += terms[row]
+        return out
+
+
+def wide(array) -> np.ndarray:
+    return np.asarray(array, np.float64)
+
+
+def product(rows, matrices) -> np.ndarray:
+    """Every row times its own matrix."""
+    return np.einsum("ra,rab->rb", rows, matrices)

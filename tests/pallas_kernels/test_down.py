@@ -1,0 +1,74 @@
+"""Down projection and its backward, through the activation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.numerics import TOLERANCE, assert_close, assert_same_bits
+from tests.pallas_kernels.rows import (
+    ACTIVATIONS,
+    D,
+    N,
+    Rows,
+    over_dtypes_and_biases,
+    over_projections,
+    product,
+    wide,
+)
+
+
+def expert_outputs(rows, hidden, w_down, b_down):
+    out = product(wide(hidden), rows.per_row(w_down))
+    return out if b_down is None else out + rows.per_row(b_down)
+
+
+@over_dtypes_and_biases
+def test_down_projection(kernels, rows, dtype, biases):
+    hidden = rows.of_rows(N, dtype=dtype)
+    w_down = rows.normal(rows.num_experts, N, D, fan_in=N)
+    b_down = rows.normal(rows.num_experts, D) if biases else None
+    expected = expert_outputs(rows, hidden, w_down, b_down)
+    run = jax.jit(lambda first: kernels.down_projection(hidden, w_down, b_down, rows.groups, first, 8))
+    for first_column in (0, 5, D - 8):
+        out = run(first_column)
+        assert out.dtype == dtype
+        columns = slice(first_column, first_column + 8)
+        assert_close(out[rows.owned], expected[rows.owned, columns], TOLERANCE[dtype])
+
+
+@over_dtypes_and_biases
+@over_projections
+def test_down_backward(kernels, rows, dtype, biases, projections):
+    dy = rows.normal(rows.num_tokens, D, dtype=dtype)
+    w_down = rows.normal(rows.num_experts, N, D, fan_in=D)
+    b_down = rows.normal(rows.num_experts, D) if biases else None
+    pre = tuple(rows.of_rows(N, dtype=dtype) for _ in range(projections))
+    row_weights = rows.of_rows()
+    activation = ACTIVATIONS[projections]
+    run = jax.jit(lambda *args: kernels.down_backward(*args, activation=activation))
+    d_pre, weighted_hidden, d_weights = run(dy, w_down, b_down, pre, row_weights, rows.groups)
+
+    hidden, activation_vjp = jax.vjp(activation, *(p.astype(jnp.float32) for p in pre))
+    dy_rows, weight = rows.gather(dy), wide(row_weights)[:, None]
+    d_hidden = product(dy_rows, rows.per_row(w_down).swapaxes(1, 2))
+    expected_d_pre = activation_vjp(jnp.asarray(weight * d_hidden, jnp.float32))
+    expected_d_weights = (expert_outputs(rows, hidden, w_down, b_down) * dy_rows).sum(-1)
+    owned = rows.owned
+    assert_close([d[owned] for d in d_pre], [d[owned] for d in expected_d_pre], TOLERANCE[dtype])
+    assert_close(weighted_hidden[owned], (weight * wide(hidden))[owned], TOLERANCE[dtype])
+    assert_close(d_weights[owned], expected_d_weights[owned], TOLERANCE[dtype])
+    assert d_weights.dtype == jnp.float32
+    assert {d.dtype.name for d in (*d_pre, weighted_hidden)} == {dtype}
+
+
+def test_expert_without_rows_is_never_read(kernels):
+    rows = Rows(kernels, "one_expert_takes_all")
+    hidden = rows.of_rows(N)
+    w_down = rows.normal(rows.num_experts, N, D)
+    others = (jnp.arange(rows.num_experts) != 3)[:, None, None]
+    out, ref = (
+        kernels.down_projection(hidden, w, None, rows.groups, 0, D)
+        for w in (jnp.where(others, jnp.nan, w_down), w_down)
+    )
+    assert_same_bits(out, ref)
+    assert np.isfinite(out).all()

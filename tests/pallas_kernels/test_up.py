@@ -1,0 +1,52 @@
+"""Up projection and its backward with respect to the tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.numerics import TOLERANCE, assert_close
+from tests.pallas_kernels.rows import (
+    ACTIVATIONS,
+    D,
+    N,
+    over_dtypes,
+    over_dtypes_and_biases,
+    over_projections,
+    product,
+    wide,
+)
+
+
+@over_dtypes_and_biases
+@over_projections
+def test_up_projection(kernels, rows, dtype, biases, projections):
+    x = rows.normal(rows.num_tokens, D, dtype=dtype)
+    weights = tuple(rows.normal(rows.num_experts, D, N, fan_in=D) for _ in range(projections))
+    bias = tuple(rows.normal(rows.num_experts, N) for _ in range(projections)) if biases else ()
+    activation = ACTIVATIONS[projections]
+    pre, hidden = jax.jit(lambda *args: kernels.up_projection(*args, activation=activation))(
+        x, weights, bias, rows.groups
+    )
+
+    expected = [product(rows.gather(x), rows.per_row(w)) for w in weights]
+    expected = [p + rows.per_row(b) for p, b in zip(expected, bias, strict=True)] if bias else expected
+    expected_hidden = activation(*(jnp.asarray(p, jnp.float32) for p in expected))
+    owned = rows.owned
+    assert_close([p[owned] for p in pre], [p[owned] for p in expected], TOLERANCE[dtype])
+    assert_close(hidden[owned], expected_hidden[owned], TOLERANCE[dtype])
+    assert {a.dtype.name for a in (*pre, hidden)} == {dtype}
+    assert np.isfinite(wide(hidden)).all()
+
+
+@over_dtypes
+@over_projections
+def test_up_backward(kernels, rows, dtype, projections):
+    d_pre = tuple(rows.of_rows(N, dtype=dtype) for _ in range(projections))
+    weights = tuple(rows.normal(rows.num_experts, D, N, fan_in=N) for _ in range(projections))
+    expected = sum(product(wide(d), rows.per_row(w).swapaxes(1, 2)) for d, w in zip(d_pre, weights, strict=True))
+    run = jax.jit(lambda first: kernels.up_backward(d_pre, weights, rows.groups, first, 8))
+    for first_column in (0, 5, D - 8):
+        out = run(first_column)
+        assert out.dtype == dtype
+        columns = slice(first_column, first_column + 8)
+        assert_close(out[rows.owned], expected[rows.owned, columns], TOLERANCE[dtype])

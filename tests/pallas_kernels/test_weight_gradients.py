@@ -1,0 +1,82 @@
+"""Weight and bias gradients: sums over an expert's rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.numerics import TOLERANCE, assert_close, assert_same_bits
+from tests.pallas_kernels.rows import D, N, Rows, over_dtypes_and_biases, over_projections, wide
+
+
+def outer_products(a, b):
+    return a[:, :, None] * b[:, None, :]
+
+
+@over_dtypes_and_biases
+@over_projections
+def test_up_weight_gradients(kernels, rows, dtype, biases, projections):
+    x = rows.normal(rows.num_tokens, D, dtype=dtype)
+    d_pre = tuple(rows.of_rows(N, dtype=dtype) for _ in range(projections))
+    dtypes = ("float32", "bfloat16")[:projections]
+    bias_dtypes = dtypes[::-1] if biases else ()
+    run = jax.jit(lambda *args: kernels.up_weight_gradients(*args, dtypes=dtypes, bias_dtypes=bias_dtypes))
+    gradients, bias_gradients = run(x, d_pre, rows.groups)
+
+    assert [g.dtype for g in gradients] == list(dtypes)
+    assert [g.dtype for g in bias_gradients] == list(bias_dtypes)
+    for gradient, d in zip(gradients, d_pre, strict=True):
+        expected = rows.sum_by_expert(outer_products(rows.gather(x), wide(d)))
+        assert_close(gradient, expected, max(TOLERANCE[dtype], TOLERANCE[gradient.dtype.name]))
+    for gradient, d in zip(bias_gradients, d_pre[: len(bias_gradients)], strict=True):
+        assert_close(gradient, rows.sum_by_expert(wide(d)), max(TOLERANCE[dtype], TOLERANCE[gradient.dtype.name]))
+
+
+@pytest.mark.parametrize(("dtype", "bias_dtype"), [("float32", None), ("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_down_weight_gradients(kernels, rows, dtype, bias_dtype):
+    dy = rows.normal(rows.num_tokens, D, dtype=dtype)
+    weighted_hidden, row_weights = rows.of_rows(N, dtype=dtype), rows.of_rows()
+    run = jax.jit(lambda *args: kernels.down_weight_gradients(*args, dtype=jnp.float32, bias_dtype=bias_dtype))
+    gradient, bias_gradient = run(weighted_hidden, dy, row_weights, rows.groups)
+
+    dy_rows = rows.gather(dy)
+    assert gradient.dtype == jnp.float32
+    assert_close(gradient, rows.sum_by_expert(outer_products(wide(weighted_hidden), dy_rows)), TOLERANCE[dtype])
+    if bias_dtype is None:
+        assert bias_gradient is None
+    else:
+        assert bias_gradient.dtype == bias_dtype
+        expected = rows.sum_by_expert(wide(row_weights)[:, None] * dy_rows)
+        assert_close(bias_gradient, expected, max(TOLERANCE[dtype], TOLERANCE[bias_dtype]))
+
+
+def test_rows_of_no_expert_do_not_count(kernels):
+    rows = Rows(kernels, "empty_slots")
+    x, d_pre = rows.normal(rows.num_tokens, D), rows.of_rows(N)
+    unowned = jnp.asarray(rows.expert == -1)[:, None]
+    assert unowned.any()
+    options = {"dtypes": ("float32",), "bias_dtypes": ("float32",)}
+    out, ref = (
+        kernels.up_weight_gradients(x, (d,), rows.groups, **options)
+        for d in (jnp.where(unowned, jnp.nan, d_pre), d_pre)
+    )
+    assert_same_bits(out, ref)
+
+
+def test_gradients_of_an_unused_expert_are_zero(kernels):
+    rows = Rows(kernels, "one_expert_takes_all")
+    (gradient,), _ = kernels.up_weight_gradients(
+        rows.normal(rows.num_tokens, D), (rows.of_rows(N),), rows.groups, dtypes=("float32",), bias_dtypes=()
+    )
+    assert np.flatnonzero(np.asarray(gradient).any((1, 2))).tolist() == [3]
+
+
+def test_sums_are_accumulated_wide(kernels):
+    rows = Rows(kernels, "many_tiles")
+    ones = jnp.ones((rows.num_tokens, D), jnp.bfloat16)
+    (gradient,), _ = kernels.up_weight_gradients(
+        ones, (jnp.ones((rows.num_rows, N), jnp.bfloat16),), rows.groups, dtypes=("float32",), bias_dtypes=()
+    )
+    counts = np.diff(rows.groups.offsets).astype(np.float32)
+    assert counts.max() > 256  # where bfloat16 can no longer count
+    assert_same_bits(gradient, np.broadcast_to(counts[:, None, None], gradient.shape))
