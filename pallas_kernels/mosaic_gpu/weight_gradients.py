@@ -166,7 +166,7 @@ def _row_contraction(
                 rows = pl.ds(where.row_tile * TILE_ROWS + where.warpgroup * GROUP_ROWS, GROUP_ROWS)
                 columns = pl.ds(where.column_tile * panel + column_in_panel, chunk_columns)
                 if transposed:
-                    plgpu.transpose_ref(buffer, (1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+                    buffer.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
                     target = result.at[where.expert, columns, rows]
                 else:
                     buffer[...] = values

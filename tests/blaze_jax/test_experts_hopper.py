@@ -1,0 +1,157 @@
+"""The Hopper kernels: lowered for CUDA on any machine, and on a Hopper GPU held to the oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from blaze_jax import RESIDUAL_NAMES, expert_ffn
+from blaze_jax.oracle import dense_expert_ffn
+from tests.expert_problems import apply, make_problem, results
+from tests.numerics import assert_close, assert_same_bits
+from tests.routings import ROUTINGS, random_experts
+
+D, N = 320, 256
+LIMIT = 1e-2
+KERNELS = (
+    "moe_dispatch_count",
+    "moe_dispatch_place",
+    "moe_up_projection",
+    "moe_down_projection",
+    "moe_combine",
+    "moe_down_backward",
+    "moe_up_weight_gradients",
+    "moe_down_weight_gradients",
+    "moe_up_backward",
+)
+
+
+def problem_of(case, **options):
+    return make_problem(case.experts, case.num_experts, d=D, n=N, biases=False, **{"dtype": "bfloat16"} | options)
+
+
+def assert_matches_oracle(problem, **options):
+    out = results(expert_ffn, problem, implementation="mosaic_gpu", **options)
+    activation = {k: v for k, v in options.items() if k == "activation"}
+    expected = results(dense_expert_ffn, problem.cast(jnp.float32), **activation)
+    for name, value in expected.items():
+        assert_close(out[name], value, LIMIT)
+    return out
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_forward_and_backward_lower_for_cuda(activation, param_dtype):
+    problem = problem_of(ROUTINGS["random"], activation=activation, param_dtype=param_dtype)
+
+    def step(x, params, weights, experts, dy):
+        y, vjp = jax.vjp(
+            lambda *a: apply(expert_ffn, *a, experts, activation=activation, implementation="mosaic_gpu"),
+            x,
+            params,
+            weights,
+        )
+        return y, vjp(dy)
+
+    text = jax.jit(step).trace(*problem).lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in KERNELS:
+        assert kernel in text, kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_every_routing(name):
+    assert_matches_oracle(problem_of(ROUTINGS[name]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("param_dtype", ["float32", None])
+def test_every_dtype(dtype, param_dtype):
+    out = assert_matches_oracle(problem_of(ROUTINGS["many_tiles"], dtype=dtype, param_dtype=param_dtype))
+    assert out["w_up"].dtype == (param_dtype or dtype)
+    assert out["y"].dtype == dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "activation", ["geglu", "geglu_tanh", "reglu", "clamped_swiglu", "silu", "gelu", "relu", "relu2"]
+)
+def test_every_activation(activation):
+    assert_matches_oracle(problem_of(ROUTINGS["random"], activation=activation), activation=activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "d", "n"), [(1000, 512, 768), (777, 256, 320), (300, 1088, 256)])
+def test_sizes(tokens, d, n):
+    experts = random_experts(tokens, 4, range(16))
+    assert_matches_oracle(make_problem(experts, 16, d=d, n=n, biases=False, dtype="bfloat16"))
+
+
+@pytest.mark.gpu
+def test_same_bits_on_every_run_and_in_both_save_modes():
+    problem = problem_of(ROUTINGS["many_tiles"])
+    first = results(expert_ffn, problem, implementation="mosaic_gpu")
+    for save in ("pre_activations", "inputs"):
+        again = results(expert_ffn, problem, implementation="mosaic_gpu", save=save)
+        assert_same_bits(again, first)
+
+
+@pytest.mark.gpu
+def test_nan_token_poisons_no_other_row_or_expert():
+    problem = problem_of(ROUTINGS["random"])
+    clean = results(expert_ffn, problem, implementation="mosaic_gpu")
+    bad = results(expert_ffn, problem._replace(x=problem.x.at[5].set(jnp.nan)), implementation="mosaic_gpu")
+    others = np.arange(problem.x.shape[0]) != 5
+    own = np.isin(np.arange(6), problem.experts[5])
+    for name in ("y", "x", "weights"):
+        assert_same_bits(bad[name][others], clean[name][others])
+    for name in ("w_gate", "w_up", "w_down"):
+        assert_same_bits(bad[name][~own], clean[name][~own])
+
+
+@pytest.mark.gpu
+def test_checkpoint_scan_and_a_jitted_optax_step():
+    problem = problem_of(ROUTINGS["random"])
+
+    def loss(params, policy):
+        def layer(x, scale):
+            return x + scale * apply(expert_ffn, x, params, problem.weights, problem.experts), None
+
+        layer = jax.checkpoint(layer, policy=policy)
+        y, _ = jax.lax.scan(layer, problem.x, jnp.array([0.5, 0.25], problem.x.dtype))
+        return jnp.square(y.astype(jnp.float32) - problem.dy.astype(jnp.float32)).mean()
+
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss)(params, jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES))
+        again = jax.grad(loss)(params, None)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state, value, grads, again
+
+    params = {name: p for name, p in problem.params.items() if p is not None}
+    state, values = optimizer.init(params), []
+    for _ in range(4):
+        params, state, value, grads, again = step(params, state)
+        assert_same_bits(grads, again)
+        values.append(float(value))
+    assert values[-1] < 0.9 * values[0]
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count():
+    """2M tokens: the pre-activations alone have 2^32 elements. Tokens at both ends are held to the oracle."""
+    tokens, d, n, num_experts = 2**21, 512, 2048, 4
+    experts = np.random.default_rng(0).integers(0, num_experts, (tokens, 1), np.int32)
+    small = make_problem(experts[:64], num_experts, d=d, n=n, biases=False, dtype="bfloat16")
+    x = jax.random.normal(jax.random.key(0), (tokens, d), jnp.bfloat16)
+    weights = jax.random.uniform(jax.random.key(1), (tokens, 1))
+    out = results(expert_ffn, small._replace(x=x, weights=weights, experts=jnp.asarray(experts), dy=x))
+    for part in (slice(0, 512), slice(tokens - 512, tokens)):
+        few = small._replace(x=x[part], weights=weights[part], experts=jnp.asarray(experts[part]), dy=x[part])
+        expected = results(dense_expert_ffn, few.cast(jnp.float32))
+        for name in ("y", "x", "weights"):
+            assert_close(out[name][part], expected[name], LIMIT)
