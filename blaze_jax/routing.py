@@ -128,8 +128,8 @@ def route(
     """Chooses `experts_per_token` experts for every token, in float32 (float64 logits stay).
 
     Equal scores go to the lower expert id. A logit of -inf rules its expert out: it is chosen last and gets weight 0. A
-    row with NaN, or of -inf alone, gets valid, distinct experts and NaN weights. The weights and losses are differentiable, the choice is
-    not.
+    row with NaN, or of -inf alone, gets valid, distinct experts and NaN weights. The weights and losses are
+    differentiable, the choice is not.
 
     Args:
       logits: router logits.
