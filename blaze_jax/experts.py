@@ -81,7 +81,7 @@ def expert_ffn(
     if save not in get_args(Save):
         raise ValueError(f"{save=} must be one of {', '.join(get_args(Save))}")
     arrays = (x, w_gate, w_up, w_down, weights, experts, b_gate, b_up, b_down)
-    x, w_gate, w_up, w_down, weights, experts, b_gate, b_up, b_down = jax.tree.map(jnp.asarray, arrays)
+    x, w_gate, w_up, w_down, weights, experts, b_gate, b_up, b_down = jax.tree.map(_as_jax_array, arrays)
     up_weights, up_biases = _projections(act, w_gate, w_up, b_gate, b_up)
     _check_arguments(act, x, up_weights, up_biases, w_down, b_down, weights, experts)
     if x.shape[0] == 0:
@@ -229,14 +229,18 @@ def _combine_columns(kernels, rows: Callable, width: int, dtype, indices: _Indic
     block = min(_MAX_COLUMN_BLOCK, -(-width // 128) * 64, width)
 
     def step(i, y):
-        first_column = jnp.minimum(
-            i * block, width - block
-        )  # a last narrow block reaches back over columns done before
+        # A last narrow block reaches back over columns that are done.
+        first_column = jnp.minimum(i * block, width - block)
         return kernels.combine(rows(first_column, block), indices.token_index_map, weights, y, first_column)
 
     y = lax.empty((indices.token_index_map.shape[0], width), dtype)  # every column is written
     y = vary_over(y, varying_axes(indices))
     return lax.fori_loop(0, -(-width // block), step, y)
+
+
+def _as_jax_array(array) -> Array:
+    """`array`, converted from numpy where it has to be: jax arrays pass untouched, or the backward pass keeps copies."""
+    return array if isinstance(array, jax.Array) else jnp.asarray(array)
 
 
 def _projections(activation: Activation, w_gate, w_up, b_gate, b_up):

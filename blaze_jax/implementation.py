@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array
 
 from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels.compat import varying_axes
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -30,6 +31,8 @@ def choose_implementation(
     """
     check_implementation(implementation)
     reason = mosaic_gpu.unsupported(x, weights, biases)
+    if varying_axes(x, weights, biases):
+        reason = "inside jax.shard_map the kernels need check_vma=False"
     if implementation == "mosaic_gpu" and reason:
         raise NotImplementedError(f"{implementation=} cannot run this: {reason}; use 'xla' or None")
     if implementation is None:

@@ -62,26 +62,6 @@ class RowGroups(NamedTuple):
         return self.token_indices.shape[0]
 
 
-def group_rows(token_indices: Int[Array, " R"], offsets: Int[Array, " E+1"]) -> RowGroups:
-    """What the row operations need to know of the dispatch."""
-    return RowGroups(token_indices, offsets, tile_schedule(offsets, token_indices.shape[0] - SPARE_ROWS))
-
-
-def tile_schedule(offsets: Int[Array, " E+1"], num_rows: int) -> TileSchedule:
-    """The schedule of groups that start at `offsets`, multiples of 8, in `num_rows` rows at most."""
-    num_experts = offsets.shape[0] - 1
-    sizes = offsets[1:] - offsets[:-1]
-    tiles = -(-sizes // TILE_ROWS)
-    ends = jnp.cumsum(tiles)
-    tile = jnp.arange(-(-num_rows // TILE_ROWS) + min(num_experts, num_rows // ROW_ALIGNMENT), dtype=jnp.int32)
-    expert = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
-    used = expert < num_experts
-    expert = jnp.where(used, expert, 0)
-    start = (tile - (ends - tiles)[expert]) * TILE_ROWS
-    first_row = jnp.where(used, offsets[expert] + start, 0)
-    return TileSchedule(expert, first_row, jnp.where(used, jnp.clip(sizes[expert] - start, 0, TILE_ROWS), 0))
-
-
 def rows_of_tiles(values: Array, schedule: TileSchedule, num_rows: int) -> Array:
     """`(tiles, 128)` values of the tiles' rows as `(num_rows,)` values; zero for rows of no tile."""
     row = jnp.arange(TILE_ROWS, dtype=jnp.int32)

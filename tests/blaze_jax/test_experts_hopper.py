@@ -1,5 +1,7 @@
 """The Hopper kernels: lowered for CUDA on any machine, and on a Hopper GPU held to the oracle."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from blaze_jax import RESIDUAL_NAMES, expert_ffn
 from blaze_jax.oracle import dense_expert_ffn
 from tests.expert_problems import apply, make_problem, results
 from tests.numerics import assert_close, assert_same_bits
-from tests.routings import ROUTINGS, random_experts
+from tests.routings import ROUTINGS, Case, random_experts
 
 D, N = 320, 256
 LIMIT = 1e-2
@@ -57,6 +59,64 @@ def test_forward_and_backward_lower_for_cuda(activation, param_dtype):
     text = jax.jit(step).trace(*problem).lower(lowering_platforms=("cuda",)).as_text()
     for kernel in KERNELS:
         assert kernel in text, kernel
+
+
+def lowered_for_cuda(function, *arguments) -> str:
+    """The gradient of `function` in all arguments but the last, lowered for a GPU that need not be there."""
+    grad = jax.grad(lambda *a: function(*a).astype(jnp.float32).sum(), tuple(range(len(arguments) - 1)))
+    return jax.jit(grad).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def on_kernels(x, params, weights, experts, **options):
+    return apply(expert_ffn, x, params, weights, experts, implementation="mosaic_gpu", **options)
+
+
+def stacked(problem, count):
+    return jax.tree.map(lambda a: jnp.stack([a] * count), problem)
+
+
+def scanned(x, *rest):
+    layer = jax.checkpoint(lambda y, _: (y + on_kernels(y, *rest), None))
+    return jax.lax.scan(layer, x, None, length=2)[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(partial(on_kernels, save="inputs"), id="save inputs"),
+        pytest.param(jax.checkpoint(on_kernels), id="checkpoint"),
+        pytest.param(
+            jax.checkpoint(on_kernels, policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)),
+            id="checkpoint with names",
+        ),
+        pytest.param(scanned, id="scan of checkpoint"),
+    ],
+)
+def test_transformations_lower_for_cuda(function):
+    problem = problem_of(ROUTINGS["random"])
+    text = lowered_for_cuda(function, problem.x, problem.params, problem.weights, problem.experts)
+    assert "moe_down_backward" in text
+
+
+def test_vmap_lowers_for_cuda():
+    *arguments, _ = stacked(problem_of(ROUTINGS["random"]), 3)
+    assert "moe_down_backward" in lowered_for_cuda(jax.vmap(on_kernels), *arguments)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_lowers_for_cuda_without_its_type_check(check_vma):
+    problem = problem_of(Case(random_experts(40, 2, range(6)), 6))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    data, whole = jax.P("data"), jax.P()
+    sharded = jax.shard_map(
+        on_kernels, mesh=mesh, in_specs=(data, whole, data, data), out_specs=data, check_vma=check_vma
+    )
+    arguments = (problem.x, problem.params, problem.weights, problem.experts)
+    if check_vma:
+        with pytest.raises(NotImplementedError, match=r"inside jax\.shard_map the kernels need check_vma=False"):
+            lowered_for_cuda(sharded, *arguments)
+    else:
+        assert "moe_down_backward" in lowered_for_cuda(sharded, *arguments)
 
 
 @pytest.mark.gpu
