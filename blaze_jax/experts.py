@@ -239,7 +239,7 @@ def _combine_columns(kernels, rows: Callable, width: int, dtype, indices: _Indic
 
 
 def _as_jax_array(array) -> Array:
-    """`array`, converted from numpy where it has to be: jax arrays pass untouched, or the backward pass keeps copies."""
+    """`array`, converted if it is not of jax yet; others pass untouched, or the backward pass would keep copies."""
     return array if isinstance(array, jax.Array) else jnp.asarray(array)
 
 
