@@ -21,6 +21,11 @@ def unsupported(
     d, n = weights[0].shape[1:]
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x has dtype {x.dtype}, the tensor cores take bfloat16 or float16"
+    for weight in weights:
+        if weight.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"a weight has dtype {weight.dtype}, must be bfloat16, float16 or float32"
+    if len({weight.dtype for weight in weights[:-1]}) > 1:
+        return f"w_gate and w_up have dtypes {weights[0].dtype} and {weights[1].dtype}, must have the same"
     if biases:
         return "the kernels do not add biases yet"
     for name, width in (("d", d), ("n", n)):

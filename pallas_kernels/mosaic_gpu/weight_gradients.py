@@ -227,7 +227,7 @@ def _row_contraction(
                     if not wide:
                         for chunk in range(chunks):
                             store_done(chunk)
-                    return step, end_tile(plgpu.layout_cast(jnp.zeros_like(done_zeros, jnp.float32), done_layout))
+                    return step, end_tile(zeros((GROUP_ROWS, TILE_COLUMNS), jnp.float32))
 
                 def end_tile(accumulator):
                     if not wide:
@@ -239,11 +239,11 @@ def _row_contraction(
                 step, done = lax.cond(steps > 0, run, nothing_to_add, step)
                 return step, done, where, tile_at(i + 1)
 
-            done_layout = plgpu.Layout.WGMMA
-            held_shape = (GROUP_ROWS, 8 if wide else TILE_COLUMNS)
-            done_zeros = jax.ShapeDtypeStruct((GROUP_ROWS, TILE_COLUMNS), jnp.float32)
-            done = plgpu.layout_cast(jnp.zeros(held_shape, held_dtype), done_layout)
-            carry = (zero, done, _Where(warpgroup, zero, zero, zero), tile_at(zero))
+            def zeros(shape, dtype):
+                return plgpu.layout_cast(jnp.zeros(shape, dtype), plgpu.Layout.WGMMA)
+
+            held = zeros((GROUP_ROWS, 8 if wide else TILE_COLUMNS), held_dtype)  # nothing is held of a wide result
+            carry = (zero, held, _Where(warpgroup, zero, zero, zero), tile_at(zero))
             _, done, where, _ = lax.fori_loop(0, num_mine, consume_tile, carry)
             if not wide:
                 for chunk in range(chunks):
