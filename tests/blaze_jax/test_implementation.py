@@ -53,12 +53,14 @@ def test_kernels_that_cannot_run_it_say_why(changes, reason):
 
 @pytest.mark.parametrize(
     ("up_dtype", "reason"),
-    [(jnp.float32, "w_gate and w_up have dtypes bfloat16 and float32"), (jnp.float64, "a weight has dtype float64")],
+    [
+        (jnp.float32, "w_gate and w_up have dtypes bfloat16 and float32"),
+        (jnp.float8_e4m3fn, "a weight has dtype float8_e4m3fn"),
+    ],
 )
 def test_kernels_take_gate_and_up_of_one_narrow_type(up_dtype, reason):
     x, (w_gate, w_up, w_down), biases = operands()
-    with jax.enable_x64(True):
-        weights = (w_gate, jax.ShapeDtypeStruct(w_up.shape, up_dtype), w_down)
+    weights = (w_gate, jax.ShapeDtypeStruct(w_up.shape, up_dtype), w_down)
     with pytest.raises(NotImplementedError, match=reason):
         choose_implementation("mosaic_gpu", x, weights, biases)
 
