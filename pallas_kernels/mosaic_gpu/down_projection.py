@@ -2,15 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic_gpu.inline import K_STEP
-from pallas_kernels.mosaic_gpu.ragged_store import CHUNK, pack, packed_tile, store_buffers, store_packed
+from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
+from pallas_kernels.mosaic_gpu.ragged_store import pack, packed_tile, store_buffers, store_packed
 from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
-from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
-from pallas_kernels.mosaic_gpu.support import no_biases
+from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul, tile_panel
 
 
 def down_projection(
@@ -22,31 +22,46 @@ def down_projection(
     num_columns: int,
 ) -> Float[Array, "R columns"]:
     """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
-    no_biases(b_down)
     w_down = w_down.astype(hidden.dtype)
 
     def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
-        hidden, w_down, first_column = inputs
-        column = pl.multiple_of(first_column[0] + column_tile * TILE_COLUMNS, K_STEP)
+        hidden, w_down, first_column = inputs[:3]
+        column = first_column[0] + column_tile * TILE_COLUMNS
         steps = pl.ds(k * K_STEP, K_STEP)
-        plgpu.copy_gmem_to_smem(hidden.at[pl.ds(pl.multiple_of(row, 8), TILE_ROWS), steps], lhs, barrier)
-        plgpu.copy_gmem_to_smem(w_down.at[expert, steps, pl.ds(column, TILE_COLUMNS)], rhs, barrier)
+        plgpu.copy_gmem_to_smem(hidden.at[pl.ds(row, TILE_ROWS), steps], lhs, barrier)
+        for panel in range(0, TILE_COLUMNS, PANEL):
+            block = w_down.at[expert, steps, pl.ds(column + panel, PANEL)]
+            plgpu.copy_gmem_to_smem(block, rhs.at[pl.ds(panel, PANEL)], barrier)
+
+    def finish(accumulator, where, inputs, outputs, scratch):
+        if b_down is None:
+            return pack(accumulator, where, inputs, outputs, scratch)
+        panels = [tile_panel(accumulator, panel, where, inputs[-1]) for panel in range(TILE_COLUMNS // PANEL)]
+        return lax.concatenate([panel.astype(hidden.dtype) for panel in panels], 1)
+
+    first_column = jnp.asarray(first_column, jnp.int32)
+    column_tiles = -(-num_columns // TILE_COLUMNS)
+    bias = ()
+    if b_down is not None:
+        padded = jnp.pad(b_down.astype(jnp.float32), ((0, 0), (0, column_tiles * TILE_COLUMNS)))
+        block = lax.dynamic_slice_in_dim(padded, first_column, column_tiles * TILE_COLUMNS, axis=1)
+        bias = (block.reshape(-1, column_tiles, TILE_COLUMNS),)
 
     return row_matmul(
         RowMatmul(
             name="moe_down_projection",
-            inputs=(hidden, w_down, jnp.asarray(first_column, jnp.int32).reshape(1)),
+            inputs=(hidden, w_down, first_column.reshape(1), *bias),
             outputs=(jax.ShapeDtypeStruct((hidden.shape[0], num_columns), hidden.dtype),),
-            num_column_tiles=-(-num_columns // TILE_COLUMNS),
+            num_column_tiles=column_tiles,
             k_steps=-(-hidden.shape[1] // K_STEP),
             gathers=False,
             transposed_weights=False,
-            copies=2,
+            copies=1 + TILE_COLUMNS // PANEL,
             load=load,
-            finish=pack,
+            finish=finish,
             store=store_packed,
             held=packed_tile(hidden.dtype),
-            chunks=TILE_COLUMNS // CHUNK,
+            chunks=TILE_COLUMNS // PANEL,
             scratch=(store_buffers(hidden.dtype),),
         ),
         groups.tiles,

@@ -1,27 +1,41 @@
-"""Derivatives of elementwise functions inside a kernel."""
+"""Elementwise functions of a tile, and their derivatives, inside a kernel."""
 
 from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend import core
 
+from pallas_kernels.mosaic_gpu import inline
+
+
+def value(function: Callable, values: Sequence[jax.Array]) -> jax.Array:
+    """`function(*values)` of float32 tiles."""
+    return _run(function, values)[0]
+
 
 def value_and_gradients(
     function: Callable, values: Sequence[jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """`function(*values)` and its vjp at `cotangent`, as plain arithmetic.
-
-    `jax.vjp` adds cotangents with a primitive that kernels cannot lower; this writes the derivative out with `+`.
-    """
+    """`function(*values)` of float32 tiles and its vjp at `cotangent`."""
 
     def run(*arguments):
         value, vjp = jax.vjp(function, *arguments[:-1])
         return value, *vjp(arguments[-1])
 
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*values, cotangent)]
-    closed = jax.make_jaxpr(run)(*shapes)
-    value, *gradients = _evaluate(closed.jaxpr, closed.consts, (*values, cotangent))
+    value, *gradients = _run(run, (*values, cotangent))
     return value, tuple(gradients)
+
+
+def _run(function: Callable, arguments: Sequence[jax.Array]) -> list:
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
+    closed = jax.make_jaxpr(function)(*shapes)
+    return _evaluate(closed.jaxpr, closed.consts, arguments)
+
+
+_OURS = {
+    "add_any": lambda a, b: a + b,  # how vjp adds cotangents, which kernels cannot lower
+    "logistic": lambda x: inline.sigmoid(x),
+}
 
 
 def _evaluate(jaxpr, constants, arguments) -> list:
@@ -32,10 +46,11 @@ def _evaluate(jaxpr, constants, arguments) -> list:
 
     for equation in jaxpr.eqns:
         inputs = [read(v) for v in equation.invars]
-        if equation.primitive.name == "add_any":
-            outputs = [inputs[0] + inputs[1]]
-        elif equation.primitive.name in ("jit", "pjit"):
-            inner = equation.params["jaxpr"]
+        name = equation.primitive.name
+        if name in _OURS:
+            outputs = [_OURS[name](*inputs)]
+        elif name in ("jit", "pjit", "custom_jvp_call"):
+            inner = equation.params["call_jaxpr" if name == "custom_jvp_call" else "jaxpr"]
             outputs = _evaluate(inner.jaxpr, inner.consts, inputs)
         else:
             outputs = equation.primitive.bind(*inputs, **equation.params)

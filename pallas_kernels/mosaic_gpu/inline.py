@@ -7,6 +7,8 @@ Pallas code on top of it. It leans on what jax does not document, so look here f
 # Pallas declares neither what `inline_mgpu` returns nor that its transforms are concrete.
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
+import math
+
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
@@ -18,13 +20,17 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 WARPGROUP = 128  # threads
 CHUNK_BYTES = 16  # one cp.async
-PANEL_BYTES = 64 * 128  # 64 rows of 64 16-bit columns
-K_STEP = 64  # columns of a swizzled 16-bit tile: 128 bytes
-SWIZZLE = plgpu.SwizzleTransform(128)
-ROW_TILES = (plgpu.TilingTransform((8, 64)), SWIZZLE)
-"""Shared-memory layout of an operand whose contracted dimension is the minor one, and of anything stored by rows."""
-PANEL_TILES = (plgpu.TilingTransform((64, 64)), SWIZZLE)
-"""Shared-memory layout of a (k, columns) operand built from panels side by side."""
+PANEL = K_STEP = 64
+"""16-bit columns of a panel, 128 bytes. An operand in shared memory is panels one after the other."""
+
+PANEL_BYTES = PANEL * 128
+
+SWIZZLED = (plgpu.SwizzleTransform(128),)
+"""Shared-memory layout of every panel: 128 bytes to a row, its 16-byte chunk c at place `c XOR (row mod 8)`.
+
+Panels are not tiled as Pallas would have them, since bulk copies to and from tiles need widths that are whole tiles. A
+bulk copy of a panel may reach past any edge of its array: it reads zeros there, and writes nothing.
+"""
 
 ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -56,6 +62,20 @@ def _global(ref):
 
 def _shared(ref, offset):
     return arith.addi(llvm.ptrtoint(_int(32), utils.memref_ptr(ref)), offset)
+
+
+def _as_tiles(ref, *leading):
+    """Panels one after the other, (rows, columns) in all, as the tiles (*leading, rows, columns) that Mosaic knows."""
+    panels = ir.MemRefType(ref.type)
+    rows = np.prod(panels.shape[:-1]) // np.prod(leading)
+    shape = (*leading, int(rows), panels.shape[-1])
+    tiles = ir.MemRefType.get(shape, panels.element_type, memory_space=panels.memory_space)
+    return utils.ptr_as_memref(utils.memref_ptr(ref), tiles)
+
+
+def _row_tiles(ref):
+    """A panel (rows, columns) as tiles of 8 rows, the period of the swizzle."""
+    return _as_tiles(ref, ir.MemRefType(ref.type).shape[0] // 8, 1)
 
 
 def _ptx(text, *operands, constraints=""):
@@ -96,7 +116,7 @@ class RowGather:
     """Copies `rows` gathered rows, `columns` wide, into a swizzled tile, 16 bytes a thread at a time.
 
     Thread t copies chunk `t % c` of rows `t // c + i · (128 / c)`, c chunks to a row. The tile is made of panels
-    (rows, 64) one after the other, each laid out by `ROW_TILES`: 128 bytes to a row, chunk index XOR (row mod 8).
+    (rows, 64) one after the other.
 
     Args:
       rows: of a tile.
@@ -152,7 +172,7 @@ class RowGather:
         """Starts the copies, to the tile whose first panel is `panel`; they arrive on `landed[slot]` as they land."""
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(ROW_TILES), plgpu.RefType(), _SCALAR, _SCALAR)
+            arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(SWIZZLED), plgpu.RefType(), _SCALAR, _SCALAR)
         )
         def run(ctx, source, offsets, panel_ref, landed, slot, first_column):
             chunk = arith.remui(_thread(), _c32(self.chunks))
@@ -193,7 +213,7 @@ class RowGather:
 def zero_rows(panel, panels, first_row):
     """Zeroes rows `first_row` to 64 of `panels` panels (64, 64), for wgmma issued afterwards by this warpgroup."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROW_TILES), _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), _SCALAR))
     def run(ctx, panel, first_row):
         row, half = arith.shrui(_thread(), _c32(1)), arith.andi(_thread(), _c32(1))
         wanted = arith.extui(_int(32), arith.cmpi(arith.CmpIPredicate.sge, row, _scalar(first_row)))
@@ -211,25 +231,57 @@ def zero_rows(panel, panels, first_row):
     run(panel, first_row)
 
 
-def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, rhs_panels=0, transpose_rhs=False):
+def load_panel(panel):
+    """The values of a panel (64, columns) of 128-byte rows, in registers."""
+    result = plgpu.ShapeDtypeStruct(panel.shape, panel.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=result)
+    def run(ctx, panel):
+        return mgpu.FragmentedArray.load_tiled(_row_tiles(panel), swizzle=128, layout=mgpu.WGMMA_LAYOUT)
+
+    return run(panel)
+
+
+def store_panels(panels, values, *, transposed=False):
+    """Writes `values` (rows, columns), or their transpose, to panels (rows, 128 bytes), one after the other."""
+    layout = plgpu.Layout.WGMMA_TRANSPOSED if transposed else plgpu.Layout.WGMMA
+    rows, columns = values.shape[::-1] if transposed else values.shape
+    width = panels.shape[-1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), layout))
+    def run(ctx, panels, values):
+        tiles = _as_tiles(panels, columns // width, rows // 8)  # panel, row tile, row, column
+        order = (0, 1, 3, 2) if transposed else (1, 0, 2, 3)
+        values.store_tiled(utils.memref_transpose(tiles, order), swizzle=128)
+
+    run(panels, plgpu.layout_cast(values, layout))
+
+
+def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False):
     """`accumulator + lhs · rhs`, asynchronous, one commit group; `first` starts the chain.
 
-    The accumulator is a value in registers, so that a loop can carry it while other values are stored. The right
-    operand is laid out by `ROW_TILES` if it is transposed, else by `PANEL_TILES`; or it is the first of `rhs_panels`
-    panels (64, 64), one after the other in shared memory.
+    The accumulator is a value in registers, so that a loop can carry it while other values are stored.
+
+    Args:
+      accumulator: `(64, columns)` float32.
+      lhs: a panel (64, 64), the transpose of the left operand if `transpose_lhs`.
+      rhs: panels (64, 64) side by side in the columns, one after the other in shared memory; or, if `transpose_rhs`,
+        the transpose of the right operand as a panel (columns, 64).
+      first: whether there is no wgmma before it.
+      transpose_lhs: see `lhs`.
+      transpose_rhs: see `rhs`.
     """
     result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
-    rhs_tiles = ROW_TILES if transpose_rhs or rhs_panels else PANEL_TILES
 
-    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR, plgpu.RefType(ROW_TILES), plgpu.RefType(rhs_tiles)), return_type=result)
+    @plgpu.inline_mgpu(
+        arg_types=(ACCUMULATOR, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)), return_type=result
+    )
     def run(ctx, accumulator, lhs, rhs):
-        if rhs_panels:
-            panels = ir.MemRefType.get(
-                (1, rhs_panels, 64, 64), rhs.type.element_type, memory_space=rhs.type.memory_space
-            )
-            rhs = utils.ptr_as_memref(utils.memref_ptr(rhs), panels)
-        lhs = utils.memref_transpose(lhs, (1, 0, 3, 2)) if transpose_lhs else lhs
-        rhs = utils.memref_transpose(rhs, (1, 0, 3, 2)) if transpose_rhs else rhs
+        def transpose(panel):
+            return utils.memref_transpose(_row_tiles(panel), (1, 0, 3, 2))
+
+        lhs = transpose(lhs) if transpose_lhs else _row_tiles(lhs)
+        rhs = transpose(rhs) if transpose_rhs else _as_tiles(rhs, 1, accumulator.shape[1] // PANEL)
         value = mgpu.WGMMAAccumulator(_value=accumulator, _original_layout=accumulator.layout, _sync=first)
         if not first:
             _ptx("wgmma.fence.sync.aligned;")
@@ -255,3 +307,17 @@ def finish_wgmma(accumulator):
 def zero_accumulator(rows, columns) -> jax.Array:
     """Where a chain of `wgmma` starts."""
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), ACCUMULATOR)
+
+
+def sigmoid(x):
+    """`1 / (1 + exp(-x))` of a float32 tile, in 4 instructions an element; Pallas's own division takes 4 more."""
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
+    def run(ctx, x):
+        f32 = ir.F32Type.get()
+        minus_log2_e = mgpu.c(-math.log2(math.e), f32)
+        one_and_exp = (x * minus_log2_e).exp2(approx=True) + mgpu.c(1.0, f32)
+        return one_and_exp._pointwise(one_and_exp._lift_fast_instr("rcp.approx.ftz.f32"))
+
+    return run(x)

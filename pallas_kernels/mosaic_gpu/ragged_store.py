@@ -4,10 +4,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.inline import ROW_TILES
+from pallas_kernels.mosaic_gpu.inline import PANEL, SWIZZLED, store_panels
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, Where
-
-CHUNK = 64  # columns stored at a time
 
 
 def ragged_copy(buffer, output, where: Where, columns: tuple) -> None:
@@ -35,20 +33,20 @@ def store_rows(values: jax.Array, buffer, output, where: Where, column) -> None:
     Two buffers take turns: the store before last must have left shared memory.
     """
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-    buffer[...] = values
+    store_panels(buffer, values)
     plgpu.commit_smem()
-    ragged_copy(buffer, output, where, (pl.ds(pl.multiple_of(column, CHUNK), values.shape[1]),))
+    ragged_copy(buffer, output, where, (pl.ds(column, values.shape[1]),))
     plgpu.commit_smem_to_gmem_group()
 
 
 def store_buffers(dtype):
     """Two buffers for `store_rows` per consumer warpgroup."""
-    return plgpu.SMEM((4, GROUP_ROWS, CHUNK), dtype, transforms=ROW_TILES)
+    return plgpu.SMEM((4, GROUP_ROWS, PANEL), dtype, transforms=SWIZZLED)
 
 
-def store_buffer(buffers, chunk: int, where: Where):
+def store_buffer(buffers, panel: int, where: Where):
     """The buffer whose turn it is."""
-    return buffers.at[where.warpgroup * 2 + chunk % 2]
+    return buffers.at[where.warpgroup * 2 + panel % 2]
 
 
 def packed_tile(dtype):
@@ -61,9 +59,8 @@ def pack(accumulator, where, inputs, outputs, scratch):
     return accumulator.astype(outputs[0].dtype)
 
 
-def store_packed(packed, chunk, where, inputs, outputs, scratch):
-    """Stores a chunk of a tile that is the only output as it is."""
-    columns = packed[:, chunk * CHUNK : (chunk + 1) * CHUNK]
-    column = where.column_tile * TILE_COLUMNS + chunk * CHUNK
-    store_rows(columns, store_buffer(scratch[0], chunk, where), outputs[0], where, column)
-    return packed
+def store_packed(packed, panel, where, inputs, outputs, scratch):
+    """Stores 64 columns of a tile that is the only output as it is."""
+    columns = packed[:, panel * PANEL : (panel + 1) * PANEL]
+    column = where.column_tile * TILE_COLUMNS + panel * PANEL
+    store_rows(columns, store_buffer(scratch[0], panel, where), outputs[0], where, column)

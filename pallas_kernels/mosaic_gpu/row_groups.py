@@ -38,6 +38,7 @@ class Where(NamedTuple):
     """The part of the output that one consumer warpgroup holds: its rows `row` to `row + rows`, of a column tile."""
 
     warpgroup: jax.Array
+    expert: jax.Array
     row: jax.Array
     rows: jax.Array  # valid ones, a multiple of 8, 64 at most
     row_tile: jax.Array

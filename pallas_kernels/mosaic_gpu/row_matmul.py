@@ -16,12 +16,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu import inline
-from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL_TILES, ROW_TILES, RowGather
+from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, Where
 
 NUM_SMS = 132
-# setmaxnreg shares out what the launch gave the block, 168 registers a thread; asking for more hangs.
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216
+
+
+def tile_panel(accumulator, panel: int, where: Where, bias=None):
+    """64 columns of a tile, plus their part of `bias` `(E, column tiles, 256)` float32 if there is one."""
+    columns = accumulator[:, panel * PANEL : (panel + 1) * PANEL]
+    if bias is None:
+        return columns
+    own = bias.at[where.expert, where.column_tile, pl.ds(panel * PANEL, PANEL)]
+    own = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return columns + lax.broadcast_in_dim(own, columns.shape, (1,))
 
 
 class RowMatmul(NamedTuple):
@@ -34,16 +42,18 @@ class RowMatmul(NamedTuple):
       num_column_tiles: how many blocks of 256 columns.
       k_steps: steps of 64 along the contracted dimension.
       gathers: whether the left operand's rows are gathered: then the inputs start with tokens and row indices.
-      transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns).
+      transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns) in panels.
       copies: bulk copies that `load` starts per k step.
       load: `(inputs, expert, row, column_tile, k, lhs_slot, rhs_slot, barrier)`, starts the bulk copies of one k step.
+      prefetch: `(where, inputs, outputs, scratch)`, under the first products of a tile.
       finish: `(accumulator, where, inputs, outputs, scratch) -> held`, at the end of a tile.
-      store: `(held, chunk, where, inputs, outputs, scratch) -> held`, one chunk of a tile, under the next's products.
+      store: `(held, chunk, where, inputs, outputs, scratch)`, one chunk of a tile, under the next's products.
       held: shapes, dtypes and layouts of what a finished tile keeps in registers.
       chunks: chunks of a tile.
-      scratch: shared memory for `finish` and `store`.
+      scratch: shared memory for `start`, `finish` and `store`.
       stages: slots of the ring.
-      looped_chunks: the first so many chunks are stored in a loop; for the others `store` gets a Python integer.
+      registers: a thread of the producer has, and one of a consumer. `setmaxnreg` shares out the 168 that the launch
+        gave to each of three warpgroups; asking for more hangs.
     """
 
     name: str
@@ -56,21 +66,13 @@ class RowMatmul(NamedTuple):
     copies: int
     load: Callable
     finish: Callable
-    store: Callable
-    held: Any
-    chunks: int
     scratch: tuple
+    prefetch: Callable | None = None
+    store: Callable | None = None
+    held: Any = ()
+    chunks: int = 0
     stages: int = 4
-    looped_chunks: int = 0
-
-
-def _loop_over_chunks(start: int, stop: int, looped: int, body: Callable, carry):
-    """`body(chunk, carry)` for each chunk, the first `looped` ones as a loop, the others written out."""
-    if start < min(stop, looped):
-        carry = lax.fori_loop(start, min(stop, looped), body, carry)
-    for chunk in range(max(start, looped), stop):
-        carry = body(chunk, carry)
-    return carry
+    registers: tuple[int, int] = (72, 216)
 
 
 def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
@@ -102,7 +104,7 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
 
         @pl.when(warpgroup == 2)
         def produce():
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            plgpu.set_max_registers(op.registers[0], action="decrease")
 
             def tokens_of(row):
                 return gather.load_tokens(inputs[1], row) if gather else ()
@@ -132,14 +134,12 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
 
         @pl.when(warpgroup < 2)
         def consume():
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            plgpu.set_max_registers(op.registers[1], action="increase")
             refs = (inputs, outputs, scratch)
 
-            def for_chunks(start, stop, body, carry):
-                return _loop_over_chunks(start, stop, op.looped_chunks, body, carry)
-
-            def store(held, chunk, where):
-                return op.store(held, chunk, where, *refs)
+            def store(done, chunks):
+                for chunk in chunks:
+                    op.store(done[0], chunk, done[1], *refs)
 
             def release(step):
                 plgpu.barrier_arrive(empty.at[lax.rem(step, stages)])
@@ -163,56 +163,51 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
                 return step + 1, accumulator
 
             def consume_tile(i, carry):
-                step, done, done_where, (_, row, valid, row_tile, column_tile) = carry
+                step, done, (expert, row, valid, row_tile, column_tile) = carry
                 first = warpgroup * GROUP_ROWS
                 rows = jnp.clip(valid - first, 0, GROUP_ROWS)
-                where = Where(warpgroup, row + first, rows, row_tile, column_tile)
+                where = Where(warpgroup, expert, row + first, rows, row_tile, column_tile)
 
-                def run(step, held=done):
+                def run(step):
                     # Chunks share out the products' time; more chunks than k steps are stored at once.
                     overlapped = min(op.chunks, op.k_steps)
-                    apart = max(1, (op.k_steps - 1) // overlapped)
+                    apart = max(1, (op.k_steps - 1) // max(overlapped, 1))
                     at_once = op.chunks - overlapped
-                    held = for_chunks(0, at_once, lambda chunk, held: store(held, chunk, done_where), held)
 
-                    def k_steps(count, carry):
-                        return lax.fori_loop(0, count, lambda _, c: k_step(*c), carry)
+                    def k_steps(count, products):
+                        return lax.fori_loop(0, count, lambda _, p: k_step(*p), products)
 
-                    def overlapped_chunk(chunk, carry):
-                        held, *products = carry
-                        held = store(held, chunk, done_where)
-                        left = op.k_steps - 1 - (chunk - at_once) * apart
-                        return held, *k_steps(jnp.clip(left, 0, apart), tuple(products))
-
+                    store(done, range(at_once))
                     products = k_step(step, inline.zero_accumulator(GROUP_ROWS, TILE_COLUMNS), first=True)
-                    held, *products = for_chunks(at_once, op.chunks, overlapped_chunk, (held, *products))
-                    left = max(0, op.k_steps - 1 - overlapped * apart)
-                    step, accumulator = k_steps(left, tuple(products))
+                    if op.prefetch:
+                        op.prefetch(where, *refs)
+                    left = op.k_steps - 1
+                    for chunk in range(at_once, op.chunks):
+                        store(done, (chunk,))
+                        products = k_steps(min(left, apart), products)
+                        left -= min(left, apart)
+                    step, accumulator = k_steps(left, products)
                     accumulator = inline.finish_wgmma(accumulator)
                     release(step + stages - 1)
-                    return step, op.finish(accumulator, where, *refs), where
+                    held = op.finish(accumulator, where, *refs)
+                    return step, (held, where) if op.chunks else ()
 
                 following = tile_at(i + 1)
-                return *lax.cond(valid > 0, run, lambda s: (s, done, done_where), step), following
+                return *lax.cond(valid > 0, run, lambda s: (s, done), step), following
 
             nothing = jax.tree.map(lambda h: plgpu.layout_cast(jnp.zeros(h.shape, h.dtype), h.layout), op.held)
-            carry = (zero, nothing, Where(warpgroup, zero, zero, zero, zero), tile_at(zero))
-            _, done, done_where, _ = lax.fori_loop(0, num_mine, consume_tile, carry)
-            for_chunks(0, op.chunks, lambda chunk, held: store(held, chunk, done_where), done)
+            done = (nothing, Where(warpgroup, zero, zero, zero, zero, zero)) if op.chunks else ()
+            _, done, _ = lax.fori_loop(0, num_mine, consume_tile, (zero, done, tile_at(zero)))
+            store(done, range(op.chunks))
             plgpu.wait_smem_to_gmem(0)
 
     kernel.__name__ = op.name
-    rhs_shape, rhs_tiles = (
-        ((stages, TILE_COLUMNS, K_STEP), ROW_TILES)
-        if op.transposed_weights
-        else ((stages, K_STEP, TILE_COLUMNS), PANEL_TILES)
-    )
     return plgpu.kernel(
         kernel,
         out_type=list(op.outputs),
         scratch_types=[
-            plgpu.SMEM((stages, TILE_ROWS, K_STEP), dtype, transforms=ROW_TILES),
-            plgpu.SMEM(rhs_shape, dtype, transforms=rhs_tiles),
+            plgpu.SMEM((stages, TILE_ROWS, K_STEP), dtype, transforms=SWIZZLED),
+            plgpu.SMEM((stages, TILE_COLUMNS, K_STEP), dtype, transforms=SWIZZLED),
             *op.scratch,
             plgpu.SMEM((2 * stages,), jnp.int32),  # `landed`: 8-byte mbarriers of the gather
             plgpu.Barrier(num_arrivals=max(1, op.copies), num_barriers=stages),

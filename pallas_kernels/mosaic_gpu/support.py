@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-WIDTH_MULTIPLE = 64
+WIDTH_MULTIPLE = 8
+"""Rows must be whole multiples of 16 bytes, what bulk copies and the gather move."""
 
 
 def unsupported(
@@ -21,22 +22,14 @@ def unsupported(
     d, n = weights[0].shape[1:]
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x has dtype {x.dtype}, the tensor cores take bfloat16 or float16"
-    for weight in weights:
-        if weight.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"a weight has dtype {weight.dtype}, must be bfloat16, float16 or float32"
+    for array in (*weights, *biases):
+        if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"a weight or bias has dtype {array.dtype}, must be bfloat16, float16 or float32"
     if len({weight.dtype for weight in weights[:-1]}) > 1:
         return f"w_gate and w_up have dtypes {weights[0].dtype} and {weights[1].dtype}, must have the same"
-    if biases:
-        return "the kernels do not add biases yet"
     for name, width in (("d", d), ("n", n)):
-        if width % WIDTH_MULTIPLE or width < 256:
-            return f"{name}={width} must be a multiple of {WIDTH_MULTIPLE}, 256 or more"
+        if width % WIDTH_MULTIPLE:
+            return f"{name}={width} must be a multiple of {WIDTH_MULTIPLE}"
     if x.shape[0] * d // 8 >= 2**31:
         return f"x of shape {x.shape} is too large for the gather's 32-bit offsets in units of 16 bytes"
     return None
-
-
-def no_biases(*biases) -> None:
-    """Raises NotImplementedError if there is a bias."""
-    if any(b is not None for b in biases):
-        raise NotImplementedError("the Hopper kernels do not add biases yet; use the portable ones")

@@ -6,8 +6,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic_gpu.inline import K_STEP
-from pallas_kernels.mosaic_gpu.ragged_store import CHUNK, pack, packed_tile, store_buffers, store_packed
+from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
+from pallas_kernels.mosaic_gpu.ragged_store import pack, packed_tile, store_buffers, store_packed
 from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
 
@@ -27,14 +27,14 @@ def up_backward(
 
     def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
         first_column = inputs[-1]
-        column = pl.multiple_of(first_column[0] + column_tile * TILE_COLUMNS, 8)
+        column = first_column[0] + column_tile * TILE_COLUMNS
         for i in range(len(weights)):
             d_pre, weight = inputs[2 * i], inputs[2 * i + 1]
 
             @pl.when((k >= i * steps_each) & (k < (i + 1) * steps_each))
             def _(d_pre=d_pre, weight=weight, i=i):
                 steps = pl.ds((k - i * steps_each) * K_STEP, K_STEP)
-                plgpu.copy_gmem_to_smem(d_pre.at[pl.ds(pl.multiple_of(row, 8), TILE_ROWS), steps], lhs, barrier)
+                plgpu.copy_gmem_to_smem(d_pre.at[pl.ds(row, TILE_ROWS), steps], lhs, barrier)
                 plgpu.copy_gmem_to_smem(weight.at[expert, pl.ds(column, TILE_COLUMNS), steps], rhs, barrier)
 
     pairs = [array for pair in zip(d_pre_activations, weights, strict=True) for array in pair]
@@ -52,7 +52,7 @@ def up_backward(
             finish=pack,
             store=store_packed,
             held=packed_tile(dtype),
-            chunks=TILE_COLUMNS // CHUNK,
+            chunks=TILE_COLUMNS // PANEL,
             scratch=(store_buffers(dtype),),
         ),
         groups.tiles,

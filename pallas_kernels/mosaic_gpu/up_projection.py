@@ -3,15 +3,17 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.mosaic_gpu.inline import K_STEP
-from pallas_kernels.mosaic_gpu.ragged_store import CHUNK, packed_tile, store_buffer, store_buffers, store_rows
+from pallas_kernels.mosaic_gpu.elementwise import value
+from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
+from pallas_kernels.mosaic_gpu.ragged_store import packed_tile, store_buffer, store_buffers, store_rows
 from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, RowGroups
-from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
-from pallas_kernels.mosaic_gpu.support import no_biases
+from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul, tile_panel
 
 
 def up_projection(
@@ -28,59 +30,63 @@ def up_projection(
     with both. The activation is computed from the float32 accumulators and stored at the end of its tile; the packed
     pre-activations follow under the next tile.
     """
-    no_biases(*biases)
     weights = tuple(w.astype(x.dtype) for w in weights)
     n = weights[0].shape[2]
-    panel = TILE_COLUMNS // len(weights)
-    chunks_per_panel = panel // CHUNK
+    width = TILE_COLUMNS // len(weights)  # of a projection's part of a tile
+    panels = width // PANEL
+    column_tiles = -(-n // width)
+
+    def place(panel, column_tile):
+        """The projection that a panel of a tile belongs to, and its first column there."""
+        return panel // panels, column_tile * width + panel % panels * PANEL
 
     def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
-        for i, weight in enumerate(inputs[2:]):
-            block = weight.at[expert, pl.ds(k * K_STEP, K_STEP), pl.ds(column_tile * panel, panel)]
-            plgpu.copy_gmem_to_smem(block, rhs.at[:, pl.ds(i * panel, panel)], barrier)
+        for panel in range(TILE_COLUMNS // PANEL):
+            projection, column = place(panel, column_tile)
+            block = inputs[2 + projection].at[expert, pl.ds(k * K_STEP, K_STEP), pl.ds(column, PANEL)]
+            plgpu.copy_gmem_to_smem(block, rhs.at[pl.ds(panel * PANEL, PANEL)], barrier)
 
     def finish(accumulator, where, inputs, outputs, scratch):
-        for chunk in range(chunks_per_panel):
-            columns = [accumulator[:, p * panel + chunk * CHUNK :][:, :CHUNK] for p in range(len(weights))]
-            hidden = activation(*columns).astype(x.dtype)
-            store_rows(
-                hidden,
-                store_buffer(scratch[0], chunk, where),
-                outputs[-1],
-                where,
-                where.column_tile * panel + chunk * CHUNK,
-            )
-        return accumulator.astype(x.dtype)
+        bias = inputs[-1] if biases else None
+        packed = [None] * (TILE_COLUMNS // PANEL)
+        for panel in range(panels):
+            own = range(panel, TILE_COLUMNS // PANEL, panels)  # of each projection
+            pre = [tile_panel(accumulator, p, where, bias) for p in own]
+            for p, values in zip(own, pre, strict=True):
+                packed[p] = values.astype(x.dtype)
+            hidden = value(activation, pre).astype(x.dtype)
+            column = place(panel, where.column_tile)[1]
+            store_rows(hidden, store_buffer(scratch[0], panel, where), outputs[-1], where, column)
+        return lax.concatenate(packed, 1)
 
-    def store(packed, chunk, where, inputs, outputs, scratch):
-        output = outputs[chunk // chunks_per_panel]
-        column = where.column_tile * panel + chunk % chunks_per_panel * CHUNK
-        store_rows(
-            packed[:, chunk * CHUNK : (chunk + 1) * CHUNK],
-            store_buffer(scratch[0], chunk, where),
-            output,
-            where,
-            column,
-        )
-        return packed
+    def store(packed, panel, where, inputs, outputs, scratch):
+        projection, column = place(panel, where.column_tile)
+        values = packed[:, panel * PANEL : (panel + 1) * PANEL]
+        store_rows(values, store_buffer(scratch[0], panel, where), outputs[projection], where, column)
+
+    bias = ()
+    if biases:  # in the order of a tile's columns
+        padded = [jnp.pad(b.astype(jnp.float32), ((0, 0), (0, column_tiles * width - n))) for b in biases]
+        bias = (jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2),)
 
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
     *pre_activations, hidden = row_matmul(
         RowMatmul(
             name="moe_up_projection",
-            inputs=(x, groups.token_indices, *weights),
+            inputs=(x, groups.token_indices, *weights, *bias),
             outputs=(rows,) * (len(weights) + 1),
-            num_column_tiles=-(-n // panel),
+            num_column_tiles=column_tiles,
             k_steps=-(-x.shape[1] // K_STEP),
             gathers=True,
             transposed_weights=False,
-            copies=len(weights),
+            copies=TILE_COLUMNS // PANEL,
             load=load,
             finish=finish,
             store=store,
             held=packed_tile(x.dtype),
-            chunks=TILE_COLUMNS // CHUNK,
+            chunks=TILE_COLUMNS // PANEL,
             scratch=(store_buffers(x.dtype),),
+            registers=(88, 208),
         ),
         groups.tiles,
     )

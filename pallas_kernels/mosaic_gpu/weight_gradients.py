@@ -17,14 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic_gpu import inline
-from pallas_kernels.mosaic_gpu.inline import K_STEP, ROW_TILES, RowGather
+from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups
-from pallas_kernels.mosaic_gpu.row_matmul import CONSUMER_REGISTERS, NUM_SMS, PRODUCER_REGISTERS
-from pallas_kernels.mosaic_gpu.support import no_biases
+from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
+from pallas_kernels.mosaic_gpu.support import WIDTH_MULTIPLE
 
 STAGES = 4
-PANEL = 64  # columns
-LHS_PANELS, RHS_PANELS = TILE_ROWS // PANEL, TILE_COLUMNS // PANEL
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216
+RHS_PANELS = TILE_COLUMNS // PANEL
 
 
 def up_weight_gradients(
@@ -34,13 +34,26 @@ def up_weight_gradients(
     *,
     dtypes: tuple,
     bias_dtypes: tuple,
-) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[()]]:
+) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
     """`X_gᵀ · dP` per projection, in one pass over the gathered token rows; see the portable twin."""
-    no_biases(*bias_dtypes)
     gradients = _row_contraction(
         "moe_up_weight_gradients", x, d_pre_activations, groups, dtypes=dtypes, transposed=False
     )
-    return gradients, ()
+    if not bias_dtypes:
+        return gradients, ()
+    # Sums over rows are products with ones: every row gathers the same token.
+    is_row = groups.token_indices < x.shape[0]
+    rows_of_ones = groups._replace(token_indices=jnp.where(is_row, 0, 1))
+    ones = jnp.ones((1, WIDTH_MULTIPLE), x.dtype)
+    sums = _row_contraction(
+        "moe_up_bias_gradients",
+        ones,
+        d_pre_activations,
+        rows_of_ones,
+        dtypes=(jnp.float32,) * len(bias_dtypes),
+        transposed=False,
+    )
+    return gradients, tuple(s[:, 0].astype(t) for s, t in zip(sums, bias_dtypes, strict=True))
 
 
 def down_weight_gradients(
@@ -51,15 +64,19 @@ def down_weight_gradients(
     *,
     dtype,
     bias_dtype,
-) -> tuple[Float[Array, "E n d"], None]:
+) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
     """`(weights · A)ᵀ · dy_g`; see the portable twin."""
-    no_biases(bias_dtype)
-    del row_weights  # they are in the weighted activation; the bias gradient alone would need them
     # The gathered side on the left, where a tile is narrow: half the bytes to gather, and the product is transposed.
     (gradient,) = _row_contraction(
         "moe_down_weight_gradients", dy, (weighted_hidden,), groups, dtypes=(dtype,), transposed=True
     )
-    return gradient, None
+    if bias_dtype is None:
+        return gradient, None
+    stored = jnp.broadcast_to(row_weights.astype(dy.dtype)[:, None], (groups.num_rows, WIDTH_MULTIPLE))
+    (sums,) = _row_contraction(
+        "moe_down_bias_gradients", dy, (stored,), groups, dtypes=(bias_dtype,), transposed=True
+    )
+    return gradient, sums[:, 0]
 
 
 class _Where(NamedTuple):
@@ -103,11 +120,8 @@ def _row_contraction(
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
         num_mine = (total - block + NUM_SMS - 1) // NUM_SMS
 
-        def lhs_panel(slot, i: int | jax.Array = 0):
-            return lhs.at[slot * LHS_PANELS + i]
-
-        def rhs_panel(slot, i=0):
-            return rhs.at[slot * RHS_PANELS + i]
+        def panel_of(slot, i):
+            return slot.at[pl.ds(i * PANEL, PANEL)]
 
         def tile_at(i):  # past the end the last tile is repeated; its values are not used
             linear = jnp.maximum(block + jnp.minimum(i, num_mine - 1) * NUM_SMS, 0)
@@ -132,13 +146,13 @@ def _row_contraction(
                     slot = lax.rem(step, STAGES)
                     row = start + k * K_STEP
                     pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                    rows = pl.ds(pl.multiple_of(row, 8), K_STEP)
+                    rows = pl.ds(row, K_STEP)
                     for i in range(RHS_PANELS):
                         source, column = stored[i * PANEL // panel], i * PANEL % panel
                         block = source.at[rows, pl.ds(column_tile * panel + column, PANEL)]
-                        plgpu.copy_gmem_to_smem(block, rhs_panel(slot, i), full.at[slot])
+                        plgpu.copy_gmem_to_smem(block, panel_of(rhs.at[slot], i), full.at[slot])
                     offsets = gather.row_chunks(tokens, end - row)
-                    gather.copy(gathered, offsets, lhs_panel(slot), landed, slot, row_tile * TILE_ROWS)
+                    gather.copy(gathered, offsets, lhs.at[slot], landed, slot, row_tile * TILE_ROWS)
                     following_row = jnp.where(k + 1 < steps, row + K_STEP, following[3])
                     return step + 1, gather.load_tokens(indices, following_row)
 
@@ -163,16 +177,20 @@ def _row_contraction(
                 buffer = buffers.at[where.warpgroup * 2 + chunk % 2]
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 values = values[:, column : column + chunk_columns].astype(result.dtype)
-                rows = pl.ds(where.row_tile * TILE_ROWS + where.warpgroup * GROUP_ROWS, GROUP_ROWS)
-                columns = pl.ds(where.column_tile * panel + column_in_panel, chunk_columns)
-                if transposed:
-                    buffer.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
-                    target = result.at[where.expert, columns, rows]
-                else:
-                    buffer[...] = values
-                    target = result.at[where.expert, rows, columns]
+                inline.store_panels(buffer, values, transposed=transposed)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(buffer, target)
+                rows, columns = where.row_tile * TILE_ROWS + where.warpgroup * GROUP_ROWS, where.column_tile * panel
+                columns += column_in_panel
+                if not transposed:
+                    target = result.at[where.expert, pl.ds(rows, GROUP_ROWS), pl.ds(columns, chunk_columns)]
+                    plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
+                else:
+                    for i in range(GROUP_ROWS // chunk_columns):
+                        own = pl.ds(rows + i * chunk_columns, chunk_columns)
+                        target = result.at[where.expert, pl.ds(columns, chunk_columns), own]
+                        part = buffer.at[pl.ds(i * chunk_columns, chunk_columns)]
+                        plgpu.copy_smem_to_gmem(part, target, commit_group=False)
+                plgpu.commit_smem_to_gmem_group()
 
             def release(step):
                 plgpu.barrier_arrive(empty.at[lax.rem(step, STAGES)])
@@ -181,12 +199,11 @@ def _row_contraction(
                 slot = lax.rem(step, STAGES)
                 plgpu.barrier_wait(full.at[slot])
                 inline.wait_landed(landed, slot, lax.rem(step // STAGES, 2))
-                own = lhs_panel(slot, warpgroup)
 
                 # The gather left zeros in the rows past the expert's last; the other side must not hold a NaN there.
-                pl.when(end - row < K_STEP)(lambda: inline.zero_rows(rhs_panel(slot), RHS_PANELS, end - row))
+                pl.when(end - row < K_STEP)(lambda: inline.zero_rows(rhs.at[slot], RHS_PANELS, end - row))
                 accumulator = inline.wgmma(
-                    accumulator, own, rhs_panel(slot), first=first, transpose_lhs=True, rhs_panels=RHS_PANELS
+                    accumulator, panel_of(lhs.at[slot], warpgroup), rhs.at[slot], first=first, transpose_lhs=True
                 )
                 plgpu.wgmma_wait(1)
                 if not first:
@@ -251,16 +268,14 @@ def _row_contraction(
             plgpu.wait_smem_to_gmem(0)
 
     kernel.__name__ = name
-    chunk_tiles = (plgpu.TilingTransform((8, chunk_columns)), inline.SWIZZLE)
-    chunk_shape = (chunk_columns, GROUP_ROWS) if transposed else (GROUP_ROWS, chunk_columns)
     result_shape = (num_experts, *(shape[::-1] if transposed else shape))
     return plgpu.kernel(
         kernel,
         out_type=tuple(jax.ShapeDtypeStruct(result_shape, t) for t in dtypes),
         scratch_types=[
-            plgpu.SMEM((STAGES * LHS_PANELS, K_STEP, PANEL), tokens.dtype, transforms=ROW_TILES),
-            plgpu.SMEM((STAGES * RHS_PANELS, K_STEP, PANEL), tokens.dtype, transforms=ROW_TILES),
-            plgpu.SMEM((4, *chunk_shape), held_dtype, transforms=chunk_tiles),
+            plgpu.SMEM((STAGES, TILE_ROWS, PANEL), tokens.dtype, transforms=SWIZZLED),  # panels (K_STEP, PANEL)
+            plgpu.SMEM((STAGES, TILE_COLUMNS, PANEL), tokens.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((4, GROUP_ROWS, chunk_columns), held_dtype, transforms=SWIZZLED),
             plgpu.SMEM((2 * STAGES,), jnp.int32),  # `landed`: 8-byte mbarriers of the gather
             plgpu.Barrier(num_arrivals=RHS_PANELS, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
