@@ -11,15 +11,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.mosaic_gpu import inline
 from pallas_kernels.mosaic_gpu.elementwise import value_and_gradients
-from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, load_panel, store_panels
+from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
 from pallas_kernels.mosaic_gpu.ragged_store import ragged_copy
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups, rows_of_tiles
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
-PANELS = TILE_COLUMNS // PANEL
-STAGES = 3
+COPIES = TILE_COLUMNS // TILE_ROWS
 
 
 def down_backward(
@@ -34,9 +34,8 @@ def down_backward(
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
 
-    The epilogue works from the accumulators, on panels of 64 columns. The pre-activations of the first two come in
-    under the tile's products, those of a later panel while the one before it is worked on; the gradients leave from the
-    buffers of what they were made from.
+    At the end of a tile its pre-activations come through the ring of operand slots, 64 columns a slot, and the results
+    leave from there: the ring runs on over the end of a tile, as deep as for the products.
     """
     num_pre = len(pre_activations)
     num_rows, n = pre_activations[0].shape
@@ -45,61 +44,44 @@ def down_backward(
     column_tiles = -(-n // TILE_COLUMNS)
 
     def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
-        w_down = inputs[2]
-        block = w_down.at[expert, pl.ds(column_tile * TILE_COLUMNS, TILE_COLUMNS), pl.ds(k * K_STEP, K_STEP)]
-        plgpu.copy_gmem_to_smem(block, rhs, barrier)
+        for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
+            columns = pl.ds(column_tile * TILE_COLUMNS + first, TILE_ROWS)
+            block = inputs[2].at[expert, columns, pl.ds(k * K_STEP, K_STEP)]
+            plgpu.copy_gmem_to_smem(block, rhs.at[pl.ds(first, TILE_ROWS)], barrier)
 
-    def columns_of(panel, where):
-        return pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
+    def load_panel(inputs, row, column_tile, panel, rhs, barrier):
+        columns = pl.ds(column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
+        for i in range(COPIES):
+            pre = inputs[4 + min(i, num_pre - 1)]  # an ungated one twice
+            plgpu.copy_gmem_to_smem(pre.at[pl.ds(row, TILE_ROWS), columns], rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)], barrier)
 
-    def buffer_set(panel, where, scratch):
-        """Where a panel's pre-activations arrive and its gradients leave from, and the barrier of the arrival."""
-        buffers, _, arrived = scratch
-        turn = panel % 2 * 2 + where.warpgroup
-        return [buffers.at[turn * num_pre + i] for i in range(num_pre)], arrived.at[turn]
-
-    def fetch(panel, where, inputs, scratch):
-        """Starts the copies of 64 columns of pre-activations."""
-        buffers, arrived = buffer_set(panel, where, scratch)
-        for pre, buffer in zip(inputs[4:], buffers, strict=True):
-            plgpu.copy_gmem_to_smem(pre.at[pl.ds(where.row, GROUP_ROWS), columns_of(panel, where)], buffer, arrived)
-
-    def prefetch(where, inputs, outputs, scratch):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last panels of the tile before have left
-
-        @pl.when(where.rows > 0)
-        def _():
-            for panel in range(2):
-                fetch(panel, where, inputs, scratch)
-
-    def finish(accumulator, where, inputs, outputs, scratch):
-        pl.when(where.rows > 0)(lambda: epilogue(accumulator, where, inputs, outputs, scratch))
-        return ()
-
-    def epilogue(accumulator, where, inputs, outputs, scratch):
+    def begin(where, inputs):
         weight = plgpu.load(inputs[3].at[pl.ds(where.row, GROUP_ROWS)], layout=ROWS, optimized=False)
-        weight = lax.broadcast_in_dim(weight, (GROUP_ROWS, PANEL), (0,))
-        d_weight = plgpu.layout_cast(jnp.zeros((GROUP_ROWS,), jnp.float32), ROWS)
-        for panel in range(PANELS):
-            if panel > 0:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if 0 < panel < PANELS - 1:
-                fetch(panel + 1, where, inputs, scratch)
-            buffers, arrived = buffer_set(panel, where, scratch)
-            plgpu.barrier_wait(arrived)
-            pre = [load_panel(b).astype(jnp.float32) for b in buffers]
-            d_hidden = accumulator[:, panel * PANEL : (panel + 1) * PANEL]
-            hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
-            d_weight += (d_hidden * hidden).sum(axis=1)
-            buffers = (*buffers, scratch[1].at[where.warpgroup])
-            for buffer, result in zip(buffers, (*d_pre, weight * hidden), strict=True):
-                store_panels(buffer, result.astype(dtype))
-            plgpu.commit_smem()
-            for buffer, output in zip(buffers, (*inputs[4:], outputs[0]), strict=True):
-                ragged_copy(buffer, output, where, (columns_of(panel, where),))
-            plgpu.commit_smem_to_gmem_group()
+        return weight, plgpu.layout_cast(jnp.zeros((GROUP_ROWS,), jnp.float32), ROWS)
+
+    def panel(accumulator, begun, panel, where, lhs, rhs, inputs, outputs):
+        row_weight, d_weight = begun
+        own = [rhs.at[pl.ds(i * TILE_ROWS + where.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
+        weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PANEL), (0,))
+        pre = [inline.load_panel(b).astype(jnp.float32) for b in own]
+        d_hidden = accumulator[:, panel * PANEL : (panel + 1) * PANEL]
+        hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
+        d_weight += (d_hidden * hidden).sum(axis=1)
+        # The results leave from where the pre-activations were, and from the left operand's part of the slot.
+        own.append(lhs.at[pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)])
+        for buffer, result in zip(own, (*d_pre, weight * hidden), strict=True):
+            inline.store_panels(buffer, result.astype(dtype))
+        plgpu.commit_smem()
+        columns = pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
+        for buffer, output in zip(own, (*inputs[4:], outputs[0]), strict=True):
+            ragged_copy(buffer, output, where, (columns,))
+        plgpu.commit_smem_to_gmem_group()
+        return row_weight, d_weight
+
+    def finish(begun, where, inputs, outputs, scratch):
         rows = pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)
-        outputs[1].at[where.row_tile, where.column_tile, rows][...] = d_weight
+        outputs[1].at[where.row_tile, where.column_tile, rows][...] = begun[1]
+        return ()
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums_shape = (groups.tiles.num_tiles, column_tiles, TILE_ROWS)
@@ -114,17 +96,14 @@ def down_backward(
             k_steps=-(-dy.shape[1] // K_STEP),
             gathers=True,
             transposed_weights=True,
-            copies=1,
+            copies=COPIES,
             load=load,
-            prefetch=prefetch,
+            panels=TILE_COLUMNS // PANEL,
+            load_panel=load_panel,
+            begin=begin,
+            panel=panel,
             finish=finish,
-            scratch=(
-                plgpu.SMEM((4 * num_pre, GROUP_ROWS, PANEL), dtype, transforms=SWIZZLED),
-                plgpu.SMEM((2, GROUP_ROWS, PANEL), dtype, transforms=SWIZZLED),
-                plgpu.Barrier(num_arrivals=num_pre, num_barriers=4),
-            ),
-            stages=STAGES,
-            registers=(56, 224),
+            registers=tuple(int(a) for a in __import__('os').environ.get('REGS','56,224').split(',')),
         ),
         groups.tiles,
     )

@@ -172,9 +172,9 @@ class RowGather:
         """Starts the copies, to the tile whose first panel is `panel`; they arrive on `landed[slot]` as they land."""
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(SWIZZLED), plgpu.RefType(), _SCALAR, _SCALAR)
+            arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(SWIZZLED), _SCALAR)
         )
-        def run(ctx, source, offsets, panel_ref, landed, slot, first_column):
+        def run(ctx, source, offsets, panel_ref, first_column):
             chunk = arith.remui(_thread(), _c32(self.chunks))
             row = arith.divui(_thread(), _c32(self.chunks))
             column = arith.addi(_scalar(first_column), arith.muli(chunk, _c32(8)))
@@ -204,10 +204,19 @@ class RowGather:
                     size,
                     constraints="r,l,r",
                 )
+
+        run(source, offsets, panel, first_column)
+        self.arrive(landed, slot)
+
+    def arrive(self, landed, slot):
+        """Lets `landed[slot]` complete when the copies that were started have landed."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
+        def run(ctx, landed, slot):
             barrier = _shared(landed, arith.muli(_scalar(slot), _c32(8)))
             _ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier, constraints="r")
 
-        run(source, offsets, panel, landed, slot, first_column)
+        run(landed, slot)
 
 
 def zero_rows(panel, panels, first_row):

@@ -45,7 +45,12 @@ class RowMatmul(NamedTuple):
       transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns) in panels.
       copies: bulk copies that `load` starts per k step.
       load: `(inputs, expert, row, column_tile, k, lhs_slot, rhs_slot, barrier)`, starts the bulk copies of one k step.
-      prefetch: `(where, inputs, outputs, scratch)`, under the first products of a tile.
+      panels: entries of the ring after a tile's k steps, for what its end reads.
+      load_panel: `(inputs, row, column_tile, panel, rhs_slot, barrier)`, starts the bulk copies of such an entry, as many
+        as for a k step.
+      begin: `(where, inputs) -> begun`, at the start of a tile.
+      panel: `(accumulator, begun, panel, where, lhs_slot, rhs_slot, inputs, outputs) -> begun`, at the end of a tile for
+        each of its panels. It may start bulk copies to device memory from the slots, one commit group a panel.
       finish: `(accumulator, where, inputs, outputs, scratch) -> held`, at the end of a tile.
       store: `(held, chunk, where, inputs, outputs, scratch)`, one chunk of a tile, under the next's products.
       held: shapes, dtypes and layouts of what a finished tile keeps in registers.
@@ -66,8 +71,11 @@ class RowMatmul(NamedTuple):
     copies: int
     load: Callable
     finish: Callable
-    scratch: tuple
-    prefetch: Callable | None = None
+    scratch: tuple = ()
+    panels: int = 0
+    load_panel: Callable | None = None
+    begin: Callable | None = None
+    panel: Callable | None = None
     store: Callable | None = None
     held: Any = ()
     chunks: int = 0
@@ -93,10 +101,14 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
         num_mine = (total - block + NUM_SMS - 1) // NUM_SMS
 
-        def tile_at(i):  # past the end the last tile is repeated; its values are not used
-            linear = jnp.maximum(block + jnp.minimum(i, num_mine - 1) * NUM_SMS, 0)
-            row_tile, column_tile = plgpu.planar_snake(linear, (schedule.num_tiles, op.num_column_tiles), 0, 1)
-            return expert_ref[row_tile], row_ref[row_tile], valid_ref[row_tile], row_tile, column_tile
+        def place_of(i):
+            """Row and column tile of this block's turn `i`."""
+            return plgpu.planar_snake(block + i * NUM_SMS, (schedule.num_tiles, op.num_column_tiles), 0, 1)
+
+        def rows_of(i):
+            """Expert, first row and valid rows; past the end the last tile is repeated, its values are not used."""
+            row_tile = jnp.clip(place_of(jnp.minimum(i, num_mine - 1))[0], 0, schedule.num_tiles - 1)
+            return expert_ref[row_tile], row_ref[row_tile], valid_ref[row_tile]
 
         zero = jnp.int32(0)
         if gather:
@@ -110,7 +122,8 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
                 return gather.load_tokens(inputs[1], row) if gather else ()
 
             def produce_tile(i, carry):
-                step, tokens, (expert, row, valid, _, column_tile), following = carry
+                step, tokens, (expert, row, valid), following = carry
+                column_tile = place_of(i)[1]
 
                 def run(step):
                     offsets = gather.row_chunks(tokens, valid) if gather else None
@@ -123,14 +136,23 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
                             gather.copy(inputs[0], offsets, lhs.at[slot], landed, slot, k * K_STEP)
                         return step + 1
 
-                    return lax.fori_loop(0, op.k_steps, k_step, step)
+                    def panel(i, step):
+                        slot = lax.rem(step, stages)
+                        pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                        op.load_panel(inputs, row, column_tile, i, rhs.at[slot], full.at[slot])
+                        if gather:
+                            gather.arrive(landed, slot)
+                        return step + 1
+
+                    step = lax.fori_loop(0, op.k_steps, k_step, step)
+                    return lax.fori_loop(0, op.panels, panel, step) if op.panels else step
 
                 following_tokens = tokens_of(following[1])  # a tile ahead: the loads finish under this tile's copies
-                after = tile_at(i + 2)
+                after = rows_of(i + 2)
                 return lax.cond(valid > 0, run, lambda s: s, step), following_tokens, following, after
 
-            first = tile_at(zero)
-            lax.fori_loop(0, num_mine, produce_tile, (zero, tokens_of(first[1]), first, tile_at(jnp.int32(1))))
+            first = rows_of(zero)
+            lax.fori_loop(0, num_mine, produce_tile, (zero, tokens_of(first[1]), first, rows_of(jnp.int32(1))))
 
         @pl.when(warpgroup < 2)
         def consume():
@@ -143,6 +165,11 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
 
             def release(step):
                 plgpu.barrier_arrive(empty.at[lax.rem(step, stages)])
+
+            def left(step, pending):
+                """Releases a panel's slot when its copies have left, all but the last `pending` groups."""
+                plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+                release(step)
 
             def k_step(step, accumulator, first=False):
                 slot = lax.rem(step, stages)
@@ -163,7 +190,8 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
                 return step + 1, accumulator
 
             def consume_tile(i, carry):
-                step, done, (expert, row, valid, row_tile, column_tile) = carry
+                step, done, (expert, row, valid) = carry
+                row_tile, column_tile = place_of(i)
                 first = warpgroup * GROUP_ROWS
                 rows = jnp.clip(valid - first, 0, GROUP_ROWS)
                 where = Where(warpgroup, expert, row + first, rows, row_tile, column_tile)
@@ -178,26 +206,36 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
                         return lax.fori_loop(0, count, lambda _, p: k_step(*p), products)
 
                     store(done, range(at_once))
+                    begun = op.begin(where, inputs) if op.begin else None
                     products = k_step(step, inline.zero_accumulator(GROUP_ROWS, TILE_COLUMNS), first=True)
-                    if op.prefetch:
-                        op.prefetch(where, *refs)
-                    left = op.k_steps - 1
+                    if op.panels:
+                        pl.when(step > 0)(lambda: left(step - 1, 0))
+                    ahead = op.k_steps - 1
                     for chunk in range(at_once, op.chunks):
                         store(done, (chunk,))
-                        products = k_steps(min(left, apart), products)
-                        left -= min(left, apart)
-                    step, accumulator = k_steps(left, products)
+                        products = k_steps(min(ahead, apart), products)
+                        ahead -= min(ahead, apart)
+                    step, accumulator = k_steps(ahead, products)
                     accumulator = inline.finish_wgmma(accumulator)
                     release(step + stages - 1)
+                    for panel in range(op.panels):
+                        slot = lax.rem(step, stages)
+                        plgpu.barrier_wait(full.at[slot])
+                        begun = op.panel(accumulator, begun, panel, where, lhs.at[slot], rhs.at[slot], inputs, outputs)
+                        if panel > 0:
+                            left(step - 1, 1)
+                        step += 1
+                    if op.panels:
+                        return step, op.finish(begun, where, *refs)
                     held = op.finish(accumulator, where, *refs)
                     return step, (held, where) if op.chunks else ()
 
-                following = tile_at(i + 1)
+                following = rows_of(i + 1)
                 return *lax.cond(valid > 0, run, lambda s: (s, done), step), following
 
             nothing = jax.tree.map(lambda h: plgpu.layout_cast(jnp.zeros(h.shape, h.dtype), h.layout), op.held)
             done = (nothing, Where(warpgroup, zero, zero, zero, zero, zero)) if op.chunks else ()
-            _, done, _ = lax.fori_loop(0, num_mine, consume_tile, (zero, done, tile_at(zero)))
+            _, done, _ = lax.fori_loop(0, num_mine, consume_tile, (zero, done, rows_of(zero)))
             store(done, range(op.chunks))
             plgpu.wait_smem_to_gmem(0)
 

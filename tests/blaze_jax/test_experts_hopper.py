@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from blaze_jax import RESIDUAL_NAMES, expert_ffn
+from blaze_jax.activations import ACTIVATION_NAMES
 from blaze_jax.oracle import dense_expert_ffn
 from tests.expert_problems import apply, make_problem, results
 from tests.numerics import assert_close, assert_same_bits
@@ -30,7 +31,8 @@ KERNELS = (
 
 
 def problem_of(case, **options):
-    return make_problem(case.experts, case.num_experts, d=D, n=N, biases=False, **{"dtype": "bfloat16"} | options)
+    options = {"d": D, "n": N, "dtype": "bfloat16", "biases": False} | options
+    return make_problem(case.experts, case.num_experts, **options)
 
 
 def assert_matches_oracle(problem, **options):
@@ -42,10 +44,10 @@ def assert_matches_oracle(problem, **options):
     return out
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
-def test_forward_and_backward_lower_for_cuda(activation, param_dtype):
-    problem = problem_of(ROUTINGS["random"], activation=activation, param_dtype=param_dtype)
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
+@pytest.mark.parametrize(("param_dtype", "biases"), [("bfloat16", False), ("float32", True)])
+def test_forward_and_backward_lower_for_cuda(activation, param_dtype, biases):
+    problem = problem_of(ROUTINGS["random"], activation=activation, param_dtype=param_dtype, biases=biases)
 
     def step(x, params, weights, experts, dy):
         y, vjp = jax.vjp(
@@ -135,18 +137,19 @@ def test_every_dtype(dtype, param_dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "activation", ["geglu", "geglu_tanh", "reglu", "clamped_swiglu", "silu", "gelu", "relu", "relu2"]
-)
-def test_every_activation(activation):
-    assert_matches_oracle(problem_of(ROUTINGS["random"], activation=activation), activation=activation)
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
+def test_every_activation_with_biases(activation):
+    assert_matches_oracle(problem_of(ROUTINGS["random"], activation=activation, biases=True), activation=activation)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "d", "n"), [(1000, 512, 768), (777, 256, 320), (300, 1088, 256)])
-def test_sizes(tokens, d, n):
-    experts = random_experts(tokens, 4, range(16))
-    assert_matches_oracle(make_problem(experts, 16, d=d, n=n, biases=False, dtype="bfloat16"))
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "d", "n"), [(1000, 512, 768), (777, 264, 328), (300, 1088, 256), (130, 72, 40), (9, 8, 8)]
+)
+def test_sizes(tokens, d, n, biases):
+    problem = problem_of(Case(random_experts(tokens, 4, range(16)), 16), d=d, n=n, biases=biases)
+    assert_matches_oracle(problem)
 
 
 @pytest.mark.gpu
