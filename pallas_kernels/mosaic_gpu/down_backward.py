@@ -19,6 +19,7 @@ from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
+PIECE = int(__import__('os').environ.get('PIECE','64'))
 COPIES = TILE_COLUMNS // TILE_ROWS
 
 
@@ -62,15 +63,23 @@ def down_backward(
     def panel(accumulator, begun, panel, where, lhs, rhs, inputs, outputs):
         row_weight, d_weight = begun
         own = [rhs.at[pl.ds(i * TILE_ROWS + where.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
-        weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PANEL), (0,))
-        pre = [inline.load_panel(b).astype(jnp.float32) for b in own]
-        d_hidden = accumulator[:, panel * PANEL : (panel + 1) * PANEL]
-        hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
-        d_weight += (d_hidden * hidden).sum(axis=1)
+        weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PIECE), (0,))
+        results, d_weight = [], 0
+        for first in range(0, PANEL, PIECE):
+            piece = slice(first, first + PIECE)
+            pre = [inline.load_panel(b)[:, piece].astype(jnp.float32) for b in own]
+            d_hidden = accumulator[:, panel * PANEL : (panel + 1) * PANEL][:, piece]
+            hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
+            d_weight += (d_hidden * hidden).sum(axis=1)
+            inline.keep_order()
+            results.append([r.astype(dtype) for r in (*d_pre, weight * hidden)])
+        results = [lax.concatenate(r, 1) for r in zip(*results, strict=True)]
+        rows = pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)
+        outputs[1].at[where.row_tile, where.column_tile * 4 + panel, rows][...] = d_weight
         # The results leave from where the pre-activations were, and from the left operand's part of the slot.
         own.append(lhs.at[pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)])
-        for buffer, result in zip(own, (*d_pre, weight * hidden), strict=True):
-            inline.store_panels(buffer, result.astype(dtype))
+        for buffer, result in zip(own, results, strict=True):
+            inline.store_panels(buffer, result)
         plgpu.commit_smem()
         columns = pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
         for buffer, output in zip(own, (*inputs[4:], outputs[0]), strict=True):
@@ -80,11 +89,10 @@ def down_backward(
 
     def finish(begun, where, inputs, outputs, scratch):
         rows = pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)
-        outputs[1].at[where.row_tile, where.column_tile, rows][...] = begun[1]
         return ()
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
-    sums_shape = (groups.tiles.num_tiles, column_tiles, TILE_ROWS)
+    sums_shape = (groups.tiles.num_tiles, column_tiles * 4, TILE_ROWS)
     # The gradients take the place of the pre-activations, which every tile has read before it writes.
     in_place = tuple(jax.new_ref(p) for p in pre_activations)
     weighted_hidden, sums = row_matmul(

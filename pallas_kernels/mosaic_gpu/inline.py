@@ -188,15 +188,13 @@ class RowGather:
 
             base = utils.getelementptr(_global(source), [arith.muli(column, _c32(2))], _int(8))
             in_width = arith.cmpi(arith.CmpIPredicate.slt, column, _c32(self.width))
+            bytes_here = arith.select(in_width, _c32(CHUNK_BYTES), _c32(0)) if self.width % self.columns else _c32(16)
             for i, register in enumerate(offsets.registers):
                 offset = llvm.extractelement(register, _c32(0))
                 reads = arith.cmpi(arith.CmpIPredicate.sge, offset, _c32(0))
-                if self.width % self.columns:
-                    reads = arith.andi(reads, in_width)
-                size = arith.select(reads, _c32(CHUNK_BYTES), _c32(0))
+                size = arith.select(reads, bytes_here, _c32(0))  # of no bytes, no address matters
                 # 64-bit bytes: tokens · width passes 2^31.
-                start = arith.extui(_int(64), arith.select(reads, offset, _c32(0)))
-                start = arith.shli(start, arith.constant(_int(64), 4))
+                start = arith.shli(arith.extui(_int(64), offset), arith.constant(_int(64), 4))
                 _ptx(
                     "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;",
                     _shared(panel_ref, destination(arith.addi(row, _c32(self.rows_apart * i)))),
@@ -249,6 +247,16 @@ def load_panel(panel):
         return mgpu.FragmentedArray.load_tiled(_row_tiles(panel), swizzle=128, layout=mgpu.WGMMA_LAYOUT)
 
     return run(panel)
+
+
+def keep_order() -> None:
+    """Keeps the compiler from moving memory accesses past this point, and with them what they feed."""
+
+    @plgpu.inline_mgpu()
+    def run(ctx):
+        nvvm.bar_warp_sync(_c32(-1))
+
+    run()
 
 
 def store_panels(panels, values, *, transposed=False):
