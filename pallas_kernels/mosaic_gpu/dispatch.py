@@ -19,13 +19,27 @@ THREADS = WARPGROUPS * 128
 WARPS = THREADS // WARP
 
 
-def dispatch(experts: Int[Array, "T K"], num_experts: int) -> tuple[RowGroups, Int[Array, "T K"]]:
+def dispatch(
+    experts: Int[Array, "T K"],
+    num_experts: int,
+    *,
+    counts: Int[Array, "blocks E"] | None = None,
+    blocks: int = NUM_SMS,
+) -> tuple[RowGroups, Int[Array, "T K"]]:
     """Rows grouped by expert, their tiles, and every pair's row; see the portable twin.
 
     Groups start at multiples of 8 rows. An id outside `[0, num_experts)` marks an empty slot, whose row is R.
+
+    Args:
+      experts: int32, expert of each (token, slot).
+      num_experts: E.
+      counts: int32, pairs of each expert in each block's run of `ceil(T / blocks)` tokens, if they are known already
+        (the router counts them); it saves the first launch.
+      blocks: thread blocks of a launch; no result depends on it.
     """
     num_pairs = experts.size
-    counts = _count(experts, num_experts)
+    if counts is None:
+        counts = _count(experts, num_experts, blocks)
     max_rows = num_pairs + min(num_experts, num_pairs) * (ROW_ALIGNMENT - 1)
     num_rows = -(-max_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT + SPARE_ROWS
     num_tiles = -(-num_pairs // TILE_ROWS) + min(num_experts, num_pairs)
@@ -49,9 +63,9 @@ def _known(expert, num_experts):
     return select((expert >= 0) & (expert < num_experts), expert, num_experts)
 
 
-def _count(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "blocks E"]:
+def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Array, "blocks E"]:
     """Pairs of each expert in each block's run of tokens."""
-    pairs_per_block = -(-experts.shape[0] // NUM_SMS) * experts.shape[1]
+    pairs_per_block = -(-experts.shape[0] // blocks) * experts.shape[1]
 
     def body(experts_ref, counts, histogram):
         _clear(histogram, num_experts + 1)
@@ -71,8 +85,8 @@ def _count(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "blocks E
     return simt.simt_kernel(
         body,
         name="moe_dispatch_count",
-        outputs=[_int32(NUM_SMS, num_experts)],
-        blocks=NUM_SMS,
+        outputs=[_int32(blocks, num_experts)],
+        blocks=blocks,
         warpgroups=WARPGROUPS,
         shared=[num_experts + 1],
     )(experts)[0]
@@ -80,8 +94,8 @@ def _count(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "blocks E
 
 def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows: int, num_tiles: int):
     """Token list, group offsets, positions of the pairs, and the tile schedule."""
-    (num_tokens, slots), num_experts = experts.shape, counts.shape[1]
-    pairs_per_block = -(-num_tokens // NUM_SMS) * slots
+    (num_tokens, slots), (blocks, num_experts) = experts.shape, counts.shape
+    pairs_per_block = -(-num_tokens // blocks) * slots
     steps_per_warp = -(-pairs_per_block // (WARPS * WARP))
     pairs_per_warp = steps_per_warp * WARP
     experts_per_lane = -(-num_experts // WARP)
@@ -113,7 +127,7 @@ def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows:
                 count = counts_ref[other * num_experts + expert]
                 return before_me + select(other < block, count, 0), all_blocks + count
 
-            before[expert], total[expert] = loop(0, NUM_SMS, 1, add, (0, 0))
+            before[expert], total[expert] = loop(0, blocks, 1, add, (0, 0))
 
         loop(thread, num_experts, THREADS, add_up)
         block_barrier()
@@ -125,8 +139,7 @@ def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows:
                 expert = lane * experts_per_lane + i
                 value = of_expert(minimum(expert, num_experts - 1))
                 values.append(select(expert < num_experts, value, 0))
-            mine = sum(values[1:], values[0])
-            running, everything = simt.exclusive_warp_sum(mine, lane)
+            running, everything = simt.exclusive_warp_sum(simt.total(values), lane)
             for i, value in enumerate(values):
                 expert = lane * experts_per_lane + i
 
@@ -158,7 +171,7 @@ def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows:
         loop(thread, num_experts, THREADS, start_warps)
 
         # Shared among all blocks: offsets, rows of no token, and the tiles.
-        everyone, all_threads = block * THREADS + thread, NUM_SMS * THREADS
+        everyone, all_threads = block * THREADS + thread, blocks * THREADS
 
         def write_offset(expert):
             offsets[expert] = group_start[expert]
@@ -231,7 +244,7 @@ def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows:
             _int32(num_tokens, slots),
             *(_int32(num_tiles) for _ in range(3)),
         ],
-        blocks=NUM_SMS,
+        blocks=blocks,
         warpgroups=WARPGROUPS,
         shared=[WARPS * (num_experts + 1), num_experts, num_experts, num_experts + 1, num_experts + 1],
     )(experts, counts)
