@@ -242,6 +242,11 @@ class Vector(_Value):
     def zeros(cls, kind: str, size: int) -> "Vector":
         return cls(_machine.get().zero_vector(kind, size), kind, size)
 
+    @classmethod
+    def of(cls, values: Sequence) -> "Vector":
+        """Of integers, or of floats."""
+        return cls(_machine.get().vector_of([v.value for v in values]), values[0].kind, len(values))
+
     def _with(self, value, kind=None) -> "Vector":
         return Vector(value, kind or self.kind, self.size)
 
@@ -304,8 +309,9 @@ def minimum(a, b) -> Int:
     return Int(a)._apply("minsi", b)
 
 
-def maximum(a, b) -> Int:
-    return Int(a)._apply("maxsi", b)
+def maximum(a, b) -> Any:
+    """The larger one; NaN if one is NaN."""
+    return a._apply("maximumf", b) if isinstance(a, Float) else Int(a)._apply("maxsi", b)
 
 
 def select(condition: Bool, a, b) -> Any:

@@ -110,6 +110,9 @@ class Code:
         zero = ir.IntegerAttr.get(_type(kind), 0) if kind == "int32" else ir.FloatAttr.get(_type(kind), 0.0)
         return arith.constant(of, ir.DenseElementsAttr.get_splat(of, zero))
 
+    def vector_of(self, values):
+        return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
+
     def broadcast(self, x, size):
         return vector.broadcast(ir.VectorType.get((size,), x.type), x)
 

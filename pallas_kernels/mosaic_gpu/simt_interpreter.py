@@ -188,6 +188,9 @@ class Threads:
     def zero_vector(self, kind, size):
         return np.zeros((1, size), np.dtype(kind))
 
+    def vector_of(self, values):
+        return np.stack([np.broadcast_to(v, self.index.shape) for v in values], 1)
+
     def broadcast(self, x, size):
         return np.broadcast_to(x[:, None], (x.size, size))
 
@@ -290,6 +293,11 @@ def _unsigned(function):
     return lambda a, b: function(a.view(np.uint32), b.view(np.uint32)).astype(np.uint32).view(np.int32)
 
 
+def _add(a, b):
+    out = a + b
+    return np.where(np.isnan(out), np.uint32(0x7FFFFFFF).view(np.float32), out)  # the only NaN a GPU adds up to
+
+
 _OPERATIONS = {
     "addi": np.add,
     "subi": np.subtract,
@@ -303,8 +311,9 @@ _OPERATIONS = {
     "shrsi": np.right_shift,
     "minsi": np.minimum,
     "maxsi": np.maximum,
-    "addf": np.add,
+    "addf": _add,
     "subf": np.subtract,
+    "maximumf": np.maximum,
     "mulf": np.multiply,
     "cmpi.slt": np.less,
     "cmpi.sle": np.less_equal,

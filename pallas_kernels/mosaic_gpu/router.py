@@ -1,0 +1,480 @@
+"""Router in one launch: top-k, weights, counts per expert and the losses' sums, in one pass over the logits.
+
+A row of logits belongs to a group of lanes of one warp, 32 of them from 125 experts on, and each lane owns consecutive
+experts, as lists of at most four kept in descending order. In every round the group takes the largest of the lists'
+heads, the lowest lane among equals, and the winner drops its head. Logits are compared as integers of the same order.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mosaic_gpu import simt
+from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
+from pallas_kernels.mosaic_gpu.simt import (
+    WARP,
+    Long,
+    Vector,
+    block_barrier,
+    branch,
+    combine_lanes,
+    exp2,
+    log2,
+    loop,
+    maximum,
+    minimum,
+    reciprocal,
+    select,
+    total,
+    warp_barrier,
+    when,
+)
+from pallas_kernels.xla.router import TINY, Routed, Rule, Sums
+
+MAX_EXPERTS = 1024
+MAX_EXPERTS_PER_TOKEN = 32
+
+_LIST = 4  # keys of a sorted list: their experts are the bytes of one word
+_NOTHING = -(1 << 31)  # below the key of -inf
+_LOG2E = math.log2(math.e)
+_LN2 = math.log(2)
+_LEAST = -200.0  # 2 to this is zero; and zero times this is zero, which is not so for -inf
+
+
+def router_unsupported(logits: Float[Array, "T E"], experts_per_token: int) -> str | None:
+    """Why the kernel cannot route these logits, or None if it can."""
+    num_tokens, num_experts = logits.shape
+    if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"logits have dtype {logits.dtype}, must be float32, bfloat16 or float16"
+    if num_experts > MAX_EXPERTS:
+        return f"num_experts={num_experts} must be at most {MAX_EXPERTS}"
+    if experts_per_token > MAX_EXPERTS_PER_TOKEN:
+        return f"{experts_per_token=} must be at most {MAX_EXPERTS_PER_TOKEN}"
+    if not 0 < num_tokens < 2**31 // experts_per_token:
+        return f"{num_tokens=} times {experts_per_token=} must be positive and below 2**31"
+    return None
+
+
+class _Layout(NamedTuple):
+    """Who owns what: `lanes` lanes to a row, `per_lane` experts to a lane, in lists of `of_list`."""
+
+    lanes: int
+    per_lane: int
+    of_list: int
+    lists: int
+    warpgroups: int
+
+    @classmethod
+    def of(cls, num_experts: int) -> "_Layout":
+        lanes = min(WARP, _power_of_two(-(-num_experts // _LIST)))
+        per_lane = -(-num_experts // lanes)
+        if per_lane > _LIST:
+            per_lane = -(-per_lane // _LIST) * _LIST
+        of_list = min(per_lane, _LIST)
+        warpgroups = 8 if per_lane <= 4 else 4 if per_lane <= 8 else 2  # so that registers suffice
+        return cls(lanes, per_lane, of_list, per_lane // of_list, warpgroups)
+
+    @property
+    def threads(self) -> int:
+        return self.warpgroups * 128
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def rows_per_warp(self) -> int:
+        return WARP // self.lanes
+
+
+def router(
+    logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule, *, blocks: int = NUM_SMS
+) -> Routed:
+    """Chooses and weighs experts; see the portable twin.
+
+    Scores, which rank the experts under a bias or with groups, can differ from the twin's in the last bits, and the
+    choice between nearly equal ones with them. There are `blocks` rows of counts.
+    """
+    (num_tokens, num_experts), slots = logits.shape, rule.experts_per_token
+    outputs = [
+        jax.ShapeDtypeStruct((num_tokens, slots), jnp.int32),
+        jax.ShapeDtypeStruct((num_tokens, slots), jnp.float32),
+        jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32),
+        jax.ShapeDtypeStruct((blocks, num_experts + 2), jnp.float32),
+    ]
+    body = _Body(num_tokens, num_experts, rule, bias is not None, blocks)
+    kernel = simt.simt_kernel(
+        body.run,
+        name="moe_router",
+        outputs=outputs,
+        blocks=blocks,
+        warpgroups=body.layout.warpgroups,
+        shared=body.shared_words,
+    )
+    biases = () if bias is None else (bias.astype(jnp.float32),)
+    experts, weights, counts, partials = kernel(logits, *biases)
+    sums = partials.sum(0)
+    return Routed(experts, weights, counts, Sums(sums[:num_experts], sums[num_experts], sums[num_experts + 1]))
+
+
+class _Body:
+    """What a thread does."""
+
+    def __init__(self, num_tokens: int, num_experts: int, rule: Rule, biased: bool, blocks: int):
+        self.num_tokens, self.num_experts, self.rule, self.biased = num_tokens, num_experts, rule, biased
+        self.slots = rule.experts_per_token
+        self.layout = _Layout.of(num_experts)
+        self.rows_per_block = -(-num_tokens // blocks)
+        self.grouped = rule.num_groups > 1
+        self.by_logits = not (biased or self.grouped)
+        self.per_group = num_experts // rule.num_groups
+        self.stride = self.per_group | 1  # an odd one: the lanes read their groups without bank conflicts
+        self.padded = self.layout.lanes * self.layout.per_lane != num_experts
+
+    @property
+    def shared_words(self) -> list[int]:
+        """Of the histogram, the warps' sums, the chosen (key, id) pairs of each row, and the groups of each row."""
+        rows = self.layout.warps * self.layout.rows_per_warp
+        words = [self.num_experts, self.layout.warps * (self.num_experts + 2), rows * self.slots * 2]
+        if self.grouped:
+            words += [rows * self.rule.num_groups * self.stride, rows * self.rule.num_groups]
+        return words
+
+    def run(self, logits, *pointers):
+        if self.biased:
+            self.bias, *pointers = pointers
+        self.experts, self.weights, counts, sums, self.histogram, partials, self.chosen, *pointers = pointers
+        if self.grouped:
+            self.ranks, self.group_scores = pointers
+        self.logits, layout = logits, self.layout
+        thread, block = simt.thread(), simt.block()
+        self.lane = thread % WARP
+        self.lane_of_row = self.lane % layout.lanes
+        self.first_expert = self.lane_of_row * layout.per_lane
+        self.row_of_block = simt.warp() * layout.rows_per_warp + self.lane // layout.lanes
+        group_start = self.lane - self.lane_of_row
+        self.lower_lanes = ((simt.Int(1) << self.lane_of_row) - 1) << group_start
+
+        def clear(expert):
+            self.histogram[expert] = 0
+
+        loop(thread, self.num_experts, layout.threads, clear)
+        block_barrier()
+
+        first = block * self.rows_per_block
+        self.last = minimum(first + self.rows_per_block, self.num_tokens)
+        step = layout.warps * layout.rows_per_warp
+        ahead = layout.per_lane <= 8  # the next row's logits are under way while this one is worked on
+        zeros = [simt.Float(0.0)] * (layout.per_lane + 2)
+
+        def work(start, *carry):
+            # `start` is the same in the whole warp, which must stay together; its rows are not.
+            row = start + self.lane // layout.lanes
+            sums, loaded = carry[: len(zeros)], carry[len(zeros) :]
+            values = list(loaded) if ahead else self.load(row)
+            following = self.load(row + step) if ahead else []
+            added = self.route_row(row, values)
+            return [*(s + a for s, a in zip(sums, added, strict=True)), *following]
+
+        start = first + simt.warp() * layout.rows_per_warp
+        row = start + self.lane // layout.lanes
+        sums_of_lane = loop(start, self.last, step, work, [*zeros, *(self.load(row) if ahead else [])])
+        self.reduce(partials, sums_of_lane[: len(zeros)])
+        block_barrier()
+
+        def write_count(expert):
+            counts[block * self.num_experts + expert] = self.histogram[expert]
+
+        def write_sum(i):
+            values = [partials[i + w * (self.num_experts + 2)].as_float() for w in range(layout.warps)]
+            sums[block * (self.num_experts + 2) + i] = total(values)
+
+        loop(thread, self.num_experts, layout.threads, write_count)
+        loop(thread, self.num_experts + 2, layout.threads, write_sum)
+
+    def load(self, row):
+        """This lane's logits of a row; -inf past the last expert."""
+        row = minimum(row, self.num_tokens - 1)
+        return self.load_mine(self.logits, Long(row) * self.num_experts, -math.inf)
+
+    def load_mine(self, pointer, start, missing):
+        layout, out = self.layout, []
+        widest = 4 if pointer.kind == "float32" else 8
+        size = math.gcd(layout.per_lane, self.num_experts, widest)
+        for i in range(0, layout.per_lane, size):
+            expert = self.first_expert + i
+            index = start + expert
+            if not self.padded:
+                out += pointer.load_vector(index, size).wide().elements()
+                continue
+            inside = expert < self.num_experts  # all of them, or none
+            values = pointer.load_vector(select(inside, index, 0), size).wide().elements()
+            out += [select(inside, v, missing) for v in values]
+        return out
+
+    def route_row(self, row, logits):
+        """Chooses and writes; returns what the row adds to this lane's sums."""
+        layout, rule = self.layout, self.rule
+        real = row < self.last
+        lists, ids = None, []
+        if self.by_logits:
+            lists, ids = self.sorted_lists([_key(x) for x in logits])
+            top = self.largest(self.heads(lists)[0])
+        else:
+            top = self.largest(_largest([_key(x) for x in logits]))
+        largest = _value(top)
+
+        # Softmax, in powers of two.
+        exponents = [maximum((x - largest) * _LOG2E, _LEAST) for x in logits]
+        powers = [exp2(t) for t in exponents]
+        power_sum = total(powers)
+        norm = combine_lanes(simt.add, power_sum, layout.lanes)
+        inverse, log_norm = reciprocal(norm), log2(norm)
+        log_sum = largest + log_norm * _LN2
+        if rule.scoring == "sigmoid":
+            scores = [_sigmoid(x) for x in logits]
+            score_sum = total(scores)
+            norm = combine_lanes(simt.add, score_sum, layout.lanes) + TINY
+            share = select(real, reciprocal(norm), 0.0)
+            product = total([s * maximum(log2(s), _LEAST) for s in scores])
+            entropy = (log2(norm) * score_sum - product) * share
+        else:
+            scores = powers
+            share = select(real, inverse, 0.0)
+            product = total([p * t for p, t in zip(powers, exponents, strict=True)])
+            entropy = (log_norm * power_sum - product) * share
+        added = [*(s * share for s in scores), select(real, log_sum * log_sum, 0.0), entropy]
+
+        if not self.by_logits:
+            if rule.scoring != "sigmoid":
+                scores = [p * inverse for p in powers]
+            lists, ids = self.sorted_lists(self.ranking(scores))
+            top = None
+        chosen = self.choose(lists, ids, top)
+        self.weigh(row, real, chosen, largest, inverse)
+        return added
+
+    def largest(self, key):
+        """The largest of the row."""
+        if self.layout.lanes == WARP:
+            return simt.warp_maximum(key)
+        return combine_lanes(maximum, key, self.layout.lanes)
+
+    def ranking(self, scores):
+        """Keys of the biased scores, of -inf in the groups that are not the row's best."""
+        if self.biased:
+            bias = self.load_mine(self.bias, simt.Int(0), 0.0)
+            scores = [s + b for s, b in zip(scores, bias, strict=True)]
+        keys = [_key(s) for s in scores]
+        return self.keep_best_groups(keys) if self.grouped else keys
+
+    def keep_best_groups(self, keys):
+        num_groups, lanes = self.rule.num_groups, self.layout.lanes
+        ranks = self.row_of_block * (num_groups * self.stride)
+        my_scores = self.row_of_block * num_groups
+        group_of = [(self.first_expert + i) // self.per_group for i in range(len(keys))]
+        inside = [self.first_expert + i < self.num_experts for i in range(len(keys))]
+
+        for i, key in enumerate(keys):
+
+            @when(inside[i])
+            def _(i=i, key=key):
+                self.ranks[ranks + group_of[i] * (self.stride - self.per_group) + self.first_expert + i] = key
+
+        warp_barrier()
+
+        def two_best(group):
+            def look(i, best, second):
+                key = self.ranks[ranks + group * self.stride + i]
+                return [maximum(best, key), maximum(second, minimum(best, key))]
+
+            best, second = loop(0, self.per_group, 1, look, [_NOTHING, _NOTHING])
+            score = _value(best) if self.per_group == 1 else _value(best) + _value(second)
+            self.group_scores[my_scores + group] = _key(score)
+
+        loop(self.lane_of_row, num_groups, lanes, two_best)
+        warp_barrier()
+
+        def is_kept(group):
+            """How many groups are better."""
+            mine = self.group_scores[my_scores + group]
+
+            def compare(other, better):
+                score = self.group_scores[my_scores + other]
+                ahead = (score > mine) | (score.equals(mine) & (other < group))
+                return [better + select(ahead, 1, 0)]
+
+            (better,) = loop(0, num_groups, 1, compare, [0])
+            return better < self.rule.groups_per_token
+
+        excluded = -(1 << 31) + (1 << 23) - 1  # the key of -inf
+        kept = [is_kept(minimum(g, num_groups - 1)) for g in group_of]
+        warp_barrier()
+        return [select(k, key, excluded) for k, key in zip(kept, keys, strict=True)]
+
+    def sorted_lists(self, keys):
+        """Lists in descending order, and for each the experts of its keys, a byte each."""
+        layout = self.layout
+        if self.padded:
+            keys = [select(self.first_expert + i < self.num_experts, k, _NOTHING) for i, k in enumerate(keys)]
+        lists, ids = [], []
+        for start in range(0, layout.per_lane, layout.of_list):
+            first = simt.Int(start) if self.wide_ids else self.first_expert + start
+            one, order = _sorted(keys[start : start + layout.of_list], first * 0x01010101 + 0x03020100)
+            lists.append(one)
+            ids.append(order)
+        return lists, ids
+
+    @property
+    def wide_ids(self) -> bool:
+        """Whether a byte holds an expert's place in its lane only, and not its id."""
+        return self.num_experts > 256
+
+    def heads(self, lists):
+        """The lane's largest key, and for each list but the first whether it beats those before it."""
+        best, beats = lists[0][0], []
+        for other in lists[1:]:
+            beats.append(other[0] > best)
+            best = maximum(best, other[0])
+        return best, beats
+
+    def choose(self, lists, ids, top):
+        """`(key, expert)` of each slot that this lane owns: lane i of a row has slots i, i + lanes and so on."""
+        layout, slots = self.layout, self.slots
+        if layout.lanes == 1:
+            return [(lists[0][slot], (ids[0] >> (8 * slot)) & 0xFF) for slot in range(slots)]
+        base = self.row_of_block * (slots * 2)
+        for slot in range(slots):
+            head, beats = self.heads(lists)
+            best = self.largest(head) if top is None or slot else top
+            mine = head.equals(best)
+            wins = mine & (simt.lanes_where(mine) & self.lower_lanes).equals(0)
+            depth = min(layout.of_list, slots - slot - 1)  # of a list can still be asked for
+            later = None  # whether no list after this one has the head
+            for i in reversed(range(layout.lists)):
+                hit = wins if later is None else wins & later
+                if i:
+                    hit, unbeaten = hit & beats[i - 1], ~beats[i - 1]
+                    later = unbeaten if later is None else later & unbeaten
+
+                def write(i=i, slot=slot, best=best):
+                    id_ = (ids[i] & 0xFF) | (self.first_expert << 8) if self.wide_ids else ids[i]
+                    self.chosen.store_vector(base + 2 * slot, Vector.of([best, id_]))
+
+                def pop(i=i, depth=depth):
+                    longer = [*lists[i], simt.Int(_NOTHING)]
+                    return [*longer[1 : depth + 1], ids[i] >> 8]
+
+                keep = [*lists[i][:depth], ids[i]]
+                if layout.lists == 1:  # selects, which are cheaper than a branch here
+                    when(hit)(write)
+                    new = [select(hit, a, b) for a, b in zip(pop(), keep, strict=True)]
+                else:
+                    new = branch(hit, lambda write=write, pop=pop: (write(), pop())[1], keep)
+                lists[i], ids[i] = new[:-1], new[-1]
+        warp_barrier()
+        chosen = []
+        for slot in range(0, slots, layout.lanes):
+            mine = minimum(self.lane_of_row + slot, slots - 1)
+            key, word = self.chosen.load_vector(base + mine * 2, 2).elements()
+            expert = (word & 0xFF) + (word >> 8) if self.wide_ids else word & 0xFF
+            chosen.append((key, expert))
+        warp_barrier()
+        return chosen
+
+    def weigh(self, row, real, chosen, largest, inverse):
+        """Writes this lane's slots, and counts them."""
+        rule, lanes, slots = self.rule, self.layout.lanes, self.slots
+        owned = [self.lane_of_row + i * lanes < slots if (i + 1) * lanes > slots else None for i in range(len(chosen))]
+        if self.by_logits:
+            logits = [_value(key) for key, _ in chosen]
+        else:
+            at = Long(minimum(row, self.num_tokens - 1)) * self.num_experts
+            logits = [self.logits[at + expert] for _, expert in chosen]
+            if rule.scoring == "softmax_selected":
+                of_slots = [_key(x) for x in logits]  # slots past the last repeat it
+                largest = _value(combine_lanes(maximum, _largest(of_slots), lanes))
+        if rule.scoring == "sigmoid":
+            raw = [_sigmoid(x) for x in logits]
+        else:
+            raw = [exp2((x - largest) * _LOG2E) for x in logits]
+            if rule.scoring == "softmax":
+                raw = [r * inverse for r in raw]
+        weights = raw
+        if rule.normalize or rule.scoring == "softmax_selected":
+            counted = [r if o is None else select(o, r, 0.0) for r, o in zip(raw, owned, strict=True)]
+            # Lanes past the last slot add up something else, and own nothing.
+            norm = combine_lanes(simt.add, total(counted), min(lanes, _power_of_two(slots)))
+            factor = reciprocal(norm + TINY)
+            weights = [r * factor for r in raw]
+        if rule.scale != 1:
+            weights = [w * rule.scale for w in weights]
+        for i, ((_, expert), weight) in enumerate(zip(chosen, weights, strict=True)):
+            mine = real if owned[i] is None else real & owned[i]
+
+            @when(mine)
+            def _(i=i, expert=expert, weight=weight):
+                at = row * slots + (self.lane_of_row + i * lanes)
+                self.experts[at] = expert
+                self.weights[at] = weight
+                self.histogram.add(expert, 1)
+
+    def reduce(self, partials, sums):
+        """Writes the warp's sums: over its rows, always in the same order."""
+        lanes = self.layout.lanes
+        start = simt.warp() * (self.num_experts + 2)
+        *probabilities, squared_log, entropy = sums
+        probabilities = [combine_lanes(simt.add, p, WARP, lanes) for p in probabilities]
+        squared_log = combine_lanes(simt.add, squared_log, WARP, lanes)
+        entropy = combine_lanes(simt.add, entropy, WARP)
+        for i, probability in enumerate(probabilities):
+            expert = self.first_expert + i
+
+            @when((self.lane < lanes) & (expert < self.num_experts))
+            def _(expert=expert, probability=probability):
+                partials[start + expert] = probability.bits()
+
+        @when(self.lane.equals(0))
+        def _():
+            partials[start + self.num_experts] = squared_log.bits()
+            partials[start + self.num_experts + 1] = (entropy * _LN2).bits()
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _key(x):
+    """An integer that orders like the float. Adding zero makes -0 a 0 and any NaN the one with the largest key."""
+    bits = (x + 0.0).bits()
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _value(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).as_float()
+
+
+def _largest(keys):
+    return functools.reduce(maximum, keys)
+
+
+def _sigmoid(x):
+    return reciprocal(exp2(x * -_LOG2E) + 1.0)
+
+
+def _sorted(keys, bytes_):
+    """Keys in descending order, and the bytes that go with them; equals keep their order."""
+    keys = list(keys)
+    for turn in range(len(keys)):
+        for i in range(turn % 2, len(keys) - 1, 2):
+            swap = keys[i + 1] > keys[i]
+            keys[i], keys[i + 1] = maximum(keys[i], keys[i + 1]), minimum(keys[i], keys[i + 1])
+            order = [0, 1, 2, 3]
+            order[i], order[i + 1] = i + 1, i
+            bytes_ = select(swap, simt.permute_bytes(bytes_, order), bytes_)
+    return keys, bytes_
