@@ -42,6 +42,8 @@ _LIST = 4  # keys of a sorted list: their experts are the bytes of one word
 _NOTHING = -(1 << 31)  # below the key of -inf
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2)
+_WARPGROUPS = ((8, 8), (4, 16), (2, 32))  # with at most so many experts to a lane
+_WARPGROUPS_BY_SCORES = ((8, 4), (4, 8), (2, 32))
 _LEAST = -200.0  # 2 to this is zero; and zero times this is zero, which is not so for -inf
 
 
@@ -69,13 +71,14 @@ class _Layout(NamedTuple):
     warpgroups: int
 
     @classmethod
-    def of(cls, num_experts: int) -> "_Layout":
+    def of(cls, num_experts: int, by_logits: bool) -> "_Layout":
         lanes = min(WARP, _power_of_two(-(-num_experts // _LIST)))
         per_lane = -(-num_experts // lanes)
         if per_lane > _LIST:
             per_lane = -(-per_lane // _LIST) * _LIST
         of_list = min(per_lane, _LIST)
-        warpgroups = 8 if per_lane <= 4 else 4 if per_lane <= 8 else 2  # so that registers suffice
+        # As many threads as have registers enough.
+        warpgroups = next(w for w, most in (_WARPGROUPS if by_logits else _WARPGROUPS_BY_SCORES) if per_lane <= most)
         return cls(lanes, per_lane, of_list, per_lane // of_list, warpgroups)
 
     @property
@@ -127,10 +130,10 @@ class _Body:
     def __init__(self, num_tokens: int, num_experts: int, rule: Rule, biased: bool, blocks: int):
         self.num_tokens, self.num_experts, self.rule, self.biased = num_tokens, num_experts, rule, biased
         self.slots = rule.experts_per_token
-        self.layout = _Layout.of(num_experts)
         self.rows_per_block = -(-num_tokens // blocks)
         self.grouped = rule.num_groups > 1
         self.by_logits = not (biased or self.grouped)
+        self.layout = _Layout.of(num_experts, self.by_logits)
         self.per_group = num_experts // rule.num_groups
         self.stride = self.per_group | 1  # an odd one: the lanes read their groups without bank conflicts
         self.padded = self.layout.lanes * self.layout.per_lane != num_experts
