@@ -1,8 +1,12 @@
 """Router in one launch: top-k, weights, counts per expert and the losses' sums, in one pass over the logits.
 
 A row of logits belongs to a group of lanes of one warp, 32 of them from 125 experts on, and each lane owns consecutive
-experts, as lists of at most four kept in descending order. In every round the group takes the largest of the lists'
-heads, the lowest lane among equals, and the winner drops its head. Logits are compared as integers of the same order.
+experts. It sorts theirs, and in every round the group takes the largest of the lanes' heads, whose lane drops it.
+
+Logits are compared as integers of the same order. The low bits of each make room for the expert's id, so that a single
+word is sorted and all words differ. Should two that were chosen one after the other, or the last chosen and the best
+one left, differ in nothing but the ids, then the warp chooses again by the whole keys, with ids beside them: rarely for
+logits that are not equal, and always for those that are.
 """
 
 import functools
@@ -11,14 +15,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
 from pallas_kernels.mosaic_gpu.simt import (
     WARP,
     Long,
-    Vector,
     block_barrier,
     branch,
     combine_lanes,
@@ -27,6 +30,7 @@ from pallas_kernels.mosaic_gpu.simt import (
     loop,
     maximum,
     minimum,
+    multiply_add,
     reciprocal,
     select,
     total,
@@ -40,6 +44,7 @@ MAX_EXPERTS_PER_TOKEN = 32
 
 _LIST = 4  # keys of a sorted list: their experts are the bytes of one word
 _NOTHING = -(1 << 31)  # below the key of -inf
+_MINUS_INFINITY = _NOTHING + (1 << 23) - 1  # its key
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2)
 _WARPGROUPS = ((8, 8), (4, 16), (2, 32))  # with at most so many experts to a lane
@@ -135,16 +140,15 @@ class _Body:
         self.by_logits = not (biased or self.grouped)
         self.layout = _Layout.of(num_experts, self.by_logits)
         self.per_group = num_experts // rule.num_groups
-        self.stride = self.per_group | 1  # an odd one: the lanes read their groups without bank conflicts
         self.padded = self.layout.lanes * self.layout.per_lane != num_experts
 
     @property
     def shared_words(self) -> list[int]:
-        """Of the histogram, the warps' sums, the chosen (key, id) pairs of each row, and the groups of each row."""
+        """Of the histogram, the warps' sums, what each row has chosen and the best left, and the groups of each row."""
         rows = self.layout.warps * self.layout.rows_per_warp
-        words = [self.num_experts, self.layout.warps * (self.num_experts + 2), rows * self.slots * 2]
+        words = [self.num_experts, self.layout.warps * (self.num_experts + 2), rows * (self.slots + 1)]
         if self.grouped:
-            words += [rows * self.rule.num_groups * self.stride, rows * self.rule.num_groups]
+            words += [rows * self.layout.lanes * self.layout.per_lane, rows * self.rule.num_groups]
         return words
 
     def run(self, logits, *pointers):
@@ -180,8 +184,7 @@ class _Body:
             sums, loaded = carry[: len(zeros)], carry[len(zeros) :]
             values = list(loaded) if ahead else self.load(row)
             following = self.load(row + step) if ahead else []
-            added = self.route_row(row, values)
-            return [*(s + a for s, a in zip(sums, added, strict=True)), *following]
+            return [*self.route_row(row, values, sums), *following]
 
         start = first + simt.warp() * layout.rows_per_warp
         row = start + self.lane // layout.lanes
@@ -219,17 +222,12 @@ class _Body:
             out += [select(inside, v, missing) for v in values]
         return out
 
-    def route_row(self, row, logits):
-        """Chooses and writes; returns what the row adds to this lane's sums."""
+    def route_row(self, row, logits, sums):
+        """Chooses and writes; returns this lane's sums with the row's added."""
         layout, rule = self.layout, self.rule
         real = row < self.last
-        lists, ids = None, []
-        if self.by_logits:
-            lists, ids = self.sorted_lists([_key(x) for x in logits])
-            top = self.largest(self.heads(lists)[0])
-        else:
-            top = self.largest(_largest([_key(x) for x in logits]))
-        largest = _value(top)
+        keys = [_key(x) for x in logits]
+        largest = _value(self.largest(_largest(keys)))
 
         # Softmax, in powers of two.
         exponents = [maximum((x - largest) * _LOG2E, _LEAST) for x in logits]
@@ -237,29 +235,40 @@ class _Body:
         power_sum = total(powers)
         norm = combine_lanes(simt.add, power_sum, layout.lanes)
         inverse, log_norm = reciprocal(norm), log2(norm)
-        log_sum = largest + log_norm * _LN2
+        log_sum = multiply_add(log_norm, _LN2, largest)
         if rule.scoring == "sigmoid":
             scores = [_sigmoid(x) for x in logits]
             score_sum = total(scores)
             norm = combine_lanes(simt.add, score_sum, layout.lanes) + TINY
             share = select(real, reciprocal(norm), 0.0)
-            product = total([s * maximum(log2(s), _LEAST) for s in scores])
-            entropy = (log2(norm) * score_sum - product) * share
+            product = _dot(scores, [maximum(log2(s), _LEAST) for s in scores])
+            entropy = log2(norm) * score_sum - product
         else:
             scores = powers
             share = select(real, inverse, 0.0)
-            product = total([p * t for p, t in zip(powers, exponents, strict=True)])
-            entropy = (log_norm * power_sum - product) * share
-        added = [*(s * share for s in scores), select(real, log_sum * log_sum, 0.0), entropy]
+            entropy = log_norm * power_sum - _dot(powers, exponents)
+        *of_experts, of_logs, of_entropy = sums
+        sums = [
+            *(multiply_add(score, share, p) for score, p in zip(scores, of_experts, strict=True)),
+            multiply_add(log_sum, select(real, log_sum, 0.0), of_logs),
+            multiply_add(entropy, share, of_entropy),
+        ]
 
-        if not self.by_logits:
+        if self.by_logits:
+
+            def whole_keys():  # read again: this is rare, and registers are not
+                return self.known([_key(x) for x in self.load(row)])
+        else:
             if rule.scoring != "sigmoid":
                 scores = [p * inverse for p in powers]
-            lists, ids = self.sorted_lists(self.ranking(scores))
-            top = None
-        chosen = self.choose(lists, ids, top)
-        self.weigh(row, real, chosen, largest, inverse)
-        return added
+            keys = self.ranking(scores)
+
+            def whole_keys():
+                return self.known(keys)
+
+        experts, chosen_logits = self.choose(row, self.known(keys), whole_keys)
+        self.weigh(row, real, experts, chosen_logits, largest, inverse)
+        return sums
 
     def largest(self, key):
         """The largest of the row."""
@@ -276,58 +285,141 @@ class _Body:
         return self.keep_best_groups(keys) if self.grouped else keys
 
     def keep_best_groups(self, keys):
-        num_groups, lanes = self.rule.num_groups, self.layout.lanes
-        ranks = self.row_of_block * (num_groups * self.stride)
-        my_scores = self.row_of_block * num_groups
-        group_of = [(self.first_expert + i) // self.per_group for i in range(len(keys))]
-        inside = [self.first_expert + i < self.num_experts for i in range(len(keys))]
-
+        """`keys`, with that of -inf outside the row's best groups. A group is worked on by one lane."""
+        num_groups, per_group, lanes = self.rule.num_groups, self.per_group, self.layout.lanes
+        ranks = self.ranks.at(self.row_of_block * (lanes * self.layout.per_lane))
+        group_scores = self.group_scores.at(self.row_of_block * num_groups)
+        mine = ranks.at(self.first_expert)
         for i, key in enumerate(keys):
-
-            @when(inside[i])
-            def _(i=i, key=key):
-                self.ranks[ranks + group_of[i] * (self.stride - self.per_group) + self.first_expert + i] = key
-
+            mine[i] = key
         warp_barrier()
 
         def two_best(group):
+            members = ranks.at(group * per_group)
+
             def look(i, best, second):
-                key = self.ranks[ranks + group * self.stride + i]
+                turned = i + group % per_group  # lanes that read in step then read different banks
+                key = members[select(turned < per_group, turned, turned - per_group)]
                 return [maximum(best, key), maximum(second, minimum(best, key))]
 
-            best, second = loop(0, self.per_group, 1, look, [_NOTHING, _NOTHING])
-            score = _value(best) if self.per_group == 1 else _value(best) + _value(second)
-            self.group_scores[my_scores + group] = _key(score)
+            best, second = loop(0, per_group, 1, look, [_NOTHING, _NOTHING])
+            group_scores[group] = _key(_value(best) if per_group == 1 else _value(best) + _value(second))
 
         loop(self.lane_of_row, num_groups, lanes, two_best)
         warp_barrier()
 
-        def is_kept(group):
-            """How many groups are better."""
-            mine = self.group_scores[my_scores + group]
+        def exclude(group):
+            score = group_scores[group]
 
             def compare(other, better):
-                score = self.group_scores[my_scores + other]
-                ahead = (score > mine) | (score.equals(mine) & (other < group))
+                another = group_scores[other]
+                ahead = (another > score) | (another.equals(score) & (other < group))
                 return [better + select(ahead, 1, 0)]
 
             (better,) = loop(0, num_groups, 1, compare, [0])
-            return better < self.rule.groups_per_token
+            excluded = better >= self.rule.groups_per_token
+            members = ranks.at(group * per_group)
+            loop(0, select(excluded, per_group, 0), 1, lambda i: members.__setitem__(i, _MINUS_INFINITY))
 
-        excluded = -(1 << 31) + (1 << 23) - 1  # the key of -inf
-        kept = [is_kept(minimum(g, num_groups - 1)) for g in group_of]
+        loop(self.lane_of_row, num_groups, lanes, exclude)
         warp_barrier()
-        return [select(k, key, excluded) for k, key in zip(kept, keys, strict=True)]
+        keys = [mine[i] for i in range(len(keys))]
+        warp_barrier()
+        return keys
+
+    def known(self, keys):
+        """`keys`, with the least of all past the last expert."""
+        if not self.padded:
+            return keys
+        return [select(self.first_expert + i < self.num_experts, k, _NOTHING) for i, k in enumerate(keys)]
+
+    def choose(self, row, keys, whole_keys):
+        """Ids and logits of the slots this lane owns: lane i of a row has slots i, i + lanes and so on."""
+        lanes, slots = self.layout.lanes, self.slots
+        if lanes == 1:
+            (ranked,), (ids,) = self.sorted_lists(keys)
+            experts = [(ids >> (8 * slot)) & 0xFF for slot in range(slots)]
+            if self.by_logits:
+                return experts, [_value(key) for key in ranked[:slots]]
+        elif self.layout.per_lane > 8 and not self.by_logits:
+            experts = self.choose_by_keys(keys)  # for both words and keys there are not registers enough
+        else:
+            experts, doubtful = self.choose_by_words(keys)
+            experts = branch(~simt.lanes_where(doubtful).equals(0), lambda: self.choose_by_keys(whole_keys()), experts)
+        start = Long(minimum(row, self.num_tokens - 1)) * self.num_experts
+        return experts, [self.logits[start + expert] for expert in experts]
+
+    def choose_by_words(self, keys):
+        """Ids of the slots this lane owns, and whether they are in doubt: words with key and id in one."""
+        layout, slots = self.layout, self.slots
+        ids = _power_of_two(layout.lanes * layout.per_lane) - 1
+        last = simt.Int(ids) - self.first_expert  # a lower id makes a larger word
+        words = [(key & ~ids) | (last - i) for i, key in enumerate(keys)]
+        for i, j in _exchanges(len(words)):
+            words[i], words[j] = maximum(words[i], words[j]), minimum(words[i], words[j])
+        words.append(simt.Int(_NOTHING))
+
+        chosen = self.chosen.at(self.row_of_block * (slots + 1))
+        rounds = min(slots + 1, self.num_experts)
+        for slot in range(rounds):
+            best = self.largest(words[0])
+            wins = words[0].equals(best)
+
+            @when(wins)
+            def _(slot=slot, best=best):
+                chosen[slot] = best
+
+            for i in range(min(layout.per_lane, rounds - slot - 1)):
+                words[i] = select(wins, words[i + 1], words[i])
+        warp_barrier()
+        experts, doubtful = [], simt.Bool(False)
+        for start in range(0, slots, layout.lanes):
+            slot = minimum(self.lane_of_row + start, slots - 1)
+            word = chosen[slot]
+            following = chosen[minimum(slot + 1, rounds - 1)]
+            same = ((word ^ following) & ~ids).equals(0)
+            # Where every expert is chosen the last has none after it.
+            doubtful = doubtful | (same & (slot + 1 < rounds) if rounds == slots else same)
+            experts.append(simt.Int(ids) - (word & ids))
+        warp_barrier()
+        return experts, doubtful
+
+    def choose_by_keys(self, keys):
+        """The same from the whole keys."""
+        layout, slots = self.layout, self.slots
+        lists, ids = self.sorted_lists(keys)
+        chosen = self.chosen.at(self.row_of_block * (slots + 1))
+        for slot in range(slots):
+            # The lane's largest key, and for each list but the first whether it beats those before it.
+            head, beats = lists[0][0], []
+            for other in lists[1:]:
+                beats.append(other[0] > head)
+                head = maximum(head, other[0])
+            mine = head.equals(self.largest(head))
+            wins = mine & (simt.lanes_where(mine) & self.lower_lanes).equals(0)
+            for i in reversed(range(layout.lists)):  # the last list that beats those before it has the head
+                hit = wins & beats[i - 1] if i else wins
+                wins = wins & ~beats[i - 1] if i else wins
+
+                @when(hit)
+                def _(i=i, slot=slot):
+                    chosen[slot] = (ids[i] & 0xFF) + (self.first_expert if self.wide_ids else 0)
+
+                longer = [*lists[i], simt.Int(_NOTHING)]
+                lists[i] = [select(hit, a, b) for a, b in zip(longer[1:], lists[i], strict=True)]
+                ids[i] = select(hit, ids[i] >> 8, ids[i])
+        warp_barrier()
+        mine = [minimum(self.lane_of_row + start, slots - 1) for start in range(0, slots, layout.lanes)]
+        experts = [chosen[slot] for slot in mine]
+        warp_barrier()
+        return experts
 
     def sorted_lists(self, keys):
         """Lists in descending order, and for each the experts of its keys, a byte each."""
-        layout = self.layout
-        if self.padded:
-            keys = [select(self.first_expert + i < self.num_experts, k, _NOTHING) for i, k in enumerate(keys)]
         lists, ids = [], []
-        for start in range(0, layout.per_lane, layout.of_list):
+        for start in range(0, self.layout.per_lane, self.layout.of_list):
             first = simt.Int(start) if self.wide_ids else self.first_expert + start
-            one, order = _sorted(keys[start : start + layout.of_list], first * 0x01010101 + 0x03020100)
+            one, order = _sorted(keys[start : start + self.layout.of_list], first * 0x01010101 + 0x03020100)
             lists.append(one)
             ids.append(order)
         return lists, ids
@@ -337,70 +429,13 @@ class _Body:
         """Whether a byte holds an expert's place in its lane only, and not its id."""
         return self.num_experts > 256
 
-    def heads(self, lists):
-        """The lane's largest key, and for each list but the first whether it beats those before it."""
-        best, beats = lists[0][0], []
-        for other in lists[1:]:
-            beats.append(other[0] > best)
-            best = maximum(best, other[0])
-        return best, beats
-
-    def choose(self, lists, ids, top):
-        """`(key, expert)` of each slot that this lane owns: lane i of a row has slots i, i + lanes and so on."""
-        layout, slots = self.layout, self.slots
-        if layout.lanes == 1:
-            return [(lists[0][slot], (ids[0] >> (8 * slot)) & 0xFF) for slot in range(slots)]
-        base = self.row_of_block * (slots * 2)
-        for slot in range(slots):
-            head, beats = self.heads(lists)
-            best = self.largest(head) if top is None or slot else top
-            mine = head.equals(best)
-            wins = mine & (simt.lanes_where(mine) & self.lower_lanes).equals(0)
-            depth = min(layout.of_list, slots - slot - 1)  # of a list can still be asked for
-            later = None  # whether no list after this one has the head
-            for i in reversed(range(layout.lists)):
-                hit = wins if later is None else wins & later
-                if i:
-                    hit, unbeaten = hit & beats[i - 1], ~beats[i - 1]
-                    later = unbeaten if later is None else later & unbeaten
-
-                def write(i=i, slot=slot, best=best):
-                    id_ = (ids[i] & 0xFF) | (self.first_expert << 8) if self.wide_ids else ids[i]
-                    self.chosen.store_vector(base + 2 * slot, Vector.of([best, id_]))
-
-                def pop(i=i, depth=depth):
-                    longer = [*lists[i], simt.Int(_NOTHING)]
-                    return [*longer[1 : depth + 1], ids[i] >> 8]
-
-                keep = [*lists[i][:depth], ids[i]]
-                if layout.lists == 1:  # selects, which are cheaper than a branch here
-                    when(hit)(write)
-                    new = [select(hit, a, b) for a, b in zip(pop(), keep, strict=True)]
-                else:
-                    new = branch(hit, lambda write=write, pop=pop: (write(), pop())[1], keep)
-                lists[i], ids[i] = new[:-1], new[-1]
-        warp_barrier()
-        chosen = []
-        for slot in range(0, slots, layout.lanes):
-            mine = minimum(self.lane_of_row + slot, slots - 1)
-            key, word = self.chosen.load_vector(base + mine * 2, 2).elements()
-            expert = (word & 0xFF) + (word >> 8) if self.wide_ids else word & 0xFF
-            chosen.append((key, expert))
-        warp_barrier()
-        return chosen
-
-    def weigh(self, row, real, chosen, largest, inverse):
+    def weigh(self, row, real, experts, logits, largest, inverse):
         """Writes this lane's slots, and counts them."""
         rule, lanes, slots = self.rule, self.layout.lanes, self.slots
-        owned = [self.lane_of_row + i * lanes < slots if (i + 1) * lanes > slots else None for i in range(len(chosen))]
-        if self.by_logits:
-            logits = [_value(key) for key, _ in chosen]
-        else:
-            at = Long(minimum(row, self.num_tokens - 1)) * self.num_experts
-            logits = [self.logits[at + expert] for _, expert in chosen]
-            if rule.scoring == "softmax_selected":
-                of_slots = [_key(x) for x in logits]  # slots past the last repeat it
-                largest = _value(combine_lanes(maximum, _largest(of_slots), lanes))
+        owned = [self.lane_of_row + i * lanes < slots if (i + 1) * lanes > slots else None for i in range(len(experts))]
+        if rule.scoring == "softmax_selected" and not self.by_logits:
+            # Slots past the last repeat it.
+            largest = _value(combine_lanes(maximum, _largest([_key(x) for x in logits]), lanes))
         if rule.scoring == "sigmoid":
             raw = [_sigmoid(x) for x in logits]
         else:
@@ -416,7 +451,7 @@ class _Body:
             weights = [r * factor for r in raw]
         if rule.scale != 1:
             weights = [w * rule.scale for w in weights]
-        for i, ((_, expert), weight) in enumerate(zip(chosen, weights, strict=True)):
+        for i, (expert, weight) in enumerate(zip(experts, weights, strict=True)):
             mine = real if owned[i] is None else real & owned[i]
 
             @when(mine)
@@ -466,8 +501,26 @@ def _largest(keys):
     return functools.reduce(maximum, keys)
 
 
+def _dot(a, b):
+    return functools.reduce(lambda sum_, ab: multiply_add(*ab, sum_), zip(a[1:], b[1:], strict=True), a[0] * b[0])
+
+
 def _sigmoid(x):
     return reciprocal(exp2(x * -_LOG2E) + 1.0)
+
+
+def _exchanges(n: int):
+    """Pairs of places whose exchange, larger one first, sorts n values (Batcher's merge exchange)."""
+    span = 1
+    while span < n:
+        apart = span
+        while apart:
+            for start in range(apart % span, n - apart, 2 * apart):
+                for i in range(start, min(start + apart, n - apart)):
+                    if i // (2 * span) == (i + apart) // (2 * span):
+                        yield i, i + apart
+            apart //= 2
+        span *= 2
 
 
 def _sorted(keys, bytes_):

@@ -40,6 +40,7 @@ __all__ = [
     "loop",
     "maximum",
     "minimum",
+    "multiply_add",
     "permute_bytes",
     "reciprocal",
     "select",
@@ -242,11 +243,6 @@ class Vector(_Value):
     def zeros(cls, kind: str, size: int) -> "Vector":
         return cls(_machine.get().zero_vector(kind, size), kind, size)
 
-    @classmethod
-    def of(cls, values: Sequence) -> "Vector":
-        """Of integers, or of floats."""
-        return cls(_machine.get().vector_of([v.value for v in values]), values[0].kind, len(values))
-
     def _with(self, value, kind=None) -> "Vector":
         return Vector(value, kind or self.kind, self.size)
 
@@ -278,6 +274,10 @@ class Pointer:
     def __init__(self, pointer):
         self.pointer = pointer
         self.kind: str = pointer.kind
+
+    def at(self, index) -> "Pointer":
+        """The array from `index` on; constant indices into it cost no arithmetic."""
+        return Pointer(_machine.get().offset(self.pointer, _index(index)))
 
     def __getitem__(self, index):
         """`Int`, or `Float` whatever the array's floating type."""
@@ -434,6 +434,11 @@ def count_bits(x: Int) -> Int:
 def permute_bytes(x: Int, order: Sequence[int]) -> Int:
     """Byte i of the result is byte `order[i]`."""
     return Int(_machine.get().permute_bytes(x.value, list(order)))
+
+
+def multiply_add(a: Float, b, c) -> Float:
+    """The sum a · b + c, rounded once."""
+    return Float(_machine.get().multiply_add(a.value, Float(b).value, Float(c).value))
 
 
 def exp2(x: Float) -> Float:

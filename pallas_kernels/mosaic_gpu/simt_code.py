@@ -9,7 +9,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
 
 _ALL_LANES = 0xFFFFFFFF
 _GLOBAL, _SHARED = 1, 3
@@ -96,6 +96,9 @@ class Code:
             return getattr(arith, name)(getattr(predicates, predicate), a, b)
         return getattr(arith, name)(a, b)
 
+    def multiply_add(self, a, b, c):
+        return math.fma(a, b, c)
+
     def convert(self, operation, kind, x):
         return getattr(arith, operation)(_type(kind), x)
 
@@ -110,14 +113,14 @@ class Code:
         zero = ir.IntegerAttr.get(_type(kind), 0) if kind == "int32" else ir.FloatAttr.get(_type(kind), 0.0)
         return arith.constant(of, ir.DenseElementsAttr.get_splat(of, zero))
 
-    def vector_of(self, values):
-        return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
-
     def broadcast(self, x, size):
         return vector.broadcast(ir.VectorType.get((size,), x.type), x)
 
     def element(self, x, i):
         return llvm.extractelement(x, self.constant("int32", i))
+
+    def offset(self, pointer, index):
+        return pointer._replace(value=_address(pointer, index))
 
     def load(self, pointer, index):
         return llvm.load(_type(pointer.kind), _address(pointer, index))

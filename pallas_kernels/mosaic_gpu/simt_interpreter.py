@@ -37,7 +37,7 @@ def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
                 words = np.zeros(blocks * size, np.int32)
                 memories.append(Memory(threads, f"shared array {i}", words, shared=True, empty=True))
             with np.errstate(all="ignore"):
-                run(threads, memories)
+                run(threads, [_Pointer(memory, memory.kind, np.zeros(1, np.int64)) for memory in memories])
             return [*arrays[kept:], *results]
 
         if any(isinstance(a, Tracer) for a in inputs):
@@ -138,6 +138,14 @@ class Memory:
         return f"{self.threads.name}: {self.name}, word {index}"
 
 
+class _Pointer(NamedTuple):
+    """Where in a memory each thread's index 0 is."""
+
+    memory: Memory
+    kind: str
+    start: np.ndarray
+
+
 class Threads:
     """All threads of a launch, of which those in `active` follow the current instruction."""
 
@@ -176,6 +184,9 @@ class Threads:
     def operate(self, operation, a, b):
         return _OPERATIONS[operation](a, b)
 
+    def multiply_add(self, a, b, c):
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
     def convert(self, operation, kind, x):
         return x.view(kind) if operation == "bitcast" else x.view(np.uint32).astype(kind)
 
@@ -188,34 +199,34 @@ class Threads:
     def zero_vector(self, kind, size):
         return np.zeros((1, size), np.dtype(kind))
 
-    def vector_of(self, values):
-        return np.stack([np.broadcast_to(v, self.index.shape) for v in values], 1)
-
     def broadcast(self, x, size):
         return np.broadcast_to(x[:, None], (x.size, size))
 
     def element(self, x, i):
         return np.ascontiguousarray(x[:, i])
 
-    def load(self, memory: Memory, index):
-        return self.load_vector(memory, index, 1)[:, 0].copy()
+    def offset(self, pointer: _Pointer, index):
+        return pointer._replace(start=pointer.start + index)
 
-    def load_vector(self, memory: Memory, index, size):
-        active, words = memory.touch("read", index, size)
-        out = np.zeros((self.index.size, size), memory.array.dtype)
-        out[active] = memory.array[words]
+    def load(self, pointer: _Pointer, index):
+        return self.load_vector(pointer, index, 1)[:, 0].copy()
+
+    def load_vector(self, pointer: _Pointer, index, size):
+        active, words = pointer.memory.touch("read", pointer.start + index, size)
+        out = np.zeros((self.index.size, size), pointer.memory.array.dtype)
+        out[active] = pointer.memory.array[words]
         return out
 
-    def store(self, memory: Memory, index, x):
-        self.store_vector(memory, index, x[:, None], 1)
+    def store(self, pointer: _Pointer, index, x):
+        self.store_vector(pointer, index, x[:, None], 1)
 
-    def store_vector(self, memory: Memory, index, x, size):
-        active, words = memory.touch("write", index, size)
-        memory.array[words] = np.broadcast_to(x, (self.index.size, size))[active]
+    def store_vector(self, pointer: _Pointer, index, x, size):
+        active, words = pointer.memory.touch("write", pointer.start + index, size)
+        pointer.memory.array[words] = np.broadcast_to(x, (self.index.size, size))[active]
 
-    def atomic_add(self, memory: Memory, index, x):
-        active, words = memory.touch("add", index)
-        np.add.at(memory.array, words[:, 0], np.broadcast_to(x, self.index.shape)[active])
+    def atomic_add(self, pointer: _Pointer, index, x):
+        active, words = pointer.memory.touch("add", pointer.start + index)
+        np.add.at(pointer.memory.array, words[:, 0], np.broadcast_to(x, self.index.shape)[active])
 
     def branch(self, condition, body, otherwise):
         with self._only(condition) as taken:
