@@ -171,9 +171,8 @@ def route(
 
     implementation = choose_router_implementation(implementation, logits, experts_per_token)
     rule = router.rule(experts_per_token)
-    routed = (_route_on_hopper if implementation == "mosaic_gpu" else kernels_of("xla").router)(
-        logits, selection_bias, rule
-    )
+    on_hopper = implementation == "mosaic_gpu" and num_tokens > 0  # no kernel without work
+    routed = (_route_on_hopper if on_hopper else kernels_of("xla").router)(logits, selection_bias, rule)
     selected, demand = routed.experts, routed.counts.sum(0, dtype=jnp.int32)
     experts, weights, tokens_per_expert, dropped = selected, routed.weights, demand, jnp.int32(0)
     if capacity := router.capacity(num_tokens, num_experts, experts_per_token):

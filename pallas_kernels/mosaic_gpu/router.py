@@ -61,8 +61,8 @@ def router_unsupported(logits: Float[Array, "T E"], experts_per_token: int) -> s
         return f"num_experts={num_experts} must be at most {MAX_EXPERTS}"
     if experts_per_token > MAX_EXPERTS_PER_TOKEN:
         return f"{experts_per_token=} must be at most {MAX_EXPERTS_PER_TOKEN}"
-    if not 0 < num_tokens < 2**31 // experts_per_token:
-        return f"{num_tokens=} times {experts_per_token=} must be positive and below 2**31"
+    if num_tokens >= 2**31 // experts_per_token:
+        return f"{num_tokens=} times {experts_per_token=} must be below 2**31"
     return None
 
 
