@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from blaze_jax.dispatch import EMPTY_SLOT, build_dispatch
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
-from pallas_kernels.xla.router import Routed, Rule, Scoring, Sums, scores_of, weights_of
+from pallas_kernels.xla.router import Routed, Rule, Scoring, scores_of, weights_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def route(
     rule = router.rule(experts_per_token)
     on_hopper = implementation == "mosaic_gpu" and num_tokens > 0  # no kernel without work
     routed = (_route_on_hopper if on_hopper else kernels_of("xla").router)(logits, selection_bias, rule)
-    selected, demand = routed.experts, routed.counts.sum(0, dtype=jnp.int32)
+    selected, demand, losses = routed.experts, routed.demand, routed.losses
     experts, weights, tokens_per_expert, dropped = selected, routed.weights, demand, jnp.int32(0)
     if capacity := router.capacity(num_tokens, num_experts, experts_per_token):
         experts = _drop_beyond_capacity(selected, num_experts, capacity)
@@ -193,16 +193,15 @@ def route(
         tokens_per_expert = _count(experts, num_experts)
         dropped = selected.size - (experts[:, :experts_per_token] != EMPTY_SLOT).sum()
 
-    pairs, tokens, dtype = max(selected.size, 1), max(num_tokens, 1), weights.dtype
     return Routing(
         experts=experts,
         weights=weights,
         tokens_per_expert=tokens_per_expert,
         demand=demand,
-        dropped_share=dropped.astype(dtype) / pairs,
-        load_balancing_loss=num_experts * jnp.vdot(demand.astype(dtype) / pairs, routed.sums.probability / tokens),
-        z_loss=routed.sums.squared_log / tokens,
-        entropy=routed.sums.entropy / tokens,
+        dropped_share=dropped.astype(weights.dtype) / max(selected.size, 1),
+        load_balancing_loss=losses.balance,
+        z_loss=losses.squared_log,
+        entropy=losses.entropy,
     )
 
 
@@ -226,13 +225,13 @@ def _route_on_hopper(logits, bias, rule: Rule) -> Routed:
 
 def _forward(logits, bias, rule):
     routed = _kernel(logits, bias, rule)
-    return routed, (logits, bias, routed.experts)
+    return routed, (logits, bias, routed.experts, routed.demand)
 
 
 def _backward(rule, residuals, cotangents: Routed):
-    logits, bias, experts = residuals
-    sums = Sums(*cotangents.sums)
-    d_logits = kernels_of("mosaic_gpu").router_backward(logits, experts, cotangents.weights, sums, rule)
+    logits, bias, experts, demand = residuals
+    backward = kernels_of("mosaic_gpu").router_backward
+    d_logits = backward(logits, experts, demand, cotangents.weights, cotangents.losses, rule)
     return d_logits, None if bias is None else jnp.zeros_like(bias)
 
 

@@ -1,4 +1,4 @@
-"""Router in one launch: top-k, weights, counts per expert and the losses' sums, in one pass over the logits.
+"""Router: top-k, weights, counts and the losses' sums in one pass over the logits; then one block adds up the blocks'.
 
 A row of logits belongs to a group of lanes of one warp, 32 of them from 125 experts on, and each lane owns consecutive
 experts. It sorts theirs, and in every round the group takes the largest of the lanes' heads, whose lane drops it.
@@ -37,7 +37,7 @@ from pallas_kernels.mosaic_gpu.simt import (
     warp_barrier,
     when,
 )
-from pallas_kernels.xla.router import TINY, Routed, Rule, Sums
+from pallas_kernels.xla.router import TINY, Losses, Routed, Rule
 
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32
@@ -49,6 +49,7 @@ _LOG2E = math.log2(math.e)
 _LN2 = math.log(2)
 _WARPGROUPS = ((8, 8), (4, 16), (2, 32))  # with at most so many experts to a lane
 _WARPGROUPS_BY_SCORES = ((8, 4), (4, 8), (2, 32))
+_ADD_UP_WARPGROUPS = 8
 _LEAST = -200.0  # 2 to this is zero; and zero times this is zero, which is not so for -inf
 
 
@@ -124,9 +125,71 @@ def router(
         shared=body.shared_words,
     )
     biases = () if bias is None else (bias.astype(jnp.float32),)
-    experts, weights, counts, partials = kernel(logits, *biases)
-    sums = partials.sum(0)
-    return Routed(experts, weights, counts, Sums(sums[:num_experts], sums[num_experts], sums[num_experts + 1]))
+    experts, weights, counts, sums = kernel(logits, *biases)
+    demand, *losses = _add_up(counts, sums, num_tokens, slots)
+    return Routed(experts, weights, counts, demand, Losses(*(loss.reshape(()) for loss in losses)))
+
+
+def _add_up(counts, sums, num_tokens: int, slots: int):
+    """Demand, and the three losses, from each block's counts and sums; one block, always in the same order."""
+    (blocks, num_experts), width = counts.shape, sums.shape[1]
+    threads = _ADD_UP_WARPGROUPS * 128
+    parts = max(1, min(threads // width, 16))  # every so manyth block
+    at_once = min(8, -(-blocks // parts))
+
+    def body(counts, sums, demand, balance_loss, squared_log, entropy, some_sums, some_counts, warps):
+        thread = simt.thread()
+
+        def add_blocks(item):
+            column, part = item % width, item // width
+            expert = minimum(column, num_experts - 1)
+
+            def add(first, sum_, count):
+                others = [first + i * parts for i in range(at_once)]
+                known = [minimum(other, blocks - 1) for other in others]
+                loaded = [(sums[k * width + column], counts[k * num_experts + expert]) for k in known]
+                for other, (s, c) in zip(others, loaded, strict=True):
+                    sum_, count = sum_ + select(other < blocks, s, 0.0), count + select(other < blocks, c, 0)
+                return [sum_, count]
+
+            sum_, count = loop(part, blocks, parts * at_once, add, [simt.Float(0.0), 0])
+            some_sums[item] = sum_.bits()
+
+            @when(column < num_experts)
+            def _():
+                some_counts[part * num_experts + expert] = count
+
+        def sum_of(column):
+            return total([some_sums[column + part * width].as_float() for part in range(parts)])
+
+        loop(thread, width * parts, threads, add_blocks)
+        block_barrier()
+
+        def balance(expert, so_far):
+            count = total([some_counts[expert + part * num_experts] for part in range(parts)])
+            demand[expert] = count
+            return [multiply_add(count.to_float(), sum_of(expert), so_far)]
+
+        (mine,) = loop(thread, num_experts, threads, balance, [simt.Float(0.0)])
+        mine = combine_lanes(simt.add, mine, WARP)
+        when((thread % WARP).equals(0))(lambda: warps.__setitem__(thread // WARP, mine.bits()))
+        block_barrier()
+
+        @when(thread.equals(0))
+        def _():
+            every = total([warps[w].as_float() for w in range(threads // WARP)])
+            balance_loss[0] = every * (num_experts / (slots * num_tokens**2))
+            squared_log[0] = sum_of(simt.Int(num_experts)) * (1 / num_tokens)
+            entropy[0] = sum_of(simt.Int(num_experts + 1)) * (1 / num_tokens)
+
+    return simt.simt_kernel(
+        body,
+        name="moe_router_sums",
+        outputs=[jax.ShapeDtypeStruct((num_experts,), jnp.int32)] + [jax.ShapeDtypeStruct((1,), jnp.float32)] * 3,
+        blocks=1,
+        warpgroups=_ADD_UP_WARPGROUPS,
+        shared=[parts * width, parts * num_experts, threads // WARP],
+    )(counts, sums)
 
 
 class _Body:

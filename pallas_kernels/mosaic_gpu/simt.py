@@ -195,6 +195,10 @@ class Int(_Integer):
         """The float32 of these bits."""
         return Float(_machine.get().convert("bitcast", "float32", self.value))
 
+    def to_float(self) -> "Float":
+        """The nearest float32."""
+        return Float(_machine.get().convert("sitofp", "float32", self.value))
+
     def long(self) -> "Long":
         return Long(_machine.get().convert("extui", "int64", self.value))
 

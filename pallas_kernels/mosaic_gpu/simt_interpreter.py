@@ -188,7 +188,9 @@ class Threads:
         return (a.astype(np.float64) * b + c).astype(np.float32)
 
     def convert(self, operation, kind, x):
-        return x.view(kind) if operation == "bitcast" else x.view(np.uint32).astype(kind)
+        if operation == "bitcast":
+            return x.view(kind)
+        return (x.view(np.uint32) if operation == "extui" else x).astype(kind)
 
     def convert_vector(self, operation, kind, x):
         return x.astype(np.dtype(kind))

@@ -1,4 +1,4 @@
-"""Router: the experts of every token, their weights, and the sums over tokens that losses are made of."""
+"""Router: the experts of every token, their weights, and what its losses are made of."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -33,16 +33,16 @@ class Rule(NamedTuple):
     groups_per_token: int = 1
 
 
-class Sums(NamedTuple):
-    """Sums over tokens, of the logits' dtype.
+class Losses(NamedTuple):
+    """Means over tokens, of the weights' dtype; zero of no tokens.
 
     Attributes:
-      probability: `(E,)`, of the tokens' expert probabilities.
+      balance: `E · Σ_e demand_e / (T·K) · mean_t probability_te`, one in perfect balance.
       squared_log: of `logsumexp(logits)²`.
-      entropy: of the entropies of the tokens' expert probabilities, in nats.
+      entropy: of the tokens' expert probabilities, in nats.
     """
 
-    probability: Float[Array, " E"]
+    balance: Float[Array, ""]
     squared_log: Float[Array, ""]
     entropy: Float[Array, ""]
 
@@ -54,13 +54,15 @@ class Routed(NamedTuple):
       experts: `(T, K)` int32, distinct, best first.
       weights: `(T, K)`.
       counts: `(blocks, E)` int32, tokens of each expert in each of some runs of `ceil(T / blocks)` tokens.
-      sums: over tokens.
+      demand: `(E,)` int32, tokens of each expert.
+      losses: what may be added to a training loss, unweighted.
     """
 
     experts: Int[Array, "T K"]
     weights: Float[Array, "T K"]
     counts: Int[Array, "blocks E"]
-    sums: Sums
+    demand: Int[Array, " E"]
+    losses: Losses
 
 
 def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule) -> Routed:
@@ -75,33 +77,36 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
       rule: how to choose and weigh.
 
     Returns:
-      Experts, weights, counts (of a single run) and sums; weights and sums are differentiable in the logits.
+      What `Routed` says, with counts of a single run. Weights and losses are differentiable in the logits.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = scores_of(logits, rule)
     experts = _select(logits, scores, bias, rule)
-    counts = jnp.zeros((1, logits.shape[1]), jnp.int32).at[0, experts].add(1)
-    return Routed(experts, weights_of(logits, scores, experts, experts, rule), counts, _sums(logits, scores, rule))
+    demand = jnp.zeros(logits.shape[1], jnp.int32).at[experts].add(1)
+    weights = weights_of(logits, scores, experts, experts, rule)
+    return Routed(experts, weights, demand[None], demand, _losses(logits, scores, demand, rule))
 
 
 def router_backward(
     logits: Float[Array, "T E"],
     experts: Int[Array, "T K"],
+    demand: Int[Array, " E"],
     d_weights: Float[Array, "T K"],
-    d_sums: Sums,
+    d_losses: Losses,
     rule: Rule,
 ) -> Float[Array, "T E"]:
-    """Gradient of `router`'s weights and sums with respect to the logits.
+    """Gradient of `router`'s weights and losses with respect to the logits.
 
-    The logits are all it reads from the forward pass. The gradient of the gathered scores is spread by comparing ids,
-    in the same elementwise pass as the rest, and not by a scatter.
+    The logits, the choice and the demand are all it needs of the forward pass. The gradient of the gathered scores is
+    spread by comparing ids, in the same elementwise passes as the rest, and not by a scatter. In all it is a few passes
+    over `(T, E)`.
     """
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores, scores_vjp = jax.vjp(lambda l: scores_of(l, rule), wide)
     gathered = _take(_weight_source(wide, scores, rule), experts)
     _, weights_vjp = jax.vjp(lambda g: _weights(g, g, rule), gathered)
-    _, sums_vjp = jax.vjp(lambda l, s: _sums(l, s, rule), wide, scores)
-    d_logits, d_scores = sums_vjp(d_sums)
+    _, losses_vjp = jax.vjp(lambda l, s: _losses(l, s, demand, rule), wide, scores)
+    d_logits, d_scores = losses_vjp(d_losses)
     d_gathered = _spread(weights_vjp(d_weights)[0], experts, logits.shape[1])
     if rule.scoring == "softmax_selected":
         d_logits += d_gathered
@@ -164,13 +169,15 @@ def _keep_best_groups(ranking, num_groups, groups_per_token):
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(ranking.shape)
 
 
-def _sums(logits, scores, rule) -> Sums:
+def _losses(logits, scores, demand, rule) -> Losses:
+    tokens, num_experts = max(logits.shape[0], 1), logits.shape[1]
     probabilities = scores / (scores.sum(-1, keepdims=True) + TINY) if rule.scoring == "sigmoid" else scores
     log_probabilities = jnp.log(jnp.where(probabilities > 0, probabilities, 1))
-    return Sums(
-        probability=probabilities.sum(0),
-        squared_log=jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum(),
-        entropy=-jnp.sum(jnp.sum(probabilities * log_probabilities, axis=-1)),
+    share = demand.astype(logits.dtype) / (tokens * rule.experts_per_token)
+    return Losses(
+        balance=num_experts * jnp.vdot(share, probabilities.sum(0) / tokens),
+        squared_log=jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum() / tokens,
+        entropy=-jnp.sum(jnp.sum(probabilities * log_probabilities, axis=-1)) / tokens,
     )
 
 

@@ -37,16 +37,15 @@ def random_logits(*shape, dtype="float32", seed=0):
 
 
 def assert_matches(run, logits, bias, rule):
-    """Equal experts and counts; close weights and sums, NaN where the twin has NaN."""
+    """Equal experts and counts; close weights and losses, NaN where the twin has NaN."""
     out, expected = run(logits, bias, rule), xla.router(logits, bias, rule)
     assert_same_bits(out.experts, expected.experts)
-    assert_same_bits(out.counts.sum(0), expected.counts.sum(0))
+    assert_same_bits(out.demand, expected.demand)
+    assert_same_bits(expected.counts.sum(0), expected.demand)
     assert_same_bits(out.counts, counts_of_runs(expected.experts, logits.shape[1], len(out.counts)))
-    # A sum may cancel to zero: it is as close as a sum over that many tokens can be.
-    pairs = [
-        (np.append(a, len(logits)), np.append(b, len(logits))) for a, b in zip(out.sums, expected.sums, strict=True)
-    ]
-    for ours, theirs in [(out.weights, expected.weights), *pairs]:
+    # A mean may cancel to zero: it is as close as numbers near one can be.
+    means = [(np.append(a, 1), np.append(b, 1)) for a, b in zip(out.losses, expected.losses, strict=True)]
+    for ours, theirs in [(out.weights, expected.weights), *means]:
         ours, theirs = np.asarray(ours), np.asarray(theirs)
         assert_same_bits(np.isnan(ours), np.isnan(theirs))
         assert_close(np.nan_to_num(ours), np.nan_to_num(theirs), TOLERANCE)
@@ -169,11 +168,12 @@ def test_counts_serve_dispatch():
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_backward_is_the_derivative_of_the_portable_form(scoring, normalize, scale):
     logits, rule = random_logits(30, 12), Rule(4, scoring, normalize, scale)
-    (weights, sums), vjp = jax.vjp(lambda l: xla.router(l, None, rule)[1::2], logits)
-    d_weights, d_sums = jax.tree.map(lambda a: random_logits(*a.shape, seed=a.size), (weights, sums))
-    experts = xla.router(logits, None, rule).experts
-    assert_close(xla.router_backward(logits, experts, d_weights, d_sums, rule), vjp((d_weights, d_sums))[0])
-    narrow = xla.router_backward(logits.astype(jnp.bfloat16), experts, d_weights, d_sums, rule)
+    out, vjp = jax.vjp(lambda l: xla.router(l, None, rule)[1::3], logits)
+    d_weights, d_losses = jax.tree.map(lambda a: random_logits(*a.shape, seed=a.size), out)
+    chosen = xla.router(logits, None, rule)
+    backward = partial(xla.router_backward, experts=chosen.experts, demand=chosen.demand, rule=rule)
+    assert_close(backward(logits, d_weights=d_weights, d_losses=d_losses), vjp((d_weights, d_losses))[0])
+    narrow = backward(logits.astype(jnp.bfloat16), d_weights=d_weights, d_losses=d_losses)
     assert narrow.dtype == jnp.bfloat16
 
 
@@ -187,6 +187,7 @@ def test_lowers_for_cuda(num_experts, slots, biased):
     bias = jax.ShapeDtypeStruct((num_experts,), jnp.float32) if biased else None
     lowered = jax.jit(partial(mosaic_gpu.router, rule=rule)).trace(logits, bias).lower(lowering_platforms=("cuda",))
     assert "moe_router" in lowered.as_text()
+    assert "moe_router_sums" in lowered.as_text()
 
 
 @pytest.mark.parametrize(
