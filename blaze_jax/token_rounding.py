@@ -20,8 +20,7 @@ def round_token_counts(
     among those that did not choose it. Equal scores prefer the lower token id. A token takes at most `extra_slots`
     experts it did not choose; an expert that would need more of it, or more tokens than there are, rounds down.
 
-    Costs two selections (one for "down") of some tokens per expert, each about `16 + log₄ T` passes over the `(T, E)`
-    scores that count by comparing, two prefix sums of that shape along E, and masks; no sort.
+    Costs two selections of `tile - 1` tokens per expert from `(T, E)`, and masks of that shape; no full sort.
 
     Args:
       scores: routing scores, at least 0.
@@ -45,11 +44,12 @@ def round_token_counts(
     if mode != "down":
         up = -(-count // tile) * tile if mode == "up" else (count + tile // 2) // tile * tile
         missing = jnp.where((up > count) & (up <= num_tokens), up - count, 0)
-        added = _best_tokens(jnp.where(chosen, -jnp.inf, scores), missing)
+        added = _best_tokens(jnp.where(chosen, -jnp.inf, scores), missing, tile - 1)
         crowded = added & (jnp.cumsum(added, axis=1) > extra_slots)
         added &= ~crowded.any(0)
     surplus = jnp.where(added.any(0), 0, count - floor)
-    dropped = _best_tokens(jnp.where(chosen, -scores, -jnp.inf), surplus, last_first=True)
+    # Tokens in reverse: of equal scores the one with the higher id goes first.
+    dropped = _best_tokens(jnp.where(chosen, -scores, -jnp.inf)[::-1], surplus, tile - 1)[::-1]
 
     kept = jnp.where(jnp.take_along_axis(dropped, selected, axis=1), EMPTY_SLOT, selected)
     if mode == "down":
@@ -60,36 +60,10 @@ def round_token_counts(
     return jnp.concatenate([kept, extra.at[token, place].set(expert, mode="drop")], axis=1)
 
 
-def _best_tokens(
-    scores: Float[Array, "T E"], wanted: Int[Array, " E"], *, last_first: bool = False
-) -> Bool[Array, "T E"]:
-    """Marks, for each expert, its `wanted[e] ≤ T` tokens of highest score; of equals the first, or the last, by id."""
-    num_tokens = scores.shape[0]
-    ids = jnp.arange(num_tokens, dtype=jnp.uint32)[:, None]
-    keys, bits = _sortable(scores)
-    threshold = _largest_reached(keys, wanted, bits)
-    better, equal = keys > threshold, keys == threshold
-    # Among equals the choice is one by a key again, which no two tokens share.
-    order = jnp.where(equal, ids + 1 if last_first else num_tokens - ids, 0)
-    last = _largest_reached(order, wanted - better.sum(0, dtype=jnp.int32), num_tokens.bit_length())
-    return (better | (equal & (order >= last))) & (wanted > 0)
-
-
-def _largest_reached(keys: Array, wanted: Int[Array, " E"], bits: int) -> Array:
-    """For each expert the largest number that `wanted[e] ≥ 1` of its keys reach, found two bits at a time."""
-    reached = jnp.zeros_like(wanted, keys.dtype)
-    for shift in reversed(range(0, bits, 2)):
-        digits = [
-            (keys >= reached + jnp.asarray(digit << shift, keys.dtype)).sum(0, dtype=jnp.int32) >= wanted
-            for digit in (1, 2, 3)
-        ]
-        reached += sum(d.astype(keys.dtype) for d in digits) << shift
-    return reached
-
-
-def _sortable(scores: Array) -> tuple[Array, int]:
-    """Unsigned integers in the order of the scores, -0 equal to 0, and their number of bits."""
-    bits = jnp.finfo(scores.dtype).bits
-    unsigned, top = jnp.dtype(f"uint{bits}"), 1 << (bits - 1)
-    x = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), unsigned)
-    return jnp.where(x >= unsigned.type(top), ~x, x | unsigned.type(top)), bits
+def _best_tokens(scores: Float[Array, "T E"], wanted: Int[Array, " E"], most: int) -> Bool[Array, "T E"]:
+    """Marks, for each expert, its `wanted[e] ≤ most` tokens of highest score, the lower id first among equals."""
+    num_tokens, num_experts = scores.shape
+    most = min(most, num_tokens)
+    best = jax.lax.top_k(scores.T, most)[1]
+    row = jnp.where(jnp.arange(most) < wanted[:, None], best, num_tokens)
+    return jnp.zeros(scores.shape, bool).at[row, jnp.arange(num_experts)[:, None]].set(True, mode="drop")

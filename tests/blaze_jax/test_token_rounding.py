@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from blaze_jax import route
-from blaze_jax.token_rounding import _best_tokens, round_token_counts
+from blaze_jax.token_rounding import round_token_counts
 from tests import routing_reference as reference
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import EMPTY, random_experts
@@ -65,36 +65,6 @@ def test_rounding_within_few_slots(seed, levels, slots, mode):
     assert (mask <= own)[:, ~reached].all()  # an expert short of slots takes nobody in
     crowded = (ideal > own).sum(1) > slots
     assert ((ideal > own)[crowded].any(0) | reached).all()  # and some token that it wanted was crowded
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("last_first", [False, True])
-@pytest.mark.parametrize("values", ["random", "few", "equal", "extreme"])
-def test_selection_is_that_of_a_stable_sort(values, last_first, dtype):
-    rng = np.random.default_rng(0)
-    scores = {
-        "random": rng.standard_normal((77, 9)),
-        "few": rng.integers(-1, 2, (77, 9)) * 0.5,
-        "equal": np.zeros((77, 9)),
-        "extreme": rng.choice([-np.inf, np.inf, -0.0, 0.0, 1e-30, -1e30, 1.0, np.nextafter(np.float32(1), 2)], (77, 9)),
-    }[values]
-    wanted = np.array([0, 1, 2, 13, 38, 64, 75, 76, 77], np.int32)
-    with jax.enable_x64(dtype == "float64"):
-        out = _best_tokens(jnp.asarray(scores, dtype), jnp.asarray(wanted), last_first=last_first)
-    direction = -1 if last_first else 1
-    for expert, count in enumerate(wanted):
-        column = scores[::direction, expert].astype(dtype)
-        best = np.argsort(-column, kind="stable")[:count]
-        assert_same_bits(out[::direction, expert], np.isin(np.arange(77), best))
-
-
-def test_no_sort():
-    scores, selected = problem()
-    text = jax.jit(round_token_counts, static_argnums=2, static_argnames=("tile", "extra_slots")).lower(
-        scores, selected, "nearest", tile=8, extra_slots=2
-    )
-    assert "top_k" not in text.as_text()
-    assert "stablehlo.sort" not in text.as_text()
 
 
 def test_without_spare_slots_counts_go_down():
