@@ -60,7 +60,10 @@ _interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Kernels called (or, under `jit`, traced) in here run in numpy on the CPU; a race raises `RaceError`."""
+    """Kernels called in here run in numpy on the CPU; a race raises `RaceError`.
+
+    Under `jit` it counts where they are traced, which for a gradient is as late as the outermost call.
+    """
     token = _interpreted.set(True)
     try:
         yield
