@@ -29,9 +29,20 @@ def choose_implementation(
       ValueError: there is no implementation of that name.
       NotImplementedError: the implementation demanded cannot do this.
     """
+    return _choose(implementation, mosaic_gpu.unsupported(x, weights, biases), (x, weights, biases))
+
+
+def choose_router_implementation(
+    implementation: Implementation | None, logits: Array, experts_per_token: int
+) -> Implementation:
+    """The same for the router of these logits."""
+    return _choose(implementation, mosaic_gpu.router_unsupported(logits, experts_per_token), logits)
+
+
+def _choose(implementation: Implementation | None, reason: str | None, arrays) -> Implementation:
+    """The choice, given why the Hopper kernels cannot do it, or None."""
     check_implementation(implementation)
-    reason = mosaic_gpu.unsupported(x, weights, biases)
-    if varying_axes(x, weights, biases):
+    if varying_axes(arrays):
         reason = "inside jax.shard_map the kernels need check_vma=False"
     if implementation == "mosaic_gpu" and reason:
         raise NotImplementedError(f"{implementation=} cannot run this: {reason}; use 'xla' or None")

@@ -43,7 +43,11 @@ def moe(
     wide = jnp.promote_types(tokens.dtype, jnp.float32)
     logits = jnp.dot(tokens.astype(wide), params["w_router"].astype(wide), precision=jax.lax.Precision.HIGHEST)
     routing = route(
-        logits, config.experts_per_token, router=config.router.for_phase(train), selection_bias=selection_bias
+        logits,
+        config.experts_per_token,
+        router=config.router.for_phase(train),
+        selection_bias=selection_bias,
+        implementation=config.implementation,
     )
     y = expert_ffn(
         tokens,

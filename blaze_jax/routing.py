@@ -2,18 +2,18 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from functools import partial
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.dispatch import EMPTY_SLOT, build_dispatch
+from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
-
-Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
-
-_TINY = 1e-20  # keeps 0/0 away when every selected sigmoid underflows
+from pallas_kernels.xla.router import Routed, Rule, Scoring, scores_of, weights_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,17 @@ class Router:
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: one alone may decide which tokens are kept")
 
+    def rule(self, experts_per_token: int) -> Rule:
+        """What of it the kernels do."""
+        return Rule(
+            experts_per_token=experts_per_token,
+            scoring=self.scoring,
+            normalize=self.normalize_weights,
+            scale=self.weight_scale,
+            num_groups=self.num_groups,
+            groups_per_token=self.groups_per_token,
+        )
+
     def for_phase(self, train: bool) -> "Router":
         """The router of that phase: rounding serves training only."""
         return self if train else replace(self, token_rounding=None)
@@ -123,6 +134,7 @@ def route(
     *,
     router: Router | None = None,
     selection_bias: Float[Array, " E"] | None = None,
+    implementation: Implementation | None = None,
     **options,
 ) -> Routing:
     """Chooses `experts_per_token` experts for every token, in float32 (float64 logits stay).
@@ -136,10 +148,14 @@ def route(
       experts_per_token: K.
       router: how to choose; or give its fields as keywords, `route(logits, 2, scoring="sigmoid")`.
       selection_bias: added to the scores for selection only, not to the weights (loss-free balancing).
+      implementation: None for the best that can run here, or "mosaic_gpu" or "xla". The Hopper kernel is one pass over
+        the logits, but its scores can differ from XLA's in the last bits; where scores rank the experts (with a
+        selection bias, or with groups), nearly equal ones may then be chosen differently.
       **options: fields of `Router`.
 
     Raises:
       ValueError: logits are not a floating `(T, E)` array, or an option does not fit.
+      NotImplementedError: the implementation demanded cannot run here.
       TypeError: an option that `Router` does not have, or both a router and options.
     """
     if router is not None and options:
@@ -153,15 +169,17 @@ def route(
     if selection_bias is not None and selection_bias.shape != (num_experts,):
         raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
 
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    scores = jax.nn.sigmoid(logits) if router.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    selected = _select(logits, scores, experts_per_token, router, selection_bias)
-    demand = _count(selected, num_experts)
-
-    experts = selected
+    implementation = choose_router_implementation(implementation, logits, experts_per_token)
+    rule = router.rule(experts_per_token)
+    on_hopper = implementation == "mosaic_gpu" and num_tokens > 0  # no kernel without work
+    routed = (_route_on_hopper if on_hopper else kernels_of("xla").router)(logits, selection_bias, rule)
+    selected, demand, losses = routed.experts, routed.demand, routed.losses
+    experts, weights, tokens_per_expert, dropped = selected, routed.weights, demand, jnp.int32(0)
     if capacity := router.capacity(num_tokens, num_experts, experts_per_token):
         experts = _drop_beyond_capacity(selected, num_experts, capacity)
     elif router.token_rounding is not None:
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        scores = scores_of(logits, rule)
         experts = round_token_counts(
             jax.lax.stop_gradient(scores),
             selected,
@@ -169,20 +187,21 @@ def route(
             tile=router.rounding_tile,
             extra_slots=router.rounding_slots,
         )
+        weights = weights_of(logits, scores, selected, experts, rule)
+    if experts is not selected:
+        weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
+        tokens_per_expert = _count(experts, num_experts)
+        dropped = selected.size - (experts[:, :experts_per_token] != EMPTY_SLOT).sum()
 
-    probabilities = scores / (scores.sum(-1, keepdims=True) + _TINY) if router.scoring == "sigmoid" else scores
-    pairs = max(selected.size, 1)
-    kept = (experts[:, :experts_per_token] != EMPTY_SLOT).sum()
-    log_probabilities = jnp.log(jnp.where(probabilities > 0, probabilities, 1))
     return Routing(
         experts=experts,
-        weights=_weights(logits, scores, selected, experts, router),
-        tokens_per_expert=_count(experts, num_experts),
+        weights=weights,
+        tokens_per_expert=tokens_per_expert,
         demand=demand,
-        dropped_share=(selected.size - kept).astype(logits.dtype) / pairs,
-        load_balancing_loss=num_experts * jnp.vdot(demand.astype(logits.dtype) / pairs, _mean(probabilities)),
-        z_loss=_mean(jnp.square(jax.nn.logsumexp(logits, axis=-1))),
-        entropy=_mean(-jnp.sum(probabilities * log_probabilities, axis=-1)),
+        dropped_share=dropped.astype(weights.dtype) / max(selected.size, 1),
+        load_balancing_loss=losses.balance,
+        z_loss=losses.squared_log,
+        entropy=losses.entropy,
     )
 
 
@@ -194,43 +213,29 @@ def update_selection_bias(
     return selection_bias + rate * jnp.sign(demand.mean() - demand)
 
 
-def _select(logits, scores, experts_per_token, router, selection_bias) -> Int[Array, "T K"]:
-    """Ids of the best experts, best first, ties to the lower id."""
-    # Scores rank as logits do, only that they can underflow or saturate into ties; they serve where they are added up.
-    ranking = logits if selection_bias is None and router.num_groups == 1 else scores
-    if selection_bias is not None:
-        ranking = ranking + selection_bias.astype(ranking.dtype)
-    ranking = jax.lax.stop_gradient(jnp.where(ranking == 0, 0, ranking))  # -0 ties with +0
-    if router.num_groups > 1:
-        ranking = _keep_best_groups(ranking, router.num_groups, router.groups_per_token)
-    return jax.lax.top_k(ranking, experts_per_token)[1].astype(jnp.int32)
+def _kernel(logits, bias, rule: Rule) -> Routed:
+    """The Hopper kernel, under `vmap` one example after another."""
+    return sequential_vmap(lambda *arrays: kernels_of("mosaic_gpu").router(*arrays, rule))(logits, bias)
 
 
-def _keep_best_groups(ranking, num_groups, groups_per_token):
-    """`ranking` with -inf outside a token's best groups, judged by the sum of their two best entries."""
-    grouped = ranking.reshape(ranking.shape[0], num_groups, ranking.shape[1] // num_groups)
-    group_score = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
-    best = jax.lax.top_k(group_score, groups_per_token)[1]
-    keep = (best[:, :, None] == jnp.arange(num_groups)).any(1)
-    return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(ranking.shape)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _route_on_hopper(logits, bias, rule: Rule) -> Routed:
+    return _kernel(logits, bias, rule)
 
 
-def _weights(logits, scores, selected, experts, router) -> Float[Array, "T K"]:
-    """Weights of `experts`; what normalises them is the token's own choice, before dropping or rounding."""
-    if router.scoring == "softmax_selected":
-        largest = jax.lax.stop_gradient(_take(logits, selected).max(-1, keepdims=True))
+def _forward(logits, bias, rule):
+    routed = _kernel(logits, bias, rule)
+    return routed, (logits, bias, routed.experts, routed.demand)
 
-        def raw(ids):
-            return jnp.exp(_take(logits, ids) - largest)
-    else:
 
-        def raw(ids):
-            return _take(scores, ids)
+def _backward(rule, residuals, cotangents: Routed):
+    logits, bias, experts, demand = residuals
+    backward = kernels_of("mosaic_gpu").router_backward
+    d_logits = backward(logits, experts, demand, cotangents.weights, cotangents.losses, rule)
+    return d_logits, None if bias is None else jnp.zeros_like(bias)
 
-    weights = router.weight_scale * raw(experts)
-    if router.normalize_weights or router.scoring == "softmax_selected":
-        weights = weights / (raw(selected).sum(-1, keepdims=True) + _TINY)
-    return jnp.where(experts == EMPTY_SLOT, 0, weights)
+
+_route_on_hopper.defvjp(_forward, _backward)
 
 
 def _drop_beyond_capacity(selected, num_experts, capacity) -> Int[Array, "T K"]:
@@ -240,15 +245,6 @@ def _drop_beyond_capacity(selected, num_experts, capacity) -> Int[Array, "T K"]:
     return jnp.where(rank < capacity, selected, EMPTY_SLOT)
 
 
-def _take(array, experts):
-    return jnp.take_along_axis(array, jnp.maximum(experts, 0), axis=-1)
-
-
 def _count(experts, num_experts) -> Int[Array, " E"]:
     ids = jnp.where(experts == EMPTY_SLOT, num_experts, experts)
     return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")
-
-
-def _mean(array):
-    """Mean over tokens; zero, not NaN, of none."""
-    return array.sum(0) / max(array.shape[0], 1)

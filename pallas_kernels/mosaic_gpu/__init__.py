@@ -4,11 +4,13 @@ from pallas_kernels.mosaic_gpu.combine import combine
 from pallas_kernels.mosaic_gpu.dispatch import dispatch
 from pallas_kernels.mosaic_gpu.down_backward import down_backward
 from pallas_kernels.mosaic_gpu.down_projection import down_projection
+from pallas_kernels.mosaic_gpu.router import router, router_unsupported
 from pallas_kernels.mosaic_gpu.row_groups import RowGroups
 from pallas_kernels.mosaic_gpu.support import unsupported
 from pallas_kernels.mosaic_gpu.up_backward import up_backward
 from pallas_kernels.mosaic_gpu.up_projection import up_projection
 from pallas_kernels.mosaic_gpu.weight_gradients import down_weight_gradients, up_weight_gradients
+from pallas_kernels.xla.router import router_backward
 
 __all__ = [
     "RowGroups",
@@ -17,6 +19,9 @@ __all__ = [
     "down_backward",
     "down_projection",
     "down_weight_gradients",
+    "router",
+    "router_backward",
+    "router_unsupported",
     "unsupported",
     "up_backward",
     "up_projection",

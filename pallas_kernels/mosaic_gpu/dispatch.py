@@ -5,6 +5,8 @@ of the blocks before it, which gives every block the start of its share of each 
 pairs in order, 32 at a time, and rank those of one expert by lane.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -17,15 +19,31 @@ from pallas_kernels.mosaic_gpu.simt import WARP, block_barrier, loop, minimum, s
 WARPGROUPS = 4
 THREADS = WARPGROUPS * 128
 WARPS = THREADS // WARP
+IN_FLIGHT = 8  # pairs that a thread loads at a time
+COUNTS_IN_FLIGHT = 4  # the same for blocks' counts
 
 
-def dispatch(experts: Int[Array, "T K"], num_experts: int) -> tuple[RowGroups, Int[Array, "T K"]]:
+def dispatch(
+    experts: Int[Array, "T K"],
+    num_experts: int,
+    *,
+    counts: Int[Array, "blocks E"] | None = None,
+    blocks: int = NUM_SMS,
+) -> tuple[RowGroups, Int[Array, "T K"]]:
     """Rows grouped by expert, their tiles, and every pair's row; see the portable twin.
 
     Groups start at multiples of 8 rows. An id outside `[0, num_experts)` marks an empty slot, whose row is R.
+
+    Args:
+      experts: int32, expert of each (token, slot).
+      num_experts: E.
+      counts: int32, pairs of each expert in each block's run of `ceil(T / blocks)` tokens, if they are known already
+        (the router counts them); it saves the first launch.
+      blocks: thread blocks of a launch; no result depends on it.
     """
     num_pairs = experts.size
-    counts = _count(experts, num_experts)
+    if counts is None:
+        counts = _count(experts, num_experts, blocks)
     max_rows = num_pairs + min(num_experts, num_pairs) * (ROW_ALIGNMENT - 1)
     num_rows = -(-max_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT + SPARE_ROWS
     num_tiles = -(-num_pairs // TILE_ROWS) + min(num_experts, num_pairs)
@@ -49,18 +67,24 @@ def _known(expert, num_experts):
     return select((expert >= 0) & (expert < num_experts), expert, num_experts)
 
 
-def _count(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "blocks E"]:
+def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Array, "blocks E"]:
     """Pairs of each expert in each block's run of tokens."""
-    pairs_per_block = -(-experts.shape[0] // NUM_SMS) * experts.shape[1]
+    pairs_per_block = -(-experts.shape[0] // blocks) * experts.shape[1]
+    at_once = min(IN_FLIGHT, -(-pairs_per_block // THREADS))
 
     def body(experts_ref, counts, histogram):
         _clear(histogram, num_experts + 1)
         block_barrier()
         first = simt.block() * pairs_per_block
         last = minimum(first + pairs_per_block, experts.size)
-        loop(
-            first + simt.thread(), last, THREADS, lambda pair: histogram.add(_known(experts_ref[pair], num_experts), 1)
-        )
+
+        def add(start):
+            pairs = [start + i * THREADS for i in range(at_once)]
+            loaded = [experts_ref[minimum(pair, experts.size - 1)] for pair in pairs]
+            for pair, expert in zip(pairs, loaded, strict=True):
+                histogram.add(select(pair < last, _known(expert, num_experts), num_experts), 1)
+
+        loop(first + simt.thread(), last, THREADS * at_once, add)
         block_barrier()
 
         def write(expert):
@@ -71,8 +95,8 @@ def _count(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "blocks E
     return simt.simt_kernel(
         body,
         name="moe_dispatch_count",
-        outputs=[_int32(NUM_SMS, num_experts)],
-        blocks=NUM_SMS,
+        outputs=[_int32(blocks, num_experts)],
+        blocks=blocks,
         warpgroups=WARPGROUPS,
         shared=[num_experts + 1],
     )(experts)[0]
@@ -80,10 +104,15 @@ def _count(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "blocks E
 
 def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows: int, num_tiles: int):
     """Token list, group offsets, positions of the pairs, and the tile schedule."""
-    (num_tokens, slots), num_experts = experts.shape, counts.shape[1]
-    pairs_per_block = -(-num_tokens // NUM_SMS) * slots
+    (num_tokens, slots), (blocks, num_experts) = experts.shape, counts.shape
+    pairs_per_block = -(-num_tokens // blocks) * slots
     steps_per_warp = -(-pairs_per_block // (WARPS * WARP))
     pairs_per_warp = steps_per_warp * WARP
+    steps_at_once = min(IN_FLIGHT, steps_per_warp)
+    # The counts are summed by all threads: each takes a few neighbouring experts, and every so manyth block.
+    neighbours = math.gcd(num_experts, 4)
+    columns = num_experts // neighbours
+    parts = max(1, min(THREADS // columns, -(-blocks // COUNTS_IN_FLIGHT)))
     experts_per_lane = -(-num_experts // WARP)
 
     def body(*pointers):
@@ -103,19 +132,48 @@ def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows:
             expert = _known(experts_ref[minimum(pair, experts.size - 1)], num_experts)
             return pair, used, select(used, expert, num_experts)
 
+        loaded = [pair_at(simt.Int(i)) for i in range(steps_at_once)] if steps_at_once == steps_per_warp else None
+
+        def for_all_pairs(work):
+            """Does `work` on a few steps' pairs at a time, in order; steps past the last have no pairs."""
+            if loaded:
+                work(loaded)
+                return
+            loop(0, steps_per_warp, steps_at_once, lambda step: work([pair_at(step + i) for i in range(steps_at_once)]))
+
         # Each warp counts its own pairs; together all count what came before this block, and the whole.
         _clear(next_row, WARPS * (num_experts + 1))
+        _clear(before, num_experts)
+        _clear(total, num_experts)
         block_barrier()
-        loop(0, steps_per_warp, 1, lambda step: next_row.add(my_rows + pair_at(step)[2], 1))
 
-        def add_up(expert):
-            def add(other, before_me, all_blocks):
-                count = counts_ref[other * num_experts + expert]
-                return before_me + select(other < block, count, 0), all_blocks + count
+        def count(pairs):
+            for _, _, expert in pairs:
+                next_row.add(my_rows + expert, 1)
 
-            before[expert], total[expert] = loop(0, NUM_SMS, 1, add, (0, 0))
+        for_all_pairs(count)
 
-        loop(thread, num_experts, THREADS, add_up)
+        def add_up(item):
+            expert, part = item % columns * neighbours, item // columns
+
+            def add(first, *sums):
+                others = [first + i * parts for i in range(COUNTS_IN_FLIGHT)]
+                rows = [select(other < blocks, other, 0) * num_experts + expert for other in others]
+                vectors = [counts_ref.load_vector(row, neighbours).elements() for row in rows]
+                for other, vector in zip(others, vectors, strict=True):
+                    earlier, inside = other < block, other < blocks
+                    sums = [
+                        *(s + select(earlier, v, 0) for s, v in zip(sums[:neighbours], vector, strict=True)),
+                        *(s + select(inside, v, 0) for s, v in zip(sums[neighbours:], vector, strict=True)),
+                    ]
+                return sums
+
+            sums = loop(part, blocks, parts * COUNTS_IN_FLIGHT, add, [0] * (2 * neighbours))
+            for i in range(neighbours):
+                before.add(expert + i, sums[i])
+                total.add(expert + i, sums[neighbours + i])
+
+        loop(thread, columns * parts, THREADS, add_up)
         block_barrier()
 
         def scan(result, of_expert):
@@ -125,8 +183,7 @@ def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows:
                 expert = lane * experts_per_lane + i
                 value = of_expert(minimum(expert, num_experts - 1))
                 values.append(select(expert < num_experts, value, 0))
-            mine = sum(values[1:], values[0])
-            running, everything = simt.exclusive_warp_sum(mine, lane)
+            running, everything = simt.exclusive_warp_sum(simt.total(values), lane)
             for i, value in enumerate(values):
                 expert = lane * experts_per_lane + i
 
@@ -158,7 +215,7 @@ def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows:
         loop(thread, num_experts, THREADS, start_warps)
 
         # Shared among all blocks: offsets, rows of no token, and the tiles.
-        everyone, all_threads = block * THREADS + thread, NUM_SMS * THREADS
+        everyone, all_threads = block * THREADS + thread, blocks * THREADS
 
         def write_offset(expert):
             offsets[expert] = group_start[expert]
@@ -198,29 +255,28 @@ def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows:
 
         lower_lanes = (simt.Int(1) << lane) - 1
 
-        def place(step):
-            pair, used, expert = pair_at(step)
-            mine = simt.lanes_equal_to_mine(expert)
-            rank = simt.count_bits(mine & lower_lanes)
-            row = next_row[my_rows + expert] + rank
-            warp_barrier()
+        def place(pairs):
+            for (pair, used, expert), mine in [(p, simt.lanes_equal_to_mine(p[2])) for p in pairs]:
+                rank = simt.count_bits(mine & lower_lanes)
+                row = next_row[my_rows + expert] + rank
+                warp_barrier()
 
-            @when(rank.equals(0))
-            def _():
-                next_row[my_rows + expert] = row + simt.count_bits(mine)
+                @when(rank.equals(0))
+                def _(row=row, mine=mine, expert=expert):
+                    next_row[my_rows + expert] = row + simt.count_bits(mine)
 
-            warp_barrier()
-            known = expert < num_experts
+                warp_barrier()
+                known = expert < num_experts
 
-            @when(used)
-            def _():
-                positions[pair] = select(known, row, num_rows)
+                @when(used)
+                def _(pair=pair, row=row, known=known):
+                    positions[pair] = select(known, row, num_rows)
 
-            @when(used & known)
-            def _():
-                token_indices[row] = pair // slots
+                @when(used & known)
+                def _(pair=pair, row=row):
+                    token_indices[row] = pair // slots
 
-        loop(0, steps_per_warp, 1, place)
+        for_all_pairs(place)
 
     return simt.simt_kernel(
         body,
@@ -231,7 +287,7 @@ def _place(experts: Int[Array, "T K"], counts: Int[Array, "blocks E"], num_rows:
             _int32(num_tokens, slots),
             *(_int32(num_tiles) for _ in range(3)),
         ],
-        blocks=NUM_SMS,
+        blocks=blocks,
         warpgroups=WARPGROUPS,
         shared=[WARPS * (num_experts + 1), num_experts, num_experts, num_experts + 1, num_experts + 1],
     )(experts, counts)

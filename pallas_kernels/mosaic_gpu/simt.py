@@ -1,219 +1,463 @@
-"""Code with one value per CUDA thread, for kernels that are about single integers and not about tiles.
+"""Code with one value per CUDA thread, for kernels that are about single numbers and not about tiles.
 
-A small layer over MLIR for bodies of `plgpu.inline_mgpu`: scalars with operators, typed pointers, loops, and the warp
-operations that Pallas has no words for.
+Scalars and short vectors with operators, typed pointers, loops, and the warp operations that Pallas has no words for.
+A body written in these terms runs on two machines: `simt_code` makes it a Hopper kernel, and inside `interpreted()`,
+`simt_interpreter` runs it in numpy on any CPU and looks for races.
 """
 
-# pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
-
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Self
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
-import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
+import numpy as np
 
-WARP = 32
-_ALL_LANES = 0xFFFFFFFF
-_GLOBAL, _SHARED = 1, 3
+from pallas_kernels.mosaic_gpu import simt_code, simt_interpreter
+from pallas_kernels.mosaic_gpu.simt_interpreter import WARP, RaceError
+
+__all__ = [
+    "WARP",
+    "Bool",
+    "Float",
+    "Int",
+    "Long",
+    "Pointer",
+    "RaceError",
+    "Vector",
+    "block",
+    "block_barrier",
+    "branch",
+    "combine_lanes",
+    "count_bits",
+    "exclusive_warp_sum",
+    "exp2",
+    "interpreted",
+    "lanes_equal_to_mine",
+    "lanes_where",
+    "log2",
+    "loop",
+    "maximum",
+    "minimum",
+    "multiply_add",
+    "permute_bytes",
+    "reciprocal",
+    "select",
+    "shuffle",
+    "simt_kernel",
+    "thread",
+    "total",
+    "warp",
+    "warp_barrier",
+    "warp_maximum",
+    "when",
+]
+
+_machine: ContextVar[Any] = ContextVar("machine")  # what runs the body at hand
+_interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Kernels called in here run in numpy on the CPU; a race raises `RaceError`.
+
+    Under `jit` it counts where they are traced, which for a gradient is as late as the outermost call.
+    """
+    token = _interpreted.set(True)
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
 
 
 def simt_kernel(
     body: Callable,
     *,
     name: str,
-    outputs: Sequence[jax.ShapeDtypeStruct],
+    outputs: Sequence[jax.ShapeDtypeStruct] = (),
     blocks: int,
     warpgroups: int,
-    shared: Sequence[int],
-) -> Callable:
-    """A kernel whose body `body(*inputs, *outputs, *shared)` runs in every thread; int32 pointers throughout.
+    shared: Sequence[int] = (),
+    updated: int = 0,
+) -> Callable[..., list[jax.Array]]:
+    """A kernel whose body `body(*inputs, *outputs, *shared)` runs in every thread, on pointers.
 
     Args:
       body: what a thread does.
       name: of the kernel in profiles.
-      outputs: int32 results.
+      outputs: results, of int32, float32, bfloat16 or float16.
       blocks: of the grid.
       warpgroups: of 128 threads per block.
       shared: sizes of int32 arrays in shared memory.
+      updated: this many of the last inputs are written in place, and returned ahead of the outputs.
     """
 
-    def call(*inputs):
-        num_refs = len(inputs) + len(outputs)
+    def run(machine, pointers):
+        token = _machine.set(machine)
+        try:
+            body(*(Pointer(p) for p in pointers))
+        finally:
+            _machine.reset(token)
 
-        def kernel(*refs):
-            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-            def run(ctx, *refs):
-                body(*(Pointer(r, _GLOBAL) for r in refs[:num_refs]), *(Pointer(r, _SHARED) for r in refs[num_refs:]))
-
-            run(*refs)
-
-        kernel.__name__ = name
-        return plgpu.kernel(
-            kernel,
-            out_type=list(outputs),
-            grid=(blocks,),
-            grid_names=("block",),
-            num_threads=warpgroups,
-            thread_name="wg",
-            scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in shared],
-            compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        )(*inputs)
-
-    return call
+    make = simt_interpreter.kernel if _interpreted.get() else simt_code.kernel
+    return make(run, name=name, outputs=outputs, blocks=blocks, warpgroups=warpgroups, shared=shared, updated=updated)
 
 
-def _i32():
-    return ir.IntegerType.get_signless(32)
+class _Value:
+    """What each thread holds one of; `value` belongs to the machine."""
 
-
-def _value(x) -> ir.Value:
-    if isinstance(x, Int):
-        return x.value
-    if isinstance(x, ir.Value):
-        return x
-    x = int(x) & 0xFFFFFFFF
-    return arith.constant(_i32(), x - (1 << 32) if x >> 31 else x)
-
-
-class Int:
-    """A thread's 32-bit integer (comparisons are signed) or the outcome of a comparison."""
+    kind: str
 
     def __init__(self, value):
-        self.value = _value(value)
+        if isinstance(value, _Value):
+            value = value.value
+        elif isinstance(value, bool | int | float | np.integer):
+            value = _machine.get().constant(self.kind, value)
+        self.value = value
 
-    def __add__(self, other):
-        return Int(arith.addi(self.value, _value(other)))
+    def _apply(self, operation: str, other) -> Self:
+        return type(self)(_operate(operation, self, type(self)(other)))
 
-    def __sub__(self, other):
-        return Int(arith.subi(self.value, _value(other)))
+    def _compare(self, operation: str, other) -> "Bool":
+        return Bool(_operate(operation, self, type(self)(other)))
 
-    def __mul__(self, other):
-        return Int(arith.muli(self.value, _value(other)))
 
-    def __floordiv__(self, other):
-        return Int(arith.divui(self.value, _value(other)))
+def _operate(operation: str, *values: _Value):
+    return _machine.get().operate(operation, *(v.value for v in values))
 
-    def __mod__(self, other):
-        return Int(arith.remui(self.value, _value(other)))
+
+class Bool(_Value):
+    """The outcome of a comparison."""
+
+    kind = "bool"
 
     def __and__(self, other):
-        return Int(arith.andi(self.value, _value(other)))
+        return self._apply("andi", other)
+
+    def __or__(self, other):
+        return self._apply("ori", other)
+
+    def __invert__(self):
+        return self._apply("xori", True)
+
+
+class _Integer(_Value):
+    def __add__(self, other):
+        return self._apply("addi", other)
+
+    def __sub__(self, other):
+        return self._apply("subi", other)
+
+    def __mul__(self, other):
+        return self._apply("muli", other)
+
+
+class Int(_Integer):
+    """A 32-bit integer. Comparisons and `>>` are signed, division is not."""
+
+    kind = "int32"
+
+    def __floordiv__(self, other):
+        return self._apply("divui", other)
+
+    def __mod__(self, other):
+        return self._apply("remui", other)
+
+    def __and__(self, other):
+        return self._apply("andi", other)
+
+    def __or__(self, other):
+        return self._apply("ori", other)
+
+    def __xor__(self, other):
+        return self._apply("xori", other)
 
     def __lshift__(self, other):
-        return Int(arith.shli(self.value, _value(other)))
+        return self._apply("shli", other)
+
+    def __rshift__(self, other):
+        return self._apply("shrsi", other)
 
     def __lt__(self, other):
-        return self._compare("slt", other)
+        return self._compare("cmpi.slt", other)
 
     def __le__(self, other):
-        return self._compare("sle", other)
+        return self._compare("cmpi.sle", other)
+
+    def __gt__(self, other):
+        return self._compare("cmpi.sgt", other)
 
     def __ge__(self, other):
-        return self._compare("sge", other)
+        return self._compare("cmpi.sge", other)
 
-    def equals(self, other):
-        return self._compare("eq", other)
+    def equals(self, other) -> Bool:
+        return self._compare("cmpi.eq", other)
 
-    def _compare(self, predicate, other):
-        return Int(arith.cmpi(getattr(arith.CmpIPredicate, predicate), self.value, _value(other)))
+    def as_float(self) -> "Float":
+        """The float32 of these bits."""
+        return Float(_machine.get().convert("bitcast", "float32", self.value))
+
+    def to_float(self) -> "Float":
+        """The nearest float32."""
+        return Float(_machine.get().convert("sitofp", "float32", self.value))
+
+    def long(self) -> "Long":
+        return Long(_machine.get().convert("extui", "int64", self.value))
 
 
-def minimum(a: Int, b) -> Int:
-    return Int(arith.minsi(_value(a), _value(b)))
+class Long(_Integer):
+    """A 64-bit index, for arrays of more than 2³¹ elements."""
+
+    kind = "int64"
+
+    def __init__(self, value):
+        super().__init__(value.long() if isinstance(value, Int) else value)
 
 
-def select(condition: Int, a, b) -> Int:
-    return Int(arith.select(condition.value, _value(a), _value(b)))
+class Float(_Value):
+    """A float32."""
+
+    kind = "float32"
+
+    def __add__(self, other):
+        return self._apply("addf", other)
+
+    def __sub__(self, other):
+        return self._apply("subf", other)
+
+    def __mul__(self, other):
+        return self._apply("mulf", other)
+
+    def __gt__(self, other):
+        return self._compare("cmpf.OGT", other)
+
+    def equals(self, other) -> Bool:
+        return self._compare("cmpf.OEQ", other)
+
+    def bits(self) -> Int:
+        return Int(_machine.get().convert("bitcast", "int32", self.value))
+
+
+class Vector(_Value):
+    """A few consecutive elements of an array, in its type until `wide()` makes them float32."""
+
+    def __init__(self, value, kind: str, size: int):
+        super().__init__(value)
+        self.kind, self.size = kind, size
+
+    @classmethod
+    def zeros(cls, kind: str, size: int) -> "Vector":
+        return cls(_machine.get().zero_vector(kind, size), kind, size)
+
+    def _with(self, value, kind=None) -> "Vector":
+        return Vector(value, kind or self.kind, self.size)
+
+    def __add__(self, other: "Vector"):
+        return self._with(_operate("addf", self, other))
+
+    def __mul__(self, factor: Float):
+        return self._with(_machine.get().operate("mulf", self.value, _machine.get().broadcast(factor.value, self.size)))
+
+    def wide(self) -> "Vector":
+        return self.to("float32")
+
+    def to(self, kind: str) -> "Vector":
+        """The elements in another floating type."""
+        if kind == self.kind:
+            return self
+        operation = "extf" if kind == "float32" else "truncf"
+        return self._with(_machine.get().convert_vector(operation, kind, self.value), kind)
+
+    def elements(self) -> list:
+        """Its scalars."""
+        of = Int if self.kind == "int32" else Float
+        return [of(_machine.get().element(self.value, i)) for i in range(self.size)]
 
 
 class Pointer:
-    """An int32 array in device or shared memory; `p[i]` loads, `p[i] = v` stores."""
+    """An array in device or shared memory, indexed flat by `Int` or `Long`; `p[i]` loads, `p[i] = v` stores."""
 
-    def __init__(self, ref, space):
-        pointer = mgpu.utils.memref_ptr(ref)
-        wanted = llvm.PointerType.get(address_space=space)
-        self.pointer = pointer if pointer.type == wanted else llvm.addrspacecast(wanted, pointer)
-        self.space = space
+    def __init__(self, pointer):
+        self.pointer = pointer
+        self.kind: str = pointer.kind
 
-    def _at(self, index):
-        index = _value(index)
-        if self.space == _GLOBAL:
-            index = arith.extui(ir.IntegerType.get_signless(64), index)
-        return mgpu.utils.getelementptr(self.pointer, [index], _i32())
+    def at(self, index) -> "Pointer":
+        """The array from `index` on; constant indices into it cost no arithmetic."""
+        return Pointer(_machine.get().offset(self.pointer, _index(index)))
 
-    def __getitem__(self, index) -> Int:
-        return Int(llvm.load(_i32(), self._at(index)))
+    def __getitem__(self, index):
+        """`Int`, or `Float` whatever the array's floating type."""
+        if self.kind in ("int32", "float32"):
+            return (Int if self.kind == "int32" else Float)(_machine.get().load(self.pointer, _index(index)))
+        return self.load_vector(index, 1).wide().elements()[0]
 
     def __setitem__(self, index, value):
-        llvm.store(_value(value), self._at(index))
+        of = Int if self.kind == "int32" else Float
+        _machine.get().store(self.pointer, _index(index), of(value).value)
 
-    def add(self, index, value):
+    def load_vector(self, index, size: int) -> Vector:
+        """`size` elements from `index`, a multiple of `size`, on."""
+        return Vector(_machine.get().load_vector(self.pointer, _index(index), size), self.kind, size)
+
+    def store_vector(self, index, value: Vector) -> None:
+        _machine.get().store_vector(self.pointer, _index(index), value.value, value.size)
+
+    def add(self, index, value) -> None:
         """Atomic add; integer sums do not depend on their order."""
-        space = {_GLOBAL: "global", _SHARED: "shared"}[self.space]
-        mgpu.utils.inline_ptx(f"red.{space}.add.u32 [$0], $1;", self._at(index), _value(value), has_side_effects=True)
+        _machine.get().atomic_add(self.pointer, _index(index), Int(value).value)
 
 
-def when(condition: Int):
+def _index(index):
+    return (index if isinstance(index, Long) else Int(index)).value
+
+
+def minimum(a, b) -> Int:
+    return Int(a)._apply("minsi", b)
+
+
+def maximum(a, b) -> Any:
+    """The larger one; NaN if one is NaN."""
+    return a._apply("maximumf", b) if isinstance(a, Float) else Int(a)._apply("maxsi", b)
+
+
+def select(condition: Bool, a, b) -> Any:
+    """`a` where the condition holds, else `b`; one of them has a type, and a Python number takes it."""
+    like = a if isinstance(a, _Value) else b
+    if isinstance(like, Vector):
+        return like._with(_machine.get().select(condition.value, a.value, b.value))
+    of = type(like) if isinstance(like, _Value) else Int
+    return of(_machine.get().select(condition.value, of(a).value, of(b).value))
+
+
+def when(condition: Bool):
     """Decorator: runs the function, in the threads where the condition holds."""
 
     def run(body):
-        branch = scf.IfOp(condition.value)
-        with ir.InsertionPoint(branch.then_block):
-            body()
-            scf.yield_([])
+        branch(condition, body, [])
 
     return run
 
 
-def loop(start, stop, step, body: Callable, carry: Sequence = ()) -> list[Int]:
+def branch(condition: Bool, body: Callable, otherwise: Sequence) -> list:
+    """What `body()` returns in the threads where the condition holds, `otherwise` in the others: a branch taken."""
+    kinds = [type(v) for v in otherwise]
+    out = _machine.get().branch(
+        condition.value, lambda: [v.value for v in (body() or ())], [v.value for v in otherwise]
+    )
+    return [of(v) for of, v in zip(kinds, out, strict=True)]
+
+
+def loop(start, stop, step, body: Callable, carry: Sequence = ()) -> list:
     """`carry = body(i, *carry)` for i from `start` below `stop`; the body of an empty carry returns nothing."""
-    for_loop = scf.ForOp(_value(start), _value(stop), _value(step), [_value(c) for c in carry])
-    with ir.InsertionPoint(for_loop.body):
-        out = body(Int(for_loop.induction_variable), *(Int(a) for a in for_loop.inner_iter_args))
-        scf.yield_([_value(o) for o in (out or ())])
-    return [Int(r) for r in for_loop.results]
+    carry = [c if isinstance(c, _Value) else Int(c) for c in carry]
+    kinds = [type(c) for c in carry]
+
+    def once(i, *values):
+        out = body(Int(i), *(of(v) for of, v in zip(kinds, values, strict=True)))
+        return [of(v).value for of, v in zip(kinds, out or (), strict=True)]
+
+    out = _machine.get().loop(Int(start).value, Int(stop).value, Int(step).value, once, [c.value for c in carry])
+    return [of(v) for of, v in zip(kinds, out, strict=True)]
 
 
 def thread() -> Int:
     """Index of the thread in its block."""
-    return Int(mgpu.utils.thread_idx())
+    return Int(_machine.get().thread())
 
 
 def warp() -> Int:
     """Index of the warp in its block, known to the compiler to be the same for the whole warp."""
-    return Int(mgpu.utils.warp_idx(sync=True))
+    return Int(_machine.get().warp())
 
 
 def block() -> Int:
-    return Int(mgpu.utils.block_idx())
+    return Int(_machine.get().block())
 
 
 def block_barrier() -> None:
-    nvvm.barrier()
+    _machine.get().block_barrier()
 
 
 def warp_barrier() -> None:
-    nvvm.bar_warp_sync(_value(_ALL_LANES))
+    _machine.get().warp_barrier()
 
 
 def lanes_equal_to_mine(x: Int) -> Int:
     """Bit mask of the warp's lanes that hold the same value."""
-    text = "match.any.sync.b32 $0, $1, 0xffffffff;"  # nvvm.match_sync loses its kind when serialised
-    return Int(mgpu.utils.inline_ptx(text, x.value, result_types=_i32(), has_side_effects=True, convergent=True))
+    return Int(_machine.get().match(x.value))
 
 
-def count_bits(x: Int) -> Int:
-    return Int(llvm.intr_ctpop(x.value))
+def lanes_where(x: Bool) -> Int:
+    """Bit mask of the warp's lanes where the condition holds."""
+    return Int(_machine.get().ballot(x.value))
+
+
+def warp_maximum(x: Int) -> Int:
+    """The largest value of the warp, in all its lanes."""
+    return Int(_machine.get().warp_maximum(x.value))
+
+
+def shuffle(how: str, x, by) -> Any:
+    """Another lane's value: of lane `by` ("idx"), of this one `^ by` ("bfly"), or of this one `- by` ("up")."""
+    if isinstance(x, Float):
+        return shuffle(how, x.bits(), by).as_float()
+    return Int(_machine.get().shuffle(how, x.value, Int(by).value))
+
+
+def combine_lanes(operation: Callable, x, group: int, start: int = 1):
+    """`x` combined by `operation` over each group of lanes, a power of two, the same in all of them.
+
+    From `start` on: lanes nearer than that already hold the same.
+    """
+    while start < group:
+        x = operation(x, shuffle("bfly", x, start))
+        start *= 2
+    return x
+
+
+def add(a, b):
+    return a + b
+
+
+def total(values: Sequence) -> Any:
+    """Sum of a list, from the first on."""
+    return functools.reduce(add, values)
 
 
 def exclusive_warp_sum(x: Int, lane: Int) -> tuple[Int, Int]:
     """Sum of `x` over the lanes before this one, and over all lanes."""
-    total = x
+    running = x
     for distance in (1, 2, 4, 8, 16):
-        neighbour = nvvm.shfl_sync(_value(_ALL_LANES), total.value, _value(distance), _value(0), nvvm.ShflKind.up)
-        total = total + select(lane >= distance, neighbour, 0)
-    last = nvvm.shfl_sync(_value(_ALL_LANES), total.value, _value(WARP - 1), _value(0x1F), nvvm.ShflKind.idx)
-    return total - x, Int(last)
+        neighbour = shuffle("up", running, distance)
+        running = running + select(lane >= distance, neighbour, 0)
+    return running - x, shuffle("idx", running, WARP - 1)
+
+
+def count_bits(x: Int) -> Int:
+    return Int(_machine.get().count_bits(x.value))
+
+
+def permute_bytes(x: Int, order: Sequence[int]) -> Int:
+    """Byte i of the result is byte `order[i]`."""
+    return Int(_machine.get().permute_bytes(x.value, list(order)))
+
+
+def multiply_add(a: Float, b, c) -> Float:
+    """The sum a · b + c, rounded once."""
+    return Float(_machine.get().multiply_add(a.value, Float(b).value, Float(c).value))
+
+
+def exp2(x: Float) -> Float:
+    """2^x to 2 units in the last place; zero below the normal numbers."""
+    return Float(_machine.get().function("ex2", x.value))
+
+
+def log2(x: Float) -> Float:
+    """Base-2 logarithm, to an absolute error of 2^-22 or so."""
+    return Float(_machine.get().function("lg2", x.value))
+
+
+def reciprocal(x: Float) -> Float:
+    """1/x to a unit in the last place; of numbers below the normal ones, infinity."""
+    return Float(_machine.get().function("rcp", x.value))

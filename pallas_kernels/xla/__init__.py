@@ -4,6 +4,7 @@ from pallas_kernels.xla.combine import combine
 from pallas_kernels.xla.dispatch import dispatch
 from pallas_kernels.xla.down_backward import down_backward
 from pallas_kernels.xla.down_projection import down_projection
+from pallas_kernels.xla.router import router, router_backward
 from pallas_kernels.xla.row_groups import RowGroups
 from pallas_kernels.xla.up_backward import up_backward
 from pallas_kernels.xla.up_projection import up_projection
@@ -16,6 +17,8 @@ __all__ = [
     "down_backward",
     "down_projection",
     "down_weight_gradients",
+    "router",
+    "router_backward",
     "up_backward",
     "up_projection",
     "up_weight_gradients",

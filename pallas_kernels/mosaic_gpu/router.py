@@ -1,0 +1,599 @@
+"""Router: top-k, weights, counts and the losses' sums in one pass over the logits; then one block adds up the blocks'.
+
+A row of logits belongs to a group of lanes of one warp, 32 of them from 125 experts on, and each lane owns consecutive
+experts. It sorts theirs, and in every round the group takes the largest of the lanes' heads, whose lane drops it.
+
+Logits are compared as integers of the same order. The low bits of each make room for the expert's id, so that a single
+word is sorted and all words differ. Should two that were chosen one after the other, or the last chosen and the best
+one left, differ in nothing but the ids, then the warp chooses again by the whole keys, with ids beside them: rarely for
+logits that are not equal, and always for those that are.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.mosaic_gpu import simt
+from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
+from pallas_kernels.mosaic_gpu.simt import (
+    WARP,
+    Long,
+    block_barrier,
+    branch,
+    combine_lanes,
+    exp2,
+    log2,
+    loop,
+    maximum,
+    minimum,
+    multiply_add,
+    reciprocal,
+    select,
+    total,
+    warp_barrier,
+    when,
+)
+from pallas_kernels.xla.router import TINY, Losses, Routed, Rule
+
+MAX_EXPERTS = 1024
+MAX_EXPERTS_PER_TOKEN = 32
+
+_LIST = 4  # keys of a sorted list: their experts are the bytes of one word
+_NOTHING = -(1 << 31)  # below the key of -inf
+_MINUS_INFINITY = _NOTHING + (1 << 23) - 1  # its key
+_LOG2E = math.log2(math.e)
+_LN2 = math.log(2)
+_WARPGROUPS = ((8, 8), (4, 16), (2, 32))  # with at most so many experts to a lane
+_WARPGROUPS_BY_SCORES = ((8, 4), (4, 8), (2, 32))
+_ADD_UP_WARPGROUPS = 8
+_LEAST = -200.0  # 2 to this is zero; and zero times this is zero, which is not so for -inf
+
+
+def router_unsupported(logits: Float[Array, "T E"], experts_per_token: int) -> str | None:
+    """Why the kernel cannot route these logits, or None if it can."""
+    num_tokens, num_experts = logits.shape
+    if logits.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"logits have dtype {logits.dtype}, must be float32, bfloat16 or float16"
+    if num_experts > MAX_EXPERTS:
+        return f"num_experts={num_experts} must be at most {MAX_EXPERTS}"
+    if experts_per_token > MAX_EXPERTS_PER_TOKEN:
+        return f"{experts_per_token=} must be at most {MAX_EXPERTS_PER_TOKEN}"
+    if num_tokens >= 2**31 // experts_per_token:
+        return f"{num_tokens=} times {experts_per_token=} must be below 2**31"
+    return None
+
+
+class _Layout(NamedTuple):
+    """Who owns what: `lanes` lanes to a row, `per_lane` experts to a lane, in lists of `of_list`."""
+
+    lanes: int
+    per_lane: int
+    of_list: int
+    lists: int
+    warpgroups: int
+
+    @classmethod
+    def of(cls, num_experts: int, by_logits: bool) -> "_Layout":
+        lanes = min(WARP, _power_of_two(-(-num_experts // _LIST)))
+        per_lane = -(-num_experts // lanes)
+        if per_lane > _LIST:
+            per_lane = -(-per_lane // _LIST) * _LIST
+        of_list = min(per_lane, _LIST)
+        # As many threads as have registers enough.
+        warpgroups = next(w for w, most in (_WARPGROUPS if by_logits else _WARPGROUPS_BY_SCORES) if per_lane <= most)
+        return cls(lanes, per_lane, of_list, per_lane // of_list, warpgroups)
+
+    @property
+    def threads(self) -> int:
+        return self.warpgroups * 128
+
+    @property
+    def warps(self) -> int:
+        return self.threads // WARP
+
+    @property
+    def rows_per_warp(self) -> int:
+        return WARP // self.lanes
+
+
+def router(
+    logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule, *, blocks: int = NUM_SMS
+) -> Routed:
+    """Chooses and weighs experts; see the portable twin.
+
+    Scores, which rank the experts under a bias or with groups, can differ from the twin's in the last bits, and the
+    choice between nearly equal ones with them. There are `blocks` rows of counts.
+    """
+    (num_tokens, num_experts), slots = logits.shape, rule.experts_per_token
+    outputs = [
+        jax.ShapeDtypeStruct((num_tokens, slots), jnp.int32),
+        jax.ShapeDtypeStruct((num_tokens, slots), jnp.float32),
+        jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32),
+        jax.ShapeDtypeStruct((blocks, num_experts + 2), jnp.float32),
+    ]
+    body = _Body(num_tokens, num_experts, rule, bias is not None, blocks)
+    kernel = simt.simt_kernel(
+        body.run,
+        name="moe_router",
+        outputs=outputs,
+        blocks=blocks,
+        warpgroups=body.layout.warpgroups,
+        shared=body.shared_words,
+    )
+    biases = () if bias is None else (bias.astype(jnp.float32),)
+    experts, weights, counts, sums = kernel(logits, *biases)
+    demand, *losses = _add_up(counts, sums, num_tokens, slots)
+    return Routed(experts, weights, counts, demand, Losses(*(loss.reshape(()) for loss in losses)))
+
+
+def _add_up(counts, sums, num_tokens: int, slots: int):
+    """Demand, and the three losses, from each block's counts and sums; one block, always in the same order."""
+    (blocks, num_experts), width = counts.shape, sums.shape[1]
+    threads = _ADD_UP_WARPGROUPS * 128
+    parts = max(1, min(threads // width, 16))  # every so manyth block
+    at_once = min(8, -(-blocks // parts))
+
+    def body(counts, sums, demand, balance_loss, squared_log, entropy, some_sums, some_counts, warps):
+        thread = simt.thread()
+
+        def add_blocks(item):
+            column, part = item % width, item // width
+            expert = minimum(column, num_experts - 1)
+
+            def add(first, sum_, count):
+                others = [first + i * parts for i in range(at_once)]
+                known = [minimum(other, blocks - 1) for other in others]
+                loaded = [(sums[k * width + column], counts[k * num_experts + expert]) for k in known]
+                for other, (s, c) in zip(others, loaded, strict=True):
+                    sum_, count = sum_ + select(other < blocks, s, 0.0), count + select(other < blocks, c, 0)
+                return [sum_, count]
+
+            sum_, count = loop(part, blocks, parts * at_once, add, [simt.Float(0.0), 0])
+            some_sums[item] = sum_.bits()
+
+            @when(column < num_experts)
+            def _():
+                some_counts[part * num_experts + expert] = count
+
+        def sum_of(column):
+            return total([some_sums[column + part * width].as_float() for part in range(parts)])
+
+        loop(thread, width * parts, threads, add_blocks)
+        block_barrier()
+
+        def balance(expert, so_far):
+            count = total([some_counts[expert + part * num_experts] for part in range(parts)])
+            demand[expert] = count
+            return [multiply_add(count.to_float(), sum_of(expert), so_far)]
+
+        (mine,) = loop(thread, num_experts, threads, balance, [simt.Float(0.0)])
+        mine = combine_lanes(simt.add, mine, WARP)
+        when((thread % WARP).equals(0))(lambda: warps.__setitem__(thread // WARP, mine.bits()))
+        block_barrier()
+
+        @when(thread.equals(0))
+        def _():
+            every = total([warps[w].as_float() for w in range(threads // WARP)])
+            balance_loss[0] = every * (num_experts / (slots * num_tokens**2))
+            squared_log[0] = sum_of(simt.Int(num_experts)) * (1 / num_tokens)
+            entropy[0] = sum_of(simt.Int(num_experts + 1)) * (1 / num_tokens)
+
+    return simt.simt_kernel(
+        body,
+        name="moe_router_sums",
+        outputs=[jax.ShapeDtypeStruct((num_experts,), jnp.int32)] + [jax.ShapeDtypeStruct((1,), jnp.float32)] * 3,
+        blocks=1,
+        warpgroups=_ADD_UP_WARPGROUPS,
+        shared=[parts * width, parts * num_experts, threads // WARP],
+    )(counts, sums)
+
+
+class _Body:
+    """What a thread does."""
+
+    def __init__(self, num_tokens: int, num_experts: int, rule: Rule, biased: bool, blocks: int):
+        self.num_tokens, self.num_experts, self.rule, self.biased = num_tokens, num_experts, rule, biased
+        self.slots = rule.experts_per_token
+        self.rows_per_block = -(-num_tokens // blocks)
+        self.grouped = rule.num_groups > 1
+        self.by_logits = not (biased or self.grouped)
+        self.layout = _Layout.of(num_experts, self.by_logits)
+        self.per_group = num_experts // rule.num_groups
+        self.padded = self.layout.lanes * self.layout.per_lane != num_experts
+
+    @property
+    def shared_words(self) -> list[int]:
+        """Of the histogram, the warps' sums, what each row has chosen and the best left, and the groups of each row."""
+        rows = self.layout.warps * self.layout.rows_per_warp
+        words = [self.num_experts, self.layout.warps * (self.num_experts + 2), rows * (self.slots + 1)]
+        if self.grouped:
+            words += [rows * self.layout.lanes * self.layout.per_lane, rows * self.rule.num_groups]
+        return words
+
+    def run(self, logits, *pointers):
+        if self.biased:
+            self.bias, *pointers = pointers
+        self.experts, self.weights, counts, sums, self.histogram, partials, self.chosen, *pointers = pointers
+        if self.grouped:
+            self.ranks, self.group_scores = pointers
+        self.logits, layout = logits, self.layout
+        thread, block = simt.thread(), simt.block()
+        self.lane = thread % WARP
+        self.lane_of_row = self.lane % layout.lanes
+        self.first_expert = self.lane_of_row * layout.per_lane
+        self.row_of_block = simt.warp() * layout.rows_per_warp + self.lane // layout.lanes
+        group_start = self.lane - self.lane_of_row
+        self.lower_lanes = ((simt.Int(1) << self.lane_of_row) - 1) << group_start
+
+        def clear(expert):
+            self.histogram[expert] = 0
+
+        loop(thread, self.num_experts, layout.threads, clear)
+        block_barrier()
+
+        first = block * self.rows_per_block
+        self.last = minimum(first + self.rows_per_block, self.num_tokens)
+        step = layout.warps * layout.rows_per_warp
+        ahead = layout.per_lane <= 8  # the next row's logits are under way while this one is worked on
+        zeros = [simt.Float(0.0)] * (layout.per_lane + 2)
+
+        def work(start, *carry):
+            # `start` is the same in the whole warp, which must stay together; its rows are not.
+            row = start + self.lane // layout.lanes
+            sums, loaded = carry[: len(zeros)], carry[len(zeros) :]
+            values = list(loaded) if ahead else self.load(row)
+            following = self.load(row + step) if ahead else []
+            return [*self.route_row(row, values, sums), *following]
+
+        start = first + simt.warp() * layout.rows_per_warp
+        row = start + self.lane // layout.lanes
+        sums_of_lane = loop(start, self.last, step, work, [*zeros, *(self.load(row) if ahead else [])])
+        self.reduce(partials, sums_of_lane[: len(zeros)])
+        block_barrier()
+
+        def write_count(expert):
+            counts[block * self.num_experts + expert] = self.histogram[expert]
+
+        def write_sum(i):
+            values = [partials[i + w * (self.num_experts + 2)].as_float() for w in range(layout.warps)]
+            sums[block * (self.num_experts + 2) + i] = total(values)
+
+        loop(thread, self.num_experts, layout.threads, write_count)
+        loop(thread, self.num_experts + 2, layout.threads, write_sum)
+
+    def load(self, row):
+        """This lane's logits of a row; -inf past the last expert."""
+        row = minimum(row, self.num_tokens - 1)
+        return self.load_mine(self.logits, Long(row) * self.num_experts, -math.inf)
+
+    def load_mine(self, pointer, start, missing):
+        layout, out = self.layout, []
+        widest = 4 if pointer.kind == "float32" else 8
+        size = math.gcd(layout.per_lane, self.num_experts, widest)
+        for i in range(0, layout.per_lane, size):
+            expert = self.first_expert + i
+            index = start + expert
+            if not self.padded:
+                out += pointer.load_vector(index, size).wide().elements()
+                continue
+            inside = expert < self.num_experts  # all of them, or none
+            values = pointer.load_vector(select(inside, index, 0), size).wide().elements()
+            out += [select(inside, v, missing) for v in values]
+        return out
+
+    def route_row(self, row, logits, sums):
+        """Chooses and writes; returns this lane's sums with the row's added."""
+        layout, rule = self.layout, self.rule
+        real = row < self.last
+        keys = [_key(x) for x in logits]
+        largest = _value(self.largest(_largest(keys)))
+
+        # Softmax, in powers of two.
+        exponents = [maximum((x - largest) * _LOG2E, _LEAST) for x in logits]
+        powers = [exp2(t) for t in exponents]
+        power_sum = total(powers)
+        norm = combine_lanes(simt.add, power_sum, layout.lanes)
+        inverse, log_norm = reciprocal(norm), log2(norm)
+        log_sum = multiply_add(log_norm, _LN2, largest)
+        if rule.scoring == "sigmoid":
+            scores = [_sigmoid(x) for x in logits]
+            score_sum = total(scores)
+            norm = combine_lanes(simt.add, score_sum, layout.lanes) + TINY
+            share = select(real, reciprocal(norm), 0.0)
+            product = _dot(scores, [maximum(log2(s), _LEAST) for s in scores])
+            entropy = log2(norm) * score_sum - product
+        else:
+            scores = powers
+            share = select(real, inverse, 0.0)
+            entropy = log_norm * power_sum - _dot(powers, exponents)
+        *of_experts, of_logs, of_entropy = sums
+        sums = [
+            *(multiply_add(score, share, p) for score, p in zip(scores, of_experts, strict=True)),
+            multiply_add(log_sum, select(real, log_sum, 0.0), of_logs),
+            multiply_add(entropy, share, of_entropy),
+        ]
+
+        if self.by_logits:
+
+            def whole_keys():  # read again: this is rare, and registers are not
+                return self.known([_key(x) for x in self.load(row)])
+        else:
+            if rule.scoring != "sigmoid":
+                scores = [p * inverse for p in powers]
+            keys = self.ranking(scores)
+
+            def whole_keys():
+                return self.known(keys)
+
+        experts, chosen_logits = self.choose(row, self.known(keys), whole_keys)
+        self.weigh(row, real, experts, chosen_logits, largest, inverse)
+        return sums
+
+    def largest(self, key):
+        """The largest of the row."""
+        if self.layout.lanes == WARP:
+            return simt.warp_maximum(key)
+        return combine_lanes(maximum, key, self.layout.lanes)
+
+    def ranking(self, scores):
+        """Keys of the biased scores, of -inf in the groups that are not the row's best."""
+        if self.biased:
+            bias = self.load_mine(self.bias, simt.Int(0), 0.0)
+            scores = [s + b for s, b in zip(scores, bias, strict=True)]
+        keys = [_key(s) for s in scores]
+        return self.keep_best_groups(keys) if self.grouped else keys
+
+    def keep_best_groups(self, keys):
+        """`keys`, with that of -inf outside the row's best groups. A group is worked on by one lane."""
+        num_groups, per_group, lanes = self.rule.num_groups, self.per_group, self.layout.lanes
+        ranks = self.ranks.at(self.row_of_block * (lanes * self.layout.per_lane))
+        group_scores = self.group_scores.at(self.row_of_block * num_groups)
+        mine = ranks.at(self.first_expert)
+        for i, key in enumerate(keys):
+            mine[i] = key
+        warp_barrier()
+
+        def two_best(group):
+            members = ranks.at(group * per_group)
+
+            def look(i, best, second):
+                turned = i + group % per_group  # lanes that read in step then read different banks
+                key = members[select(turned < per_group, turned, turned - per_group)]
+                return [maximum(best, key), maximum(second, minimum(best, key))]
+
+            best, second = loop(0, per_group, 1, look, [_NOTHING, _NOTHING])
+            group_scores[group] = _key(_value(best) if per_group == 1 else _value(best) + _value(second))
+
+        loop(self.lane_of_row, num_groups, lanes, two_best)
+        warp_barrier()
+
+        def exclude(group):
+            score = group_scores[group]
+
+            def compare(other, better):
+                another = group_scores[other]
+                ahead = (another > score) | (another.equals(score) & (other < group))
+                return [better + select(ahead, 1, 0)]
+
+            (better,) = loop(0, num_groups, 1, compare, [0])
+            excluded = better >= self.rule.groups_per_token
+            members = ranks.at(group * per_group)
+            loop(0, select(excluded, per_group, 0), 1, lambda i: members.__setitem__(i, _MINUS_INFINITY))
+
+        loop(self.lane_of_row, num_groups, lanes, exclude)
+        warp_barrier()
+        keys = [mine[i] for i in range(len(keys))]
+        warp_barrier()
+        return keys
+
+    def known(self, keys):
+        """`keys`, with the least of all past the last expert."""
+        if not self.padded:
+            return keys
+        return [select(self.first_expert + i < self.num_experts, k, _NOTHING) for i, k in enumerate(keys)]
+
+    def choose(self, row, keys, whole_keys):
+        """Ids and logits of the slots this lane owns: lane i of a row has slots i, i + lanes and so on."""
+        lanes, slots = self.layout.lanes, self.slots
+        if lanes == 1:
+            (ranked,), (ids,) = self.sorted_lists(keys)
+            experts = [(ids >> (8 * slot)) & 0xFF for slot in range(slots)]
+            if self.by_logits:
+                return experts, [_value(key) for key in ranked[:slots]]
+        elif self.layout.per_lane > 8 and not self.by_logits:
+            experts = self.choose_by_keys(keys)  # for both words and keys there are not registers enough
+        else:
+            experts, doubtful = self.choose_by_words(keys)
+            experts = branch(~simt.lanes_where(doubtful).equals(0), lambda: self.choose_by_keys(whole_keys()), experts)
+        start = Long(minimum(row, self.num_tokens - 1)) * self.num_experts
+        return experts, [self.logits[start + expert] for expert in experts]
+
+    def choose_by_words(self, keys):
+        """Ids of the slots this lane owns, and whether they are in doubt: words with key and id in one."""
+        layout, slots = self.layout, self.slots
+        ids = _power_of_two(layout.lanes * layout.per_lane) - 1
+        last = simt.Int(ids) - self.first_expert  # a lower id makes a larger word
+        words = [(key & ~ids) | (last - i) for i, key in enumerate(keys)]
+        for i, j in _exchanges(len(words)):
+            words[i], words[j] = maximum(words[i], words[j]), minimum(words[i], words[j])
+        words.append(simt.Int(_NOTHING))
+
+        chosen = self.chosen.at(self.row_of_block * (slots + 1))
+        rounds = min(slots + 1, self.num_experts)
+        for slot in range(rounds):
+            best = self.largest(words[0])
+            wins = words[0].equals(best)
+
+            @when(wins)
+            def _(slot=slot, best=best):
+                chosen[slot] = best
+
+            for i in range(min(layout.per_lane, rounds - slot - 1)):
+                words[i] = select(wins, words[i + 1], words[i])
+        warp_barrier()
+        experts, doubtful = [], simt.Bool(False)
+        for start in range(0, slots, layout.lanes):
+            slot = minimum(self.lane_of_row + start, slots - 1)
+            word = chosen[slot]
+            following = chosen[minimum(slot + 1, rounds - 1)]
+            same = ((word ^ following) & ~ids).equals(0)
+            # Where every expert is chosen the last has none after it.
+            doubtful = doubtful | (same & (slot + 1 < rounds) if rounds == slots else same)
+            experts.append(simt.Int(ids) - (word & ids))
+        warp_barrier()
+        return experts, doubtful
+
+    def choose_by_keys(self, keys):
+        """The same from the whole keys."""
+        layout, slots = self.layout, self.slots
+        lists, ids = self.sorted_lists(keys)
+        chosen = self.chosen.at(self.row_of_block * (slots + 1))
+        for slot in range(slots):
+            # The lane's largest key, and for each list but the first whether it beats those before it.
+            head, beats = lists[0][0], []
+            for other in lists[1:]:
+                beats.append(other[0] > head)
+                head = maximum(head, other[0])
+            mine = head.equals(self.largest(head))
+            wins = mine & (simt.lanes_where(mine) & self.lower_lanes).equals(0)
+            for i in reversed(range(layout.lists)):  # the last list that beats those before it has the head
+                hit = wins & beats[i - 1] if i else wins
+                wins = wins & ~beats[i - 1] if i else wins
+
+                @when(hit)
+                def _(i=i, slot=slot):
+                    chosen[slot] = (ids[i] & 0xFF) + (self.first_expert if self.wide_ids else 0)
+
+                longer = [*lists[i], simt.Int(_NOTHING)]
+                lists[i] = [select(hit, a, b) for a, b in zip(longer[1:], lists[i], strict=True)]
+                ids[i] = select(hit, ids[i] >> 8, ids[i])
+        warp_barrier()
+        mine = [minimum(self.lane_of_row + start, slots - 1) for start in range(0, slots, layout.lanes)]
+        experts = [chosen[slot] for slot in mine]
+        warp_barrier()
+        return experts
+
+    def sorted_lists(self, keys):
+        """Lists in descending order, and for each the experts of its keys, a byte each."""
+        lists, ids = [], []
+        for start in range(0, self.layout.per_lane, self.layout.of_list):
+            first = simt.Int(start) if self.wide_ids else self.first_expert + start
+            one, order = _sorted(keys[start : start + self.layout.of_list], first * 0x01010101 + 0x03020100)
+            lists.append(one)
+            ids.append(order)
+        return lists, ids
+
+    @property
+    def wide_ids(self) -> bool:
+        """Whether a byte holds an expert's place in its lane only, and not its id."""
+        return self.num_experts > 256
+
+    def weigh(self, row, real, experts, logits, largest, inverse):
+        """Writes this lane's slots, and counts them."""
+        rule, lanes, slots = self.rule, self.layout.lanes, self.slots
+        owned = [self.lane_of_row + i * lanes < slots if (i + 1) * lanes > slots else None for i in range(len(experts))]
+        if rule.scoring == "softmax_selected" and not self.by_logits:
+            # Slots past the last repeat it.
+            largest = _value(combine_lanes(maximum, _largest([_key(x) for x in logits]), lanes))
+        if rule.scoring == "sigmoid":
+            raw = [_sigmoid(x) for x in logits]
+        else:
+            raw = [exp2((x - largest) * _LOG2E) for x in logits]
+            if rule.scoring == "softmax":
+                raw = [r * inverse for r in raw]
+        weights = raw
+        if rule.normalize or rule.scoring == "softmax_selected":
+            counted = [r if o is None else select(o, r, 0.0) for r, o in zip(raw, owned, strict=True)]
+            # Lanes past the last slot add up something else, and own nothing.
+            norm = combine_lanes(simt.add, total(counted), min(lanes, _power_of_two(slots)))
+            factor = reciprocal(norm + TINY)
+            weights = [r * factor for r in raw]
+        if rule.scale != 1:
+            weights = [w * rule.scale for w in weights]
+        for i, (expert, weight) in enumerate(zip(experts, weights, strict=True)):
+            mine = real if owned[i] is None else real & owned[i]
+
+            @when(mine)
+            def _(i=i, expert=expert, weight=weight):
+                at = row * slots + (self.lane_of_row + i * lanes)
+                self.experts[at] = expert
+                self.weights[at] = weight
+                self.histogram.add(expert, 1)
+
+    def reduce(self, partials, sums):
+        """Writes the warp's sums: over its rows, always in the same order."""
+        lanes = self.layout.lanes
+        start = simt.warp() * (self.num_experts + 2)
+        *probabilities, squared_log, entropy = sums
+        probabilities = [combine_lanes(simt.add, p, WARP, lanes) for p in probabilities]
+        squared_log = combine_lanes(simt.add, squared_log, WARP, lanes)
+        entropy = combine_lanes(simt.add, entropy, WARP)
+        for i, probability in enumerate(probabilities):
+            expert = self.first_expert + i
+
+            @when((self.lane < lanes) & (expert < self.num_experts))
+            def _(expert=expert, probability=probability):
+                partials[start + expert] = probability.bits()
+
+        @when(self.lane.equals(0))
+        def _():
+            partials[start + self.num_experts] = squared_log.bits()
+            partials[start + self.num_experts + 1] = (entropy * _LN2).bits()
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _key(x):
+    """An integer that orders like the float. Adding zero makes -0 a 0 and any NaN the one with the largest key."""
+    bits = (x + 0.0).bits()
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _value(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).as_float()
+
+
+def _largest(keys):
+    return functools.reduce(maximum, keys)
+
+
+def _dot(a, b):
+    return functools.reduce(lambda sum_, ab: multiply_add(*ab, sum_), zip(a[1:], b[1:], strict=True), a[0] * b[0])
+
+
+def _sigmoid(x):
+    return reciprocal(exp2(x * -_LOG2E) + 1.0)
+
+
+def _exchanges(n: int):
+    """Pairs of places whose exchange, larger one first, sorts n values (Batcher's merge exchange)."""
+    span = 1
+    while span < n:
+        apart = span
+        while apart:
+            for start in range(apart % span, n - apart, 2 * apart):
+                for i in range(start, min(start + apart, n - apart)):
+                    if i // (2 * span) == (i + apart) // (2 * span):
+                        yield i, i + apart
+            apart //= 2
+        span *= 2
+
+
+def _sorted(keys, bytes_):
+    """Keys in descending order, and the bytes that go with them; equals keep their order."""
+    keys = list(keys)
+    for turn in range(len(keys)):
+        for i in range(turn % 2, len(keys) - 1, 2):
+            swap = keys[i + 1] > keys[i]
+            keys[i], keys[i + 1] = maximum(keys[i], keys[i + 1]), minimum(keys[i], keys[i + 1])
+            order = [0, 1, 2, 3]
+            order[i], order[i + 1] = i + 1, i
+            bytes_ = select(swap, simt.permute_bytes(bytes_, order), bytes_)
+    return keys, bytes_

@@ -1,0 +1,172 @@
+"""`route` on the Hopper kernel: what it decides, its gradients and the transformations, against XLA's."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import route
+from pallas_kernels.mosaic_gpu import simt
+from tests.numerics import assert_close, assert_same_bits
+
+T, E, K = 40, 12, 3
+LOSSES = ("load_balancing_loss", "z_loss", "entropy")
+TOLERANCE = 1e-5
+OPTIONS = [
+    {},
+    {"scoring": "softmax_selected", "weight_scale": 1.5},
+    {"scoring": "sigmoid", "normalize_weights": False, "num_groups": 4, "groups_per_token": 2},
+    {"expert_capacity": 7},
+    {"token_rounding": "nearest", "rounding_tile": 8, "rounding_slots": 2},
+]
+
+
+def random_logits(*shape, seed=0):
+    return jnp.asarray(2 * np.random.default_rng(seed).standard_normal(shape or (T, E)), jnp.float32)
+
+
+def on_kernel(logits, **options):
+    """`route` on the kernel in the interpreter."""
+    with simt.interpreted():
+        return route(logits, K, implementation="mosaic_gpu", **options)
+
+
+def on_xla(logits, **options):
+    return route(logits, K, implementation="xla", **options)
+
+
+def assert_matches(out, expected):
+    for name, value in expected._asdict().items():
+        if jnp.issubdtype(value.dtype, jnp.integer):
+            assert_same_bits(getattr(out, name), value)
+        else:
+            assert_close(getattr(out, name), value, TOLERANCE)
+
+
+def total(run, logits, **options):
+    """Something that depends on all that is differentiable."""
+    out = run(logits, **options)
+    weights = jnp.sum(jnp.sin(1 + jnp.arange(out.weights.size).reshape(out.weights.shape)) * out.weights)
+    return weights + sum((i + 2) * getattr(out, name) for i, name in enumerate(LOSSES))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_decisions_and_gradients(options, biased):
+    options = options | ({"selection_bias": 0.1 * random_logits(E, seed=1)} if biased else {})
+    logits = random_logits()
+    assert_matches(on_kernel(logits, **options), on_xla(logits, **options))
+    gradient, expected = (jax.grad(partial(total, run, **options))(logits) for run in (on_kernel, on_xla))
+    assert_close(gradient, expected, TOLERANCE)
+
+
+def test_bias_has_no_gradient():
+    gradient = jax.grad(lambda b: total(on_kernel, random_logits(), selection_bias=b))(jnp.zeros(E))
+    assert_same_bits(gradient, np.zeros(E, np.float32))
+
+
+def test_narrow_logits_get_narrow_gradients():
+    logits = random_logits().astype(jnp.bfloat16)
+    assert_matches(on_kernel(logits), on_xla(logits))
+    gradient, expected = (jax.grad(partial(total, run))(logits) for run in (on_kernel, on_xla))
+    assert gradient.dtype == jnp.bfloat16
+    assert_close(gradient, expected, 1e-2)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_transformed(transform):
+    with simt.interpreted():  # jit traces the forward rule of a gradient after `on_kernel` has returned
+        gradient = jax.jit(jax.grad(transform(partial(total, on_kernel))))(random_logits())
+    assert_close(gradient, jax.grad(partial(total, on_xla))(random_logits()), TOLERANCE)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_vmap(biased):
+    logits = random_logits(3, T, E)
+    options = {"selection_bias": 0.1 * random_logits(E, seed=1)} if biased else {}
+    out, expected = (jax.vmap(partial(run, **options))(logits) for run in (on_kernel, on_xla))
+    assert_matches(out, expected)
+    gradient, expected = (jax.vmap(jax.grad(partial(total, run, **options)))(logits) for run in (on_kernel, on_xla))
+    assert_close(gradient, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def weights(run, logits):
+        return run(logits).weights
+
+    def sharded(run):
+        specs = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
+        return jax.shard_map(partial(weights, run), mesh=mesh, check_vma=check_vma, **specs)
+
+    on_hopper = partial(route, experts_per_token=K, implementation="mosaic_gpu")
+    if check_vma:
+        with pytest.raises(NotImplementedError, match=r"inside jax\.shard_map the kernels need check_vma=False"):
+            jax.jit(sharded(on_hopper)).trace(random_logits())
+    else:
+        traced = jax.jit(sharded(on_hopper)).trace(random_logits())
+        assert "moe_router" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    by_default = jax.jit(sharded(partial(route, experts_per_token=K)))(random_logits())
+    assert_same_bits(by_default, on_xla(random_logits()).weights)
+
+
+def test_forward_and_backward_lower_for_cuda():
+    step = jax.jit(jax.value_and_grad(partial(total, partial(route, experts_per_token=K, implementation="mosaic_gpu"))))
+    text = step.trace(random_logits()).lower(lowering_platforms=("cuda",)).as_text()
+    assert "moe_router" in text
+    assert "scatter" not in text  # the gradient of the weights is spread by comparisons
+
+
+def test_no_choice_left_to_xla_is_sorted():
+    call = jax.jit(partial(route, experts_per_token=K, implementation="mosaic_gpu"))
+    text = call.trace(random_logits()).lower(lowering_platforms=("cuda",)).as_text()
+    assert "top_k" not in text
+    assert "sort" not in text
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "slots", "reason"),
+    [
+        ((3, 1025), "float32", 2, "num_experts=1025 must be at most 1024"),
+        ((3, 64), "float32", 33, "experts_per_token=33 must be at most 32"),
+        ((3, 64), "float64", 2, "logits have dtype float64"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_named(shape, dtype, slots, reason):
+    with jax.enable_x64(True):
+        logits = jnp.zeros(shape, dtype)
+        with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' cannot run this: {reason}"):
+            route(logits, slots, implementation="mosaic_gpu")
+        assert route(logits, slots).experts.shape == (shape[0], slots)
+
+
+def test_no_tokens():
+    assert_matches(on_kernel(jnp.zeros((0, E))), on_xla(jnp.zeros((0, E))))
+
+
+def test_unknown_implementation():
+    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of"):
+        route(random_logits(), K, implementation="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("tokens", "num_experts", "slots"), [(24576, 128, 8), (65536, 16, 4), (2**20, 4, 1)])
+def test_on_the_gpu(tokens, num_experts, slots, options):
+    if options.get("num_groups"):
+        options = options | {"groups_per_token": 4}
+    logits = random_logits(tokens, num_experts)
+    results = []
+    for implementation in (None, "xla"):
+        run = jax.jit(partial(route, experts_per_token=slots, implementation=implementation, **options))
+        results.append((run(logits), jax.grad(lambda l, run=run: total(run, l))(logits)))
+    (out, gradient), (expected, expected_gradient) = results
+    different = (np.asarray(out.experts) != np.asarray(expected.experts)).mean()
+    assert different < (1e-4 if options.get("num_groups") or options.get("token_rounding") else 1e-9)
+    if not different:
+        assert_matches(out, expected)
+        assert_close(gradient, expected_gradient, TOLERANCE)

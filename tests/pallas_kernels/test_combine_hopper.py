@@ -1,0 +1,49 @@
+"""The combine kernel against the portable form, in the interpreter anywhere and on a Hopper GPU."""
+
+import contextlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels.mosaic_gpu import simt
+from tests.numerics import TOLERANCE, assert_close, assert_same_bits
+
+RUNS = [
+    pytest.param(simt.interpreted, {"blocks": 2}, id="interpreter"),
+    pytest.param(contextlib.nullcontext, {}, id="gpu", marks=pytest.mark.gpu),
+]
+
+
+def problem(dtype, slots=3, rows=50, tokens=37, width=24, seed=0):
+    rng = np.random.default_rng(seed)
+    values = jnp.asarray(rng.standard_normal((rows, width)), dtype)
+    positions = jnp.asarray(rng.integers(0, rows + 8, (tokens, slots), np.int32))  # those past the last row are empty
+    weights = jnp.asarray(rng.random((tokens, slots)), jnp.float32)
+    before = jnp.asarray(rng.standard_normal((tokens, 2 * width)), dtype)
+    return values, positions, weights, before
+
+
+@pytest.mark.parametrize(("running", "options"), RUNS)
+@pytest.mark.parametrize("slots", [1, 8, 19])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_each_tokens_rows(running, options, dtype, weighted, slots):
+    values, positions, weights, before = problem(dtype, slots)
+    arguments = (values, positions, weights if weighted else None, before, 8)
+    with running():
+        out = mosaic_gpu.combine(*arguments, **options)
+    assert out.dtype == dtype
+    assert_same_bits((out[:, :8], out[:, 32:]), (before[:, :8], before[:, 32:]))
+    assert_close(out, xla.combine(*arguments), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("running", "options"), RUNS)
+def test_empty_slots_contribute_nothing_unless_nan(running, options):
+    values, positions = jnp.full((3, 8), 2.0, jnp.bfloat16), jnp.array([[0, 3], [3, 3], [1, 3]])
+    weights = jnp.array([[0.5, 0.5], [0.5, 0.5], [0.5, jnp.nan]])
+    with running():
+        out = mosaic_gpu.combine(values, positions, weights, jnp.full((3, 8), 9.0, jnp.bfloat16), 0, **options)
+    assert out[:2].tolist() == [[1.0] * 8, [0.0] * 8]
+    assert np.isnan(out[2].astype(jnp.float32)).all()
