@@ -9,6 +9,10 @@ import jax.numpy as jnp
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.routing import route
 
+FORWARD, BOTH = "forward", "forward+backward"
+PASSES = {FORWARD: 1, BOTH: 3}
+"""The two passes that are timed, and how many times the forward pass's arithmetic they take."""
+
 
 def expert_inputs(sizes: Sizes, dtype) -> tuple:
     """Random `(x, w_gate, w_up, w_down, weights, experts)` under uniformly random routing."""

@@ -8,16 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from blaze_jax.benchmark.ceilings import CeilingCalls, Ceilings
-from blaze_jax.benchmark.inputs import expert_inputs, forward_and_backward
+from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.kernel_work import kernel_work, work_of
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import KernelTotal, Sustained, Timing, sustain, time_calls
 from blaze_jax.experts import expert_ffn
-
-FORWARD = "forward"
-BOTH = "forward+backward"
-PASSES = {FORWARD: 1, BOTH: 3}
-"""The two passes that are timed, and how many times the forward pass's arithmetic they take."""
 
 _COMBINE = "moe_combine"  # runs once in each direction
 

@@ -1,0 +1,48 @@
+"""Results as JSON files: what was measured, on what, by which command."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+type Record = dict[str, Any]
+
+RECORDED = Path(__file__).parent / "results"
+"""The results that are part of the repository."""
+
+
+class ResultsFile:
+    """Collects records, and writes all of them to a file after each: what was measured outlives a crash.
+
+    Args:
+      path: of the file, None for none; its folder is made.
+      environment: what the measurement is taken on.
+    """
+
+    def __init__(self, path: Path | None, environment: dict[str, str]):
+        self.path, self.environment, self.records = path, environment, []
+        self.command = " ".join(["python -m blaze_jax.benchmark", *sys.argv[1:]])
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+        if self.path is not None:
+            content = {"environment": self.environment, "command": self.command, "records": self.records}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            partial.replace(self.path)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The content of a results file.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as results: {error}") from error
+    if not isinstance(content, dict) or not {"environment", "command", "records"} <= content.keys():
+        raise ValueError(f"{path} is no file of results: it must have environment, command and records")
+    return content
