@@ -117,7 +117,7 @@ class _Candidate:
         """Compiles both passes and runs each once; what goes wrong is in the record's status."""
         record: dict[str, Any] = {"layer": self.name, "backend": self.backend, "status": "ok"}
         try:
-            record["saved_mib"] = saved_bytes(self.layer, abstract_inputs(sizes, inputs[0].dtype)) / MIB
+            record["saved_mib"] = _saved(self.layer, sizes, inputs[0].dtype) / MIB
             for phase in PASSES:
                 self.compile(phase, sizes, inputs, rough, limit_seconds)
         except UnavailableError as error:
@@ -163,6 +163,7 @@ def first_run(call: Call, limit_seconds: float) -> float:
     Raises:
       UnavailableError: it fails or takes too long.
     """
+    seconds = 0.0
     try:
         for _ in range(2):
             start = time.perf_counter()
@@ -195,6 +196,13 @@ def _best_variant(name: str, sizes: Sizes, inputs: tuple, rough: Ceilings, limit
     if not found:
         raise UnavailableError("; ".join(reasons))
     return min(found, key=lambda pair: pair[0])[1]
+
+
+def _saved(layer: Layer, sizes: Sizes, dtype) -> int:
+    try:
+        return saved_bytes(layer, abstract_inputs(sizes, dtype))
+    except Exception as error:  # whatever a peer raises is what there is to report
+        raise UnavailableError(_failure("does not trace", "", error)) from error
 
 
 def _pass_record(timing: Timing, flops: float, ceilings: Ceilings) -> dict[str, Any]:

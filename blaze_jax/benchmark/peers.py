@@ -80,8 +80,8 @@ def _masks(experts: Int[Array, "S K"], weights: Float[Array, "S K"], *, num_expe
     return jnp.einsum("ske,skc->sec", expert, spot), jnp.einsum("ske,skc,sk->sec", expert, spot, weights)
 
 
-def peer_variants(name: str) -> Mapping[str, Layer]:
-    """The forms of a peer to choose the fastest of, by name of the backend.
+def peer_variants(name: str, *, for_gpu: bool | None = None) -> Mapping[str, Layer]:
+    """The forms of a peer to choose the fastest of, by name of the backend; for this platform, or for one with a GPU.
 
     Raises:
       UnavailableError: it is not installed.
@@ -90,11 +90,14 @@ def peer_variants(name: str) -> Mapping[str, Layer]:
         return {"XLA": sorted_layer(jax.lax.ragged_dot)}
     if name == DENSE_DISPATCH:
         return {"einsum": dense_dispatch_layer}
-    return {backend: sorted_layer(dot) for backend, dot in tokamax_backends().items()}
+    return {
+        backend: sorted_layer(dot)
+        for backend, dot in tokamax_backends(jax.default_backend() == "gpu" if for_gpu is None else for_gpu).items()
+    }
 
 
-def tokamax_backends() -> dict[str, RaggedDot]:
-    """`tokamax.ragged_dot` with each backend that could run on this platform.
+def tokamax_backends(for_gpu: bool) -> dict[str, RaggedDot]:
+    """`tokamax.ragged_dot` with each backend that could run, on a GPU or elsewhere.
 
     Raises:
       UnavailableError: tokamax is not installed, or not whole.
@@ -104,7 +107,7 @@ def tokamax_backends() -> dict[str, RaggedDot]:
     except ImportError as error:
         missing = "tokamax is not installed" if error.name == "tokamax" else f"tokamax cannot be imported: {error}"
         raise UnavailableError(f"{missing} (pip install 'blaze_jax[benchmark]')") from error
-    backends = ("mosaic_gpu", "triton", "xla") if jax.default_backend() == "gpu" else ("xla",)
+    backends = ("mosaic_gpu", "triton", "xla") if for_gpu else ("xla",)
     return {backend: partial(ragged_dot, implementation=backend) for backend in backends}
 
 

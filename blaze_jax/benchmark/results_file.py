@@ -17,20 +17,36 @@ class ResultsFile:
     Args:
       path: of the file, None for none; its folder is made.
       environment: what the measurement is taken on.
+
+    Raises:
+      ValueError: the file cannot be written, told before anything is measured.
     """
 
     def __init__(self, path: Path | None, environment: dict[str, str]):
         self.path, self.environment, self.records = path, environment, []
         self.command = " ".join(["python -m blaze_jax.benchmark", *sys.argv[1:]])
+        try:
+            self._write()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}; choose another file") from error
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """All of it."""
+        return {"environment": self.environment, "command": self.command, "records": self.records}
 
     def add(self, record: Record) -> None:
+        """Appends a record."""
         self.records.append(record)
-        if self.path is not None:
-            content = {"environment": self.environment, "command": self.command, "records": self.records}
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(".partial")
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            partial.replace(self.path)
+        self._write()
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self.path)
 
 
 def read_results(path: Path) -> dict[str, Any]:

@@ -59,9 +59,8 @@ def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) 
 def print_rounding(record: dict[str, Any]) -> None:
     """The record as a table."""
     print(f"  forward+backward of the experts, tiles of {record['tile']} rows")
-    print(
-        f"  {'routing':18s} {'ms':>9s} {'spread':>7s} {'pairs':>9s} {'rows of tiles':>14s} {'TFLOP/s':>8s} {'speed-up':>8s}"
-    )
+    header = f"  {'routing':18s} {'ms':>9s} {'spread':>7s} {'pairs':>9s} {'rows of tiles':>14s} {'TFLOP/s':>8s}"
+    print(f"{header} {'speed-up':>8s}")
     for name, row in record["routings"].items():
         print(
             f"  {name:18s} {row['us'] / 1e3:9.3f} {row['spread']:7.1%} {row['pairs']:9d} {row['rows_of_tiles']:14d} "

@@ -18,7 +18,7 @@ XLA = "XLA top_k + argsort dispatch"
 def measure_routing(
     num_tokens: int, num_experts: int, slots: int, *, repeats: int, progress: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Times of both ways from logits to the experts' index arrays, and of their parts, as they go into the JSON file."""
+    """Times of both ways from logits to the experts' index arrays, and of their parts, as in the JSON file."""
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
 
     def ours(logits):

@@ -54,17 +54,18 @@ def flatness(records: Sequence[dict[str, Any]], name: str) -> float | None:
     return max(values) / min(values) - 1 if len(values) > 1 else None
 
 
-def print_scaling(records: Sequence[dict[str, Any]]) -> None:
-    """The records as a table, and how flat they are."""
+def print_scaling_point(record: dict[str, Any]) -> None:
+    """The record as a line."""
+    peak = f", peak {record['peak_mib']:.1f}" if "peak_mib" in record else ""
     print(
-        f"  {'tokens':>9s} {'ms':>9s} {'spread':>7s} {'TFLOP/s':>8s} {'ns/token':>9s} {'saved MiB':>10s} {'peak MiB':>10s}"
+        f"  {record['sizes']['num_tokens']:9d} tokens: {record['us'] / 1e3:9.3f} ms (spread {record['spread']:.1%}), "
+        f"{record['tflops']:.4g} TFLOP/s, {record['ns_per_token']:.2f} ns per token; MiB: "
+        f"saved {record['saved_mib']:.1f}{peak}; {record['clock']} time"
     )
-    for r in records:
-        peak = f"{r['peak_mib']:10.1f}" if "peak_mib" in r else f"{'?':>10s}"
-        print(
-            f"  {r['sizes']['num_tokens']:9d} {r['us'] / 1e3:9.3f} {r['spread']:7.1%} {r['tflops']:8.4g} "
-            f"{r['ns_per_token']:9.2f} {r['saved_mib']:10.1f} {peak}"
-        )
+
+
+def print_flatness(records: Sequence[dict[str, Any]]) -> None:
+    """How much time and memory per token vary where they should be flat."""
     for name in ("ns_per_token", "saved_bytes_per_token", "peak_bytes_per_token"):
         flat = flatness(records, name)
         if flat is not None:

@@ -64,7 +64,8 @@ def saved_residuals(function: Callable, *arguments) -> list[Residual]:
         seen.add(origin[1])
         kind, key = origin
         name = labels[key] if kind == "argument" else kind
-        found.append(Residual(name, tuple(var.aval.shape), jnp.dtype(var.aval.dtype).name, kind == "argument"))
+        aval: Any = var.aval
+        found.append(Residual(name, tuple(aval.shape), jnp.dtype(aval.dtype).name, kind == "argument"))
     return found
 
 
@@ -105,8 +106,6 @@ def _inner_jaxprs(eqn) -> Iterator[Any]:
 
 def _origin(jaxpr, var) -> tuple[str, Any] | None:
     """("argument", its position) or (a name, something that tells this array from others); None for a constant."""
-    if not hasattr(var, "count") and not hasattr(var, "aval"):
-        return None
     positions = {id(v): i for i, v in enumerate(jaxpr.invars)}
     if id(var) in positions:
         return "argument", positions[id(var)]
