@@ -102,13 +102,22 @@ def tokamax_backends(for_gpu: bool) -> dict[str, RaggedDot]:
     Raises:
       UnavailableError: tokamax is not installed, or not whole.
     """
+    ragged_dot = tokamax_ragged_dot()
+    backends = ("mosaic_gpu", "triton", "xla") if for_gpu else ("xla",)
+    return {backend: partial(ragged_dot, implementation=backend) for backend in backends}
+
+
+def tokamax_ragged_dot() -> Callable[..., Array]:
+    """`tokamax.ragged_dot`, which chooses the first backend that can run unless told which.
+
+    Raises:
+      UnavailableError: tokamax is not installed, or not whole.
+    """
     try:
-        ragged_dot = importlib.import_module("tokamax").ragged_dot
+        return importlib.import_module("tokamax").ragged_dot
     except ImportError as error:
         missing = "tokamax is not installed" if error.name == "tokamax" else f"tokamax cannot be imported: {error}"
         raise UnavailableError(f"{missing} (pip install 'blaze_jax[benchmark]')") from error
-    backends = ("mosaic_gpu", "triton", "xla") if for_gpu else ("xla",)
-    return {backend: partial(ragged_dot, implementation=backend) for backend in backends}
 
 
 def estimated_bytes(name: str, sizes, itemsize: int) -> tuple[float, str]:
