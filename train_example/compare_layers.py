@@ -48,9 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     trained = [r for r in records if "error" not in r]
     for record in trained[1:]:
         record["final_loss_difference"] = record["final_loss"] / trained[0]["final_loss"] - 1
-        print(
-            f"{record['layer']}: final loss differs from {trained[0]['layer']} by {record['final_loss_difference']:+.3%}"
-        )
+        difference = f"{record['final_loss_difference']:+.3%}"
+        print(f"{record['layer']}: final loss differs from that of {trained[0]['layer']} by {difference}")
     if arguments.json is not None:
         command = " ".join(["python -m train_example.compare_layers", *(sys.argv[1:] if argv is None else argv)])
         content = {"environment": values, "command": command, "records": trained}

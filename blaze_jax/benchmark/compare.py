@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from blaze_jax.benchmark.ceilings import DENSE, CeilingCalls, Ceilings
 from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, abstract_inputs, expert_inputs, forward_and_backward
-from blaze_jax.benchmark.memory import MIB, MemoryPlan, plan_of, saved_bytes
 from blaze_jax.benchmark.peers import (
     TOKAMAX,
     Layer,
@@ -23,6 +22,8 @@ from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import Call, Timing, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import choose_implementation
+from blaze_jax.profiler.plan import MIB, MemoryPlan, plan_of
+from blaze_jax.profiler.residuals import saved_bytes
 
 OURS = "blaze_jax"
 
@@ -200,7 +201,7 @@ def _best_variant(name: str, sizes: Sizes, inputs: tuple, rough: Ceilings, limit
 
 def _saved(layer: Layer, sizes: Sizes, dtype) -> int:
     try:
-        return saved_bytes(layer, abstract_inputs(sizes, dtype))
+        return saved_bytes(layer, *abstract_inputs(sizes, dtype))
     except Exception as error:  # whatever a peer raises is what there is to report
         raise UnavailableError(_failure("does not trace", "", error)) from error
 

@@ -7,10 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
-from blaze_jax.benchmark.memory import MIB, plan_of, saved_bytes
 from blaze_jax.benchmark.peers import UnavailableError, estimated_bytes, peer_variants
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.experts import Save, expert_ffn
+from blaze_jax.profiler.plan import MIB, plan_of
+from blaze_jax.profiler.residuals import saved_bytes
 from pallas_kernels.compile_only import compile_for_h200
 
 H200_BYTES = 141 * 10**9
@@ -50,7 +51,7 @@ def measure_memory(sizes: Sizes, dtype, *, peers: Sequence[str]) -> dict[str, An
 def _row(name: str, layer, inputs) -> dict[str, Any]:
     row: dict[str, Any] = {"layer": name, "status": "ok"}
     try:
-        row["saved_mib"] = saved_bytes(layer, inputs) / MIB
+        row["saved_mib"] = saved_bytes(layer, *inputs) / MIB
         plan = plan_of(compile_for_h200(forward_and_backward(layer), *inputs, inputs[0]).memory)
     except Exception as error:  # of a peer or the compiler: that it cannot is the result
         row["status"] = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())[:200]}"

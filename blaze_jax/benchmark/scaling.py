@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from blaze_jax.benchmark.inputs import abstract_inputs, expert_inputs, forward_and_backward
-from blaze_jax.benchmark.memory import MIB, plan_of, saved_bytes
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import time_calls
 from blaze_jax.experts import expert_ffn
+from blaze_jax.profiler.plan import MIB, plan_of
+from blaze_jax.profiler.residuals import saved_bytes
 
 FLAT_FROM = 65536
 FLAT_WITHIN = 0.15
@@ -25,7 +26,7 @@ def measure_scaling_point(sizes: Sizes, dtype, *, repeats: int, implementation=N
     arguments = (*inputs, inputs[0])
     compiled = jax.jit(forward_and_backward(layer)).lower(*arguments).compile()
     plan = plan_of(compiled.memory_analysis())
-    saved = saved_bytes(layer, abstract_inputs(sizes, dtype))
+    saved = saved_bytes(layer, *abstract_inputs(sizes, dtype))
     timing = time_calls({"ours": partial(compiled, *arguments)}, repeats=repeats)["ours"]
     weights = 3 * sizes.num_experts * sizes.model_width * sizes.expert_width * jnp.dtype(dtype).itemsize
     record: dict[str, Any] = {

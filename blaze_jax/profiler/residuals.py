@@ -69,6 +69,11 @@ def saved_residuals(function: Callable, *arguments) -> list[Residual]:
     return found
 
 
+def saved_bytes(function: Callable, *arguments) -> int:
+    """Bytes that the backward pass keeps beside the function's arguments."""
+    return sum(r.bytes for r in saved_residuals(function, *arguments) if not r.is_argument)
+
+
 def kept_by_name(jaxpr) -> dict[str, int]:
     """Bytes of the arrays with a `checkpoint_name` that outlive the pass that makes them, in a program that holds both.
 

@@ -1,9 +1,6 @@
-"""Memory of a layer: what its backward pass keeps, and the peak that XLA plans."""
+"""Memory of a compiled program by XLA's own plan."""
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-from blaze_jax.profiler.residuals import saved_residuals
 
 MIB = 2**20
 
@@ -40,8 +37,3 @@ def plan_of(analysis) -> MemoryPlan | None:
         analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
         analysis.temp_size_in_bytes,
     )
-
-
-def saved_bytes(layer: Callable, inputs: Sequence) -> int:
-    """Bytes that the backward pass keeps beside the layer's arguments."""
-    return sum(r.bytes for r in saved_residuals(layer, *inputs) if not r.is_argument)
