@@ -18,6 +18,7 @@ from typing import Any, get_args
 import jax
 
 from blaze_jax.benchmark.environment import describe, environment
+from blaze_jax.benchmark.results_file import command_line
 from train_example.config import Remat, TrainConfig
 from train_example.data import Corpus, open_text
 from train_example.errors import UserError
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         difference = f"{record['final_loss_difference']:+.3%}"
         print(f"{record['layer']}: final loss differs from that of {trained[0]['layer']} by {difference}")
     if arguments.json is not None:
-        command = " ".join(["python -m train_example.compare_layers", *(sys.argv[1:] if argv is None else argv)])
+        command = command_line("train_example.compare_layers", sys.argv[1:] if argv is None else argv)
         content = {"environment": values, "command": command, "records": trained}
         content["failed"] = [r for r in records if "error" in r]
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

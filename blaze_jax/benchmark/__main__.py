@@ -17,6 +17,7 @@ from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.kernels import measure_kernels, print_kernels
 from blaze_jax.benchmark.plots import MissingLibraryError, draw
 from blaze_jax.benchmark.progress import Bar, counted
+from blaze_jax.benchmark.readme import update_readme
 from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
 from blaze_jax.benchmark.rounding import measure_rounding, print_rounding
 from blaze_jax.benchmark.routing import measure_routing, print_routing
@@ -33,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.plot is not None:
             for file in draw(results, arguments.plot):
                 print(f"drew {file}")
+        if arguments.readme is not None:
+            update_readme(arguments.readme, results)
+            print(f"wrote the results into {arguments.readme}")
     except (ValueError, NotImplementedError, MissingLibraryError) as error:
         print(f"python -m blaze_jax.benchmark: {error}", file=sys.stderr)
         return 2
@@ -42,7 +46,10 @@ def main(argv: list[str] | None = None) -> int:
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.compile_only and (reason := missing_for_h200()):
         raise NotImplementedError(f"--compile-only h200 cannot run: {reason}")
-    file = ResultsFile(arguments.json, environment())
+    values = environment()
+    if arguments.compile_only:
+        values["device"] = f"{values['device']}, compiled for {arguments.compile_only}"
+    file = ResultsFile(arguments.json, values)
     print(describe(file.environment))
     on_gpu = jax.default_backend() == "gpu"
     if not on_gpu and not arguments.compile_only:

@@ -40,6 +40,7 @@ def draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     drawers: tuple[tuple[str, str, Callable], ...] = (
         ("compare", "speed.png", _draw_speed),
         ("compare", "memory.png", _draw_memory),
+        ("memory", "planned_memory.png", _draw_planned_memory),
         ("scaling", "scaling.png", _draw_scaling),
         ("training", "training.png", _draw_training),
         ("kernels", "kernels.png", _draw_kernels),
@@ -111,6 +112,18 @@ def _draw_memory(records: Sequence[Record]):
         return rows + others
 
     title = "Kept for the backward pass beside the layer's arguments: MiB; pale: figures of other runs"
+    return _panels(records, title, bars, None)
+
+
+def _draw_planned_memory(records: Sequence[Record]):
+    def bars(record: Record) -> list[tuple[str, float | None, str]]:
+        rows = [(r["layer"], r.get("peak_mib") if r["status"] == "ok" else None, r["status"]) for r in record["layers"]]
+        others = [(r["layer"], r["peak_mib"], "published") for r in _others(record) if "peak_mib" in r]
+        return rows + others
+
+    title = (
+        "Peak of forward + backward beyond the arguments, by XLA's plan for the H200: MiB; pale: figures of other runs"
+    )
     return _panels(records, title, bars, None)
 
 
@@ -234,7 +247,7 @@ def _draw_training(records: Sequence[Record]):
     for axes, key, what in ((speed, "tokens_per_second", "tokens/s"), (memory, "peak_gib", "peak memory, GiB")):
         values = [record[key] for record in records]
         axes.set_title(what, fontsize=9)
-        axes.set_xticks(range(len(names)), [name.replace(" ", "\n", 1) for name in names], fontsize=8)
+        axes.set_xticks(range(len(names)), [name.replace("+", " +\n") for name in names], fontsize=8)
         for place, value in enumerate(values):
             if value is None:
                 axes.text(place, 0, "not\nreported", ha="center", va="bottom", fontsize=8, color=_ACCENT)

@@ -1,11 +1,15 @@
 """Results as JSON files: what was measured, on what, by which command."""
 
 import json
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 type Record = dict[str, Any]
+
+_WHERE = ("--json", "--plot", "--readme")
 
 RECORDED = Path(__file__).parent / "results"
 """The results that are part of the repository."""
@@ -24,7 +28,7 @@ class ResultsFile:
 
     def __init__(self, path: Path | None, environment: dict[str, str]):
         self.path, self.environment, self.records = path, environment, []
-        self.command = " ".join(["python -m blaze_jax.benchmark", *sys.argv[1:]])
+        self.command = command_line("blaze_jax.benchmark", sys.argv[1:])
         try:
             self._write()
         except OSError as error:
@@ -47,6 +51,16 @@ class ResultsFile:
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
         partial.replace(self.path)
+
+
+def command_line(module: str, arguments: Sequence[str]) -> str:
+    """The command to type again: as it was, but for where its results went."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and not argument.startswith(tuple(f"{name}=" for name in _WHERE)) and argument not in _WHERE:
+            kept.append(argument)
+        skip = argument in _WHERE
+    return shlex.join(["python", "-m", module, *kept])
 
 
 def read_results(path: Path) -> dict[str, Any]:
