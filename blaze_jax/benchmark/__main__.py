@@ -78,7 +78,7 @@ def _plan(
     chosen = [*arguments.config, *(known.preset(name, arguments.tokens) for name in arguments.preset)]
     if arguments.routing:
         items = known.ROUTING_SIZES if on_gpu else known.CPU_ROUTING_SIZES
-        return items, lambda item, bar: measure_routing(*item, repeats=arguments.repeats), print_routing
+        return items, lambda item, bar: measure_routing(*item, **common), print_routing
     if arguments.scaling:
         items = known.SCALING_SIZES if on_gpu else known.CPU_SCALING_SIZES
         return items, _said(partial(measure_scaling_point, dtype=dtype, **common)), print_scaling_point

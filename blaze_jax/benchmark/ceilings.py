@@ -34,8 +34,8 @@ class CeilingCalls:
 
     def __init__(self, dtype):
         on_gpu = jax.default_backend() == "gpu"
-        self.width = 8192 if on_gpu else 1024
-        self.copied_bytes = 2**30 if on_gpu else 2**26
+        self.width = 8192 if on_gpu else 512
+        self.copied_bytes = 2**30 if on_gpu else 2**24
         factor = jax.random.normal(jax.random.key(1), (self.width, self.width), jnp.float32).astype(dtype)
         source = jnp.ones(self.copied_bytes // 4, jnp.float32)
         self.calls: dict[str, Call] = {

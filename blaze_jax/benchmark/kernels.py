@@ -31,8 +31,9 @@ def measure_kernels(
     timings = time_calls(passes | ceiling_calls.calls, repeats=repeats, progress=progress)
     ceilings = ceiling_calls.rates(timings)
     dense = next(iter(ceiling_calls.calls.values()))
-    long_runs = {name: sustain(call) for name, call in passes.items()}
-    dense_run = sustain(dense, seconds=0.5)
+    seconds = 1.0 if jax.default_backend() == "gpu" else 0.1
+    long_runs = {name: sustain(call, seconds=seconds, warm_seconds=0.3 * seconds) for name, call in passes.items()}
+    dense_run = sustain(dense, seconds=0.5 * seconds, warm_seconds=0.3 * seconds)
     progress()
     return {
         "kind": "kernels",

@@ -121,9 +121,7 @@ def _draw_planned_memory(records: Sequence[Record]):
         others = [(r["layer"], r["peak_mib"], "published") for r in _others(record) if "peak_mib" in r]
         return rows + others
 
-    title = (
-        "Peak of forward + backward beyond the arguments, by XLA's plan for the H200: MiB; pale: figures of other runs"
-    )
+    title = "Peak of forward + backward beyond the arguments by XLA's plan for the H200, MiB; pale: other runs"
     return _panels(records, title, bars, None)
 
 
@@ -141,6 +139,8 @@ def _label(row: Record) -> str:
 
 def _panels(records: Sequence[Record], title: str, bars: Callable, ceiling: Callable | None):
     """A panel of horizontal bars for each configuration."""
+    from matplotlib.ticker import MaxNLocator
+
     columns = min(_COLUMNS, len(records))
     rows = -(-len(records) // columns)
     longest = max(len(bars(record)) for record in records)
@@ -153,11 +153,13 @@ def _panels(records: Sequence[Record], title: str, bars: Callable, ceiling: Call
         axes.set_title(sizes_label(record["sizes"]), fontsize=8.5, loc="left")
         most = max((value for _, value, _ in entries if value is not None), default=1.0)
         limit = max(most, ceiling(record) if ceiling else 0.0)
-        for place, (_, value, status) in enumerate(entries):
+        for place, (name, value, status) in enumerate(entries):
             if value is None:
                 axes.text(0.01 * limit, place, _short(status), va="center", fontsize=7, color=_ACCENT)
                 continue
-            color = _OURS_COLOR if place == 0 else _PUBLISHED_COLOR if status == "published" else _PEER_COLOR
+            color = _PUBLISHED_COLOR if status == "published" else _PEER_COLOR
+            if name.startswith(OURS) or "kernels" in record:
+                color = _OURS_COLOR
             axes.barh(place, value, color=color, height=0.72)
             axes.text(value + 0.012 * limit, place, _number(value), va="center", fontsize=7.5)
         if ceiling:
@@ -167,6 +169,7 @@ def _panels(records: Sequence[Record], title: str, bars: Callable, ceiling: Call
         axes.set_ylim(longest - 0.4, -0.6)  # bars of one height in all panels, the first on top
         axes.set_xlim(0, 1.16 * limit)
         axes.tick_params(axis="x", labelsize=7)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -1,5 +1,6 @@
 """`--routing`: the router and the index building beside what XLA makes of top-k and sorts."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from blaze_jax.benchmark.timing import time_calls
-from blaze_jax.dispatch import build_dispatch
+from blaze_jax.implementation import Implementation, kernels_of
 from blaze_jax.routing import route
 
 OURS = "blaze_jax route + dispatch"
@@ -16,18 +17,29 @@ XLA = "XLA top_k + argsort dispatch"
 
 
 def measure_routing(
-    num_tokens: int, num_experts: int, slots: int, *, repeats: int, progress: Callable[[], object] = lambda: None
+    num_tokens: int,
+    num_experts: int,
+    slots: int,
+    *,
+    repeats: int,
+    implementation: Implementation | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Times of both ways from logits to the experts' index arrays, and of their parts, as in the JSON file."""
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
-
-    def ours(logits):
-        routing = route(logits, slots)
-        return routing.experts, routing.weights, routing.tokens_per_expert, build_dispatch(routing.experts, num_experts)
+    implementation = implementation or _best_here()
+    options: dict[str, Any] = (
+        {"implementation": implementation} if "implementation" in inspect.signature(route).parameters else {}
+    )
+    dispatch = partial(kernels_of(implementation).dispatch, num_experts=num_experts)
 
     def ours_route(logits):
-        routing = route(logits, slots)
+        routing = route(logits, slots, **options)
         return routing.experts, routing.weights, routing.tokens_per_expert
+
+    def ours(logits):
+        routed = ours_route(logits)
+        return routed, dispatch(routed[0])
 
     def xla(logits):
         experts, weights = xla_route(logits, slots)
@@ -38,7 +50,7 @@ def measure_routing(
         OURS: partial(jax.jit(ours), logits),
         XLA: partial(jax.jit(xla), logits),
         "route": partial(jax.jit(ours_route), logits),
-        "build_dispatch": partial(jax.jit(partial(build_dispatch, num_experts=num_experts)), experts),
+        "dispatch": partial(jax.jit(dispatch), experts),
         "XLA top_k": partial(jax.jit(partial(xla_route, slots=slots)), logits),
         "XLA argsort dispatch": partial(jax.jit(partial(sorted_dispatch, num_experts=num_experts)), experts),
     }
@@ -48,12 +60,19 @@ def measure_routing(
         "num_tokens": num_tokens,
         "num_experts": num_experts,
         "experts_per_token": slots,
+        "implementation": implementation,
         "calls": {
             name: {"us": t.us, "spread": t.spread, "clock": t.clock, "note": t.note, "kernels": len(t.kernels)}
             for name, t in timings.items()
         },
         "speedup": timings[XLA].us / timings[OURS].us,
     }
+
+
+def _best_here() -> Implementation:
+    """What `expert_ffn` runs on this device."""
+    on_hopper = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+    return "mosaic_gpu" if on_hopper else "xla"
 
 
 def xla_route(logits, slots: int):
@@ -73,7 +92,7 @@ def sorted_dispatch(experts, num_experts: int):
 
 def print_routing(record: dict[str, Any]) -> None:
     """The record as a table."""
-    print("T={num_tokens}, E={num_experts}, K={experts_per_token}".format(**record))
+    print("T={num_tokens}, E={num_experts}, K={experts_per_token}, {implementation}".format(**record))
     for name, row in record["calls"].items():
         print(
             f"  {name:30s} {row['us']:10.1f} us ±{row['spread'] / 2:6.1%} {row['clock']} time, {row['kernels']} kernels"
