@@ -2,6 +2,9 @@
 
 The extra `compile-only` installs what this takes: jax's CUDA plugin and NVIDIA's assembler, but none of the libraries
 that running on a GPU needs. Only the shapes and dtypes of arguments matter; `on_h200` places them.
+
+NVIDIA's linker (`nvidia-nvjitlink`) is not in the extra on purpose. Where it is installed, jax 0.12 assembles kernels
+for linking, which forbids them to move registers between warps (`setmaxnreg`), and those that count on it spill.
 """
 
 import importlib
@@ -15,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
+from jaxlib.mlir import ir
 
 from pallas_kernels.ptxas_report import KernelReport, captured_ptxas_report
 
@@ -86,27 +90,53 @@ def on_h200(tree):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placement), tree)
 
 
-def compile_for_h200(function: Callable, *arguments) -> CompiledForH200:
+def compile_for_h200(function: Callable, *arguments, **jit_options) -> CompiledForH200:
     """Compiles `function` for the H200, down to machine code.
 
     What the process writes to its standard output meanwhile, in whichever thread, is read as the assembler's report.
 
     Args:
-      function: jitted or plain.
+      function: what to compile.
       arguments: arrays or `jax.ShapeDtypeStruct`s, of which shapes and dtypes matter, in any pytrees.
+      jit_options: for `jax.jit`, such as `donate_argnums`.
 
     Raises:
       NotImplementedError: jax's CUDA plugin is not installed.
-      RuntimeError: there are Mosaic GPU kernels in the program but the assembler reported on none, for instance because
-        the program came from jax's compilation cache.
+      RuntimeError: there are Mosaic GPU kernels in the program but the assembler reported on none.
     """
     arguments = on_h200(arguments)
-    lowered = (function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)).lower(*arguments)
+    # A function of its own: what jax has compiled before, it would not compile again, and nothing would be reported.
+    lowered = jax.jit(lambda *values: function(*values), **jit_options).lower(*arguments)
+    num_kernels = _mark_kernels_as_new(lowered.compiler_ir("stablehlo"))
     with _environment("MOSAIC_GPU_DUMP_PTXAS", "1"), captured_ptxas_report() as kernels:
         executable = lowered.compile()
-    if not kernels and "@mosaic_gpu" in lowered.as_text():
-        raise RuntimeError("ptxas reported on no kernel: switch jax's compilation cache off to see its report")
+    if num_kernels and not kernels:
+        raise RuntimeError(
+            f"ptxas reported on none of {num_kernels} kernels; jax {jax.__version__} may print no report"
+        )
     return CompiledForH200(executable, executable.memory_analysis(), tuple(kernels))
+
+
+def _mark_kernels_as_new(module: Any) -> int:
+    """Renames the Mosaic GPU kernels of a lowered program, and counts them.
+
+    A process assembles (and reports on) a kernel once; later programs get it from a cache, by this name.
+    """
+    found = 0
+
+    def visit(operation):
+        nonlocal found
+        attributes = operation.attributes
+        if operation.name == "stablehlo.custom_call" and "mosaic_gpu" in str(attributes["call_target_name"]):
+            found += 1
+            kernel = {a.name: a.attr for a in attributes["mhlo.backend_config"]}
+            kernel["kernel_hash"] = ir.StringAttr.get(os.urandom(32))
+            attributes["mhlo.backend_config"] = ir.DictAttr.get(kernel)
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(visit)
+    return found
 
 
 def _plugin() -> str | None:

@@ -1,0 +1,87 @@
+"""Compiling for the H200 without one."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compile_only
+from pallas_kernels.compile_only import compile_for_h200, h200, on_h200
+
+
+def scale_kernel(x):
+    """`x · Σx` with all of x in the registers of 128 threads at once."""
+
+    def moe_scale(x_ref, y_ref):
+        values = x_ref[...]
+        y_ref[...] = values * values.sum()
+
+    return plgpu.kernel(moe_scale, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def test_without_the_plugin_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr(compile_only, "find_spec", lambda name: None)
+    h200.cache_clear()
+    with pytest.raises(NotImplementedError, match=r"cannot compile for the H200: .*blaze_jax\[compile-only\]"):
+        on_h200(jnp.zeros(3))
+
+
+@pytest.mark.compile_only
+def test_placement_is_on_an_h200_and_leaves_jax_where_it_computes():
+    devices, environment = jax.devices(), dict(os.environ)
+    placed = on_h200({"a": jnp.zeros((3, 5), jnp.bfloat16)})["a"]
+    assert (placed.shape, placed.dtype) == ((3, 5), jnp.bfloat16)
+    (device,) = placed.sharding.device_set
+    assert (device.device_kind, device.compute_capability) == ("NVIDIA H200", "9.0")
+    assert jax.devices() == devices
+    assert device not in devices
+    assert dict(os.environ) == environment
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("function", [scale_kernel, jax.jit(scale_kernel)], ids=["plain", "jitted"])
+def test_a_kernel_that_fits_the_registers(function):
+    compiled = compile_for_h200(function, array(128, 64))
+    (kernel,) = compiled.kernels
+    assert kernel.name == "moe_scale"
+    assert 64 < kernel.registers < 255
+    assert kernel.spill_bytes == 0
+    assert compiled.spill_bytes == {}
+
+
+@pytest.mark.compile_only
+def test_the_report_is_the_same_when_asked_again():
+    first, again = (compile_for_h200(scale_kernel, array(128, 32)) for _ in range(2))
+    assert len(first.kernels) == 1
+    assert again.kernels == first.kernels
+
+
+@pytest.mark.compile_only
+def test_a_kernel_that_does_not():
+    compiled = compile_for_h200(scale_kernel, array(128, 512))
+    (kernel,) = compiled.kernels
+    assert kernel.registers == 255
+    assert kernel.spill_store_bytes > 4 * (512 - 255)
+    assert compiled.spill_bytes == {"moe_scale": kernel.spill_store_bytes + kernel.spill_load_bytes}
+
+
+@pytest.mark.compile_only
+def test_memory_plan_of_a_program_without_kernels():
+    compiled = compile_for_h200(lambda x: jnp.cumsum(x, axis=1), array(64, 32), donate_argnums=0)
+    size = 4 * 64 * 32
+    memory = compiled.memory
+    assert (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes) == (size,) * 3
+    assert compiled.kernels == ()
+
+
+@pytest.mark.compile_only
+def test_no_report_is_an_error_not_an_absence_of_spills(monkeypatch):
+    monkeypatch.setattr("pallas_kernels.ptxas_report.parse_ptxas_report", lambda text: [])
+    with pytest.raises(RuntimeError, match="ptxas reported on none of 1 kernels"):
+        compile_for_h200(scale_kernel, array(128, 64))
