@@ -43,7 +43,7 @@ def test_the_results_are_those_of_the_files_and_no_others():
 
 
 def test_every_figure_of_results_is_drawn_of_a_file(tmp_path):
-    text = README.read_text(encoding="utf-8")
+    _, text = split_readme(README.read_text(encoding="utf-8"))
     shown = re.findall(r"!\[[^\]]*\]\((blaze_jax/benchmark/results/[^)]+\.png)\)", text)
     on_disk = sorted(str(path.relative_to(README.parent)) for path in RECORDED.glob("*.png"))
     assert sorted(shown) == on_disk

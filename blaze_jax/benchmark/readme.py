@@ -11,6 +11,17 @@ from blaze_jax.benchmark.scaling import FLAT_FROM, flatness
 START = "<!-- results: written by `python -m blaze_jax.benchmark --recorded ... --readme`, do not edit -->"
 END = "<!-- end of results -->"
 
+FIGURES = {
+    "compare": {"speed.png": "Speed of forward and backward pass", "memory.png": "Memory kept for the backward pass"},
+    "scaling": {"scaling.png": "Time and memory per token from few tokens to many"},
+    "training": {"training.png": "Loss curves, speed and memory of the same model with each layer"},
+    "memory": {"planned_memory.png": "Peak memory on an H200 by XLA's plan"},
+    "kernels": {"kernels.png": "Time of each kernel"},
+}
+"""Figures that `--plot` draws of each kind of results, with what they show."""
+
+_FIGURES = "blaze_jax/benchmark/results"
+
 type Result = dict[str, Any]
 
 
@@ -38,7 +49,7 @@ def split_readme(text: str) -> tuple[str, str]:
 
 
 def render(results: Sequence[Result]) -> str:
-    """A section for each kind of results, with where and how they were taken."""
+    """A section for each kind of results: figures that `--plot` draws of it, tables, where and how they were taken."""
     sections: tuple[tuple[str, Callable[[list[Record]], list[str]]], ...] = (
         ("compare", _comparison),
         ("scaling", _scaling),
@@ -46,12 +57,17 @@ def render(results: Sequence[Result]) -> str:
         ("token_rounding", _rounding),
         ("training", _training),
         ("memory", _memory),
+        ("kernels", _kernels),
     )
     lines: list[str] = []
+    shown: set[str] = set()
     for kind, section in sections:
         for result in results:
             records = [r for r in result["records"] if r["kind"] == kind]
             if records:
+                if kind not in shown:
+                    lines += [f"\n![{text}]({_FIGURES}/{name})" for name, text in FIGURES.get(kind, {}).items()]
+                    shown.add(kind)
                 lines += ["", *section(records), "", _source(result)]
     return "\n".join(lines).strip("\n")
 
@@ -170,6 +186,25 @@ def _training(records: list[Record]) -> list[str]:
         for r in records
     ]
     header = (records[0]["title"], "tokens/s", "peak memory, GiB", "final loss, bits/byte", "difference")
+    return _table(header, rows)
+
+
+def _kernels(records: list[Record]) -> list[str]:
+    rows = []
+    for record in records:
+        for i, (name, timed) in enumerate(record["passes"].items()):
+            sustained = timed["sustained"]
+            rows.append(
+                [
+                    _name(record["sizes"]) if i == 0 else "",
+                    name,
+                    f"{_milliseconds(timed['us'])} ({timed['tflops']:.3g})",
+                    f"{timed['share_of_dense']:.0%}",
+                    f"{_milliseconds(sustained['us'])} ({sustained['tflops']:.3g})",
+                    f"{sustained['tflops'] / record['ceilings']['sustained_tflops']:.0%}",
+                ]
+            )
+    header = ("T, d, n, E, K", "pass", "burst, ms (TFLOP/s)", "of dense", "back to back, ms (TFLOP/s)", "of dense")
     return _table(header, rows)
 
 
