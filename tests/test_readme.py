@@ -53,7 +53,9 @@ def test_every_figure_of_results_is_drawn_of_a_file(tmp_path):
 
 
 def test_the_memory_profiler_example_runs(capsys, tmp_path, monkeypatch):
-    (example,) = re.findall(r"```python\n(import blaze_jax\.profiler.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (example,) = re.findall(
+        r"```python\n(import blaze_jax\.profiler.*?)```", README.read_text(encoding="utf-8"), re.DOTALL
+    )
     monkeypatch.chdir(tmp_path)
     sizes = Sizes(16, 8, 8, 4, 2)
     inputs = expert_inputs(sizes, jnp.float32)
