@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.dispatch import EMPTY_SLOT, check_experts
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
+from blaze_jax.layer_observer import TracedLayer, tell_observers
 from pallas_kernels.compat import vary_over, varying_axes
 
 Save = Literal["pre_activations", "inputs"]
@@ -90,6 +91,7 @@ def expert_ffn(
 
     biases = up_biases if b_down is None else (*up_biases, b_down)
     implementation = choose_implementation(implementation, x, (*up_weights, w_down), biases)
+    tell_observers(TracedLayer.of(x, up_weights, w_down, experts, act, save, implementation))
     experts = experts.astype(jnp.int32)
     indices = _Indices(*kernels_of(implementation).dispatch(experts, w_down.shape[0]))
     params = Parameters(up_weights, up_biases, w_down, b_down)

@@ -12,6 +12,7 @@ from blaze_jax.config import Save
 from blaze_jax.implementation import Implementation
 from train_example.config import DType, Remat, TrainConfig
 from train_example.errors import UserError
+from train_example.experts_layer import ExpertsLayer
 from train_example.presets import PRESETS
 
 _MAY_CHANGE = ("data", "checkpoint_every")  # in a resumed run; the text itself is compared, not its path
@@ -87,6 +88,11 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
 
 
 def _checked(config: TrainConfig) -> TrainConfig:
+    if config.experts_layer != "blaze_jax" and config.implementation is not None:
+        raise UserError(
+            f"--implementation {config.implementation} is of blaze_jax's kernels: leave it out with --experts-layer "
+            f"{config.experts_layer}"
+        )
     if config.batch_size % config.accumulate:
         raise UserError(f"--accumulate {config.accumulate} must divide --batch-size {config.batch_size}")
     return config
@@ -123,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--remat", choices=get_args(Remat), help=_REMAT_HELP)
     add("--save", choices=get_args(Save), help="what the experts keep for the backward pass")
     add("--implementation", choices=get_args(Implementation), help="of the experts' kernels (the best that can run)")
+    add("--experts-layer", choices=get_args(ExpertsLayer), help="blaze_jax's, or a conventional one to compare with")
     add("--evaluate-every", type=_whole(1), metavar="STEPS", help="steps between evaluations on held-out text")
     add("--checkpoint-every", type=_whole(1), metavar="STEPS", help="steps between checkpoints")
     return parser

@@ -6,6 +6,7 @@ from typing import Literal
 from blaze_jax import MoEConfig, Router
 from blaze_jax.config import Save
 from blaze_jax.implementation import Implementation
+from train_example.experts_layer import ExpertsLayer
 
 Remat = Literal["none", "except-experts", "full"]
 """What the backward pass computes again, block by block: nothing; all but what the experts keep by their own `save`;
@@ -85,6 +86,7 @@ class TrainConfig:
       remat: what the backward pass computes again.
       save: what the experts keep for their backward pass, see `blaze_jax.expert_ffn`.
       implementation: of the experts' kernels; None for the best that can run here.
+      experts_layer: what computes the experts: blaze_jax, or a conventional layer to compare it with.
       evaluate_every: steps between evaluations on the held-out text.
       checkpoint_every: steps between checkpoints.
     """
@@ -103,5 +105,6 @@ class TrainConfig:
     remat: Remat = "none"
     save: Save = "pre_activations"
     implementation: Implementation | None = None
+    experts_layer: ExpertsLayer = "blaze_jax"
     evaluate_every: int
     checkpoint_every: int

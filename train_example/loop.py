@@ -97,9 +97,17 @@ def _record(config: TrainConfig, step: int, metrics: StepMetrics, seconds: float
         "balance": float((load.max(1) / load.mean(1)).max()),
         "tokens_per_second": config.batch_size * config.sequence_length / seconds,
     }
+    if (peak := peak_memory_gib()) is not None:
+        record["peak_memory_gib"] = peak
     if step == 1 or _due(config, step, max(1, config.steps // _LOAD_RECORDS)):
         record["load"] = load.tolist()
     return record
+
+
+def peak_memory_gib() -> float | None:
+    """The most memory the device has had in use so far, in GiB; None where it does not say, as on a CPU."""
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return None if peak is None else peak / 2**30
 
 
 def _bits(nats: Float[Array, ""]) -> float:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from blaze_jax import RESIDUAL_NAMES, MoE, MoEConfig
 from train_example.config import ModelConfig, Remat
 from train_example.data import VOCABULARY
+from train_example.experts_layer import ConventionalMoE, ExpertsLayer
 
 _ROTARY_BASE = 10_000.0
 
@@ -21,12 +22,14 @@ class Decoder(nn.Module):
       moe: the Mixture-of-Experts layer of every block but the dense ones.
       dtype: of the computation; parameters are float32.
       remat: what the backward pass computes again, see `Remat`.
+      experts_layer: what computes the experts.
     """
 
     config: ModelConfig
     moe: MoEConfig
     dtype: DTypeLike
     remat: Remat = "none"
+    experts_layer: ExpertsLayer = "blaze_jax"
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B S"], *, train: bool = False) -> Float[Array, "B S V"]:
@@ -50,7 +53,7 @@ class Decoder(nn.Module):
             length=length,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        return scanned(self.config, moe, self.dtype, train, name=name)
+        return scanned(self.config, moe, self.dtype, train, self.experts_layer, name=name)
 
 
 class Block(nn.Module):
@@ -61,12 +64,14 @@ class Block(nn.Module):
       moe: the Mixture-of-Experts layer; None for a dense feed-forward layer.
       dtype: of the computation.
       train: see `Decoder`.
+      experts_layer: see `Decoder`.
     """
 
     config: ModelConfig
     moe: MoEConfig | None
     dtype: DTypeLike
     train: bool
+    experts_layer: ExpertsLayer
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S d"]) -> tuple[Float[Array, "B S d"], None]:
@@ -76,7 +81,11 @@ class Block(nn.Module):
         normed = nn.RMSNorm(dtype=self.dtype, name="feed_forward_norm")(x)
         if self.moe is None:
             return x + DenseFeedForward(self.config.dense_width, self.dtype, name="feed_forward")(normed), None
-        return x + MoE(self.moe, dtype=self.dtype, name="moe")(normed, train=self.train), None
+        if self.experts_layer == "blaze_jax":
+            moe = MoE(self.moe, dtype=self.dtype, name="moe")
+        else:
+            moe = ConventionalMoE(self.moe, dtype=self.dtype, experts_layer=self.experts_layer, name="moe")
+        return x + moe(normed, train=self.train), None
 
 
 class Attention(nn.Module):

@@ -15,7 +15,7 @@ from train_example.__main__ import main
 STEPS = 40
 OPTIONS = f"--steps {STEPS} --batch-size 4 --sequence-length 32 --accumulate 2".split()
 OPTIONS += ["--evaluate-every", "10", "--checkpoint-every", "6"]
-TIMING = ("elapsed", "tokens_per_second")
+TIMING = ("elapsed", "tokens_per_second", "peak_memory_gib")
 
 
 def start(out, *options):

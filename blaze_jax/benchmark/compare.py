@@ -1,0 +1,260 @@
+"""Our layer beside what a JAX user would otherwise run, forward and forward+backward."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from blaze_jax.benchmark.ceilings import DENSE, CeilingCalls, Ceilings
+from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, abstract_inputs, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.peers import (
+    RAGGED_DOT,
+    TOKAMAX,
+    Layer,
+    UnavailableError,
+    estimated_bytes,
+    estimated_flops,
+    peer_variants,
+)
+from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.timing import Call, Timing, time_calls
+from blaze_jax.experts import expert_ffn
+from blaze_jax.implementation import choose_implementation
+from blaze_jax.profiler.plan import MIB, MemoryPlan, plan_of
+from blaze_jax.profiler.residuals import saved_bytes
+
+OURS = "blaze_jax"
+
+_SLOW_US = 250_000.0
+_SLOW_REPEATS = 3
+
+
+def compare(
+    sizes: Sizes,
+    dtype,
+    *,
+    peers: Sequence[str],
+    repeats: int,
+    implementation=None,
+    limit_seconds: float = 20.0,
+    progress: Callable[[str], object] = lambda message: None,
+) -> dict[str, Any]:
+    """Times and memory of our layer and its peers, as they go into the JSON file.
+
+    Args:
+      sizes: of the layer.
+      dtype: of tokens and expert weights.
+      peers: which of `PEERS` to run beside ours.
+      repeats: timed runs of each pass; three of what takes more than a quarter of a second.
+      implementation: of our layer.
+      limit_seconds: a call estimated, or seen, to take longer is reported and not timed.
+      progress: called with what comes next.
+    """
+    inputs = expert_inputs(sizes, dtype)
+    ceiling_calls = CeilingCalls(dtype)
+    rough = ceiling_calls.rates(time_calls(ceiling_calls.calls, repeats=3))
+    implementation = choose_implementation(implementation, inputs[0], inputs[1:4], ())
+    layers = [_Candidate(OURS, implementation, partial(expert_ffn, implementation=implementation))]
+    failures = []
+    for name in peers:
+        progress(f"compiling {name}")
+        try:
+            layers.append(_best_variant(name, sizes, inputs, rough, limit_seconds))
+        except UnavailableError as error:
+            failures.append({"layer": name, "backend": "", "status": str(error)})
+    records: dict[str, dict[str, Any]] = {}
+    for candidate in layers:
+        progress(f"compiling {candidate.name}")
+        records[candidate.name] = candidate.prepare(sizes, inputs, rough, limit_seconds)
+    ceilings = {}
+    for phase, factor in PASSES.items():
+        progress(phase)
+        ready = [c for c in layers if phase in c.calls]
+        fast = {c.name: c.calls[phase] for c in ready if c.first_us[phase] < _SLOW_US}
+        slow = {c.name: c.calls[phase] for c in ready if c.name not in fast}
+        timings = time_calls(fast | ceiling_calls.calls, repeats=repeats)
+        for name, call in slow.items():
+            timings |= time_calls({name: call}, repeats=_SLOW_REPEATS)
+        ceilings[phase] = ceiling_calls.rates(timings)
+        for candidate in ready:
+            record = _pass_record(timings[candidate.name], factor * sizes.forward_flops, ceilings[phase])
+            if OURS in timings:
+                record["ratio_to_ours"] = timings[candidate.name].us / timings[OURS].us
+            records[candidate.name][phase] = record
+    return {
+        "kind": "compare",
+        "sizes": sizes._asdict(),
+        "dtype": jnp.dtype(dtype).name,
+        "ceilings": {phase: c._asdict() for phase, c in ceilings.items()},
+        "layers": [*records.values(), *failures],
+    }
+
+
+class _Candidate:
+    """A layer on its way to being timed."""
+
+    def __init__(self, name: str, backend: str, layer: Layer):
+        self.name, self.backend, self.layer = name, backend, layer
+        self.calls: dict[str, Call] = {}
+        self.plans: dict[str, MemoryPlan | None] = {}
+        self.first_us: dict[str, float] = {}
+
+    def compile(self, phase: str, sizes: Sizes, inputs: tuple, rough: Ceilings, limit_seconds: float) -> None:
+        """Compiles a pass and runs it once, if that is not done.
+
+        Raises:
+          UnavailableError: see `compile_pass` and `first_run`.
+        """
+        if phase in self.calls:
+            return
+        # tokamax's "xla" is jax.lax.ragged_dot, and takes what that takes
+        estimated_as = RAGGED_DOT if self.backend == "xla" and self.name == TOKAMAX else self.name
+        call, plan = compile_pass(estimated_as, self.layer, phase, sizes, inputs, rough, limit_seconds)
+        self.plans[phase] = plan
+        self.first_us[phase] = first_run(call, limit_seconds) * 1e6
+        self.calls[phase] = call
+
+    def prepare(self, sizes: Sizes, inputs: tuple, rough: Ceilings, limit_seconds: float) -> dict[str, Any]:
+        """Compiles both passes and runs each once; what goes wrong is in the record's status."""
+        record: dict[str, Any] = {"layer": self.name, "backend": self.backend, "status": "ok"}
+        try:
+            record["saved_mib"] = _saved(self.layer, sizes, inputs[0].dtype) / MIB
+            for phase in PASSES:
+                self.compile(phase, sizes, inputs, rough, limit_seconds)
+        except UnavailableError as error:
+            record["status"] = str(error)
+        if plan := self.plans.get(BOTH):
+            record["peak_mib"] = plan.peak / MIB
+        return record
+
+
+def compile_pass(
+    name: str, layer: Layer, phase: str, sizes: Sizes, inputs: tuple, rough: Ceilings, limit_seconds: float
+) -> tuple[Call, MemoryPlan | None]:
+    """One pass of a layer, compiled, and its plan of memory.
+
+    Raises:
+      UnavailableError: it would take too long, does not fit, or does not compile.
+    """
+    seconds = PASSES[phase] * estimated_flops(name, sizes) / rough.tflops / 1e12
+    if seconds > limit_seconds:
+        raise UnavailableError(f"not run: its arithmetic alone takes about {seconds:.0f} s a call ({phase})")
+    limit, needed = memory_limit(), estimated_bytes(name, sizes, inputs[0].dtype.itemsize)
+    if limit is not None and needed[0] > limit:
+        raise UnavailableError(
+            f"out of memory: {needed[1]} takes {needed[0] / 2**30:.0f} GiB, there are {limit / 2**30:.0f}"
+        )
+    arguments = inputs if phase == FORWARD else (*inputs, inputs[0])
+    function = layer if phase == FORWARD else forward_and_backward(layer)
+    try:
+        compiled = jax.jit(function).lower(*arguments).compile()
+    except Exception as error:  # whatever a peer or the compiler raises is what there is to report
+        raise UnavailableError(_failure("does not compile", phase, error)) from error
+    plan = plan_of(compiled.memory_analysis())
+    if plan is not None and limit is not None and plan.total > limit:
+        raise UnavailableError(
+            f"out of memory: {phase} needs {plan.total / 2**30:.0f} GiB, there are {limit / 2**30:.0f}"
+        )
+    return partial(compiled, *arguments), plan
+
+
+def first_run(call: Call, limit_seconds: float) -> float:
+    """Seconds of one run, the second of two.
+
+    Raises:
+      UnavailableError: it fails or takes too long.
+    """
+    seconds = 0.0
+    try:
+        for _ in range(2):  # the first may have to allocate
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds = time.perf_counter() - start
+            if seconds > limit_seconds:
+                raise UnavailableError(f"stopped: one call took {seconds:.0f} s")
+    except jax.errors.JaxRuntimeError as error:
+        raise UnavailableError(_failure("does not run", "", error)) from error
+    return seconds
+
+
+def memory_limit() -> int | None:
+    """Bytes that programs may use on this device, None where it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def _best_variant(name: str, sizes: Sizes, inputs: tuple, rough: Ceilings, limit_seconds: float) -> _Candidate:
+    """The fastest backend of a peer, by one run of forward+backward."""
+    variants, found, reasons = peer_variants(name), [], []
+    for backend, layer in variants.items():
+        candidate = _Candidate(name, backend, layer)
+        if len(variants) == 1:
+            return candidate
+        try:
+            candidate.compile(BOTH, sizes, inputs, rough, limit_seconds)
+            found.append((candidate.first_us[BOTH], candidate))
+        except UnavailableError as error:
+            reasons.append(f"{backend}: {error}")
+    if not found:
+        raise UnavailableError("; ".join(reasons))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def _saved(layer: Layer, sizes: Sizes, dtype) -> int:
+    try:
+        return saved_bytes(layer, *abstract_inputs(sizes, dtype))
+    except Exception as error:  # whatever a peer raises is what there is to report
+        raise UnavailableError(_failure("does not trace", "", error)) from error
+
+
+def _pass_record(timing: Timing, flops: float, ceilings: Ceilings) -> dict[str, Any]:
+    tflops = flops / timing.us / 1e6
+    return {
+        "clock": timing.clock,
+        "us": timing.us,
+        "spread": timing.spread,
+        "runs": len(timing.samples_us),
+        "tflops": tflops,
+        "share_of_dense": tflops / ceilings.tflops,
+        "note": timing.note,
+    }
+
+
+def _failure(what: str, phase: str, error: Exception) -> str:
+    text = " ".join(str(error).split())
+    kind = "out of memory" if "RESOURCE_EXHAUSTED" in text else what
+    return f"{kind}{f' ({phase})' if phase else ''}: {type(error).__name__}: {text[:200]}"
+
+
+def print_comparison(record: dict[str, Any]) -> None:
+    """The record as a table, a line for each layer and pass."""
+    for phase, ceilings in record["ceilings"].items():
+        print(f"  {phase}: {DENSE} {ceilings['tflops']:.4g} TFLOP/s, copy {ceilings['gbs']:.0f} GB/s")
+    print(
+        f"  {'layer':34s} {'pass':16s} {'ms':>9s} {'spread':>7s} {'TFLOP/s':>8s} {'of dense':>8s} "
+        f"{'saved MiB':>9s} {'peak MiB':>9s} {'to ours':>8s}"
+    )
+    notes = []
+    for row in record["layers"]:
+        label = f"{row['layer']} ({row['backend']})" if row["backend"] else row["layer"]
+        if row["status"] != "ok":
+            print(f"  {label:34s} {row['status']}")
+        saved = f"{row['saved_mib']:9.1f}" if "saved_mib" in row else f"{'?':>9s}"
+        peak = f"{row['peak_mib']:9.1f}" if "peak_mib" in row else f"{'?':>9s}"
+        for phase in PASSES:
+            timed = row.get(phase)
+            if timed is None:
+                continue
+            memory = f"{saved} {peak}" if phase == BOTH else f"{'':9s} {'':9s}"
+            ratio = f"{timed['ratio_to_ours']:7.2f}x" if "ratio_to_ours" in timed else f"{'?':>8s}"
+            print(
+                f"  {label:34s} {phase:16s} {timed['us'] / 1e3:9.3f} {timed['spread']:7.1%} {timed['tflops']:8.4g} "
+                f"{timed['share_of_dense']:8.1%} {memory} {ratio}"
+            )
+            notes.append(timed["note"])
+    for note in dict.fromkeys(n for n in notes if n):
+        print(f"  note: {note}")
+    if any(row["layer"] == TOKAMAX and row["status"] == "ok" for row in record["layers"]):
+        print("  note: saved is what jax.vjp keeps beside arguments; inside one jit XLA may keep less")

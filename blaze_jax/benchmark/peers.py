@@ -1,0 +1,148 @@
+"""What a JAX user would otherwise run: the same layer in three conventional forms.
+
+All take `(x, w_gate, w_up, w_down, weights, experts)` as `blaze_jax.expert_ffn` does, SwiGLU, without empty slots.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+type Layer = Callable[..., Array]
+type RaggedDot = Callable[[Array, Array, Array], Array]
+
+TOKAMAX = "sort + tokamax"
+RAGGED_DOT = "sort + lax.ragged_dot"
+DENSE_DISPATCH = "dense dispatch"
+PEERS = (TOKAMAX, RAGGED_DOT, DENSE_DISPATCH)
+
+GROUP_TOKENS = 1024
+CAPACITY_FACTOR = 1.25
+
+
+class UnavailableError(Exception):
+    """A peer cannot run here; the message says why."""
+
+
+def sorted_layer(ragged_dot: RaggedDot) -> Layer:
+    """Sorts the (token, slot) pairs by expert, copies their tokens into that order, and multiplies group by group."""
+
+    def layer(x, w_gate, w_up, w_down, weights, experts) -> Float[Array, "T d"]:
+        num_tokens, slots = experts.shape
+        flat = experts.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        sizes = jnp.bincount(flat, length=w_down.shape[0]).astype(jnp.int32)
+        rows = jnp.take(x, order // slots, axis=0)
+        hidden = jax.nn.silu(ragged_dot(rows, w_gate, sizes)) * ragged_dot(rows, w_up, sizes)
+        out = jnp.take(ragged_dot(hidden, w_down, sizes), jnp.argsort(order), axis=0)
+        out = out.reshape(num_tokens, slots, -1)
+        return jnp.einsum("tkd,tk->td", out, weights, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    return layer
+
+
+def dense_dispatch_layer(x, w_gate, w_up, w_down, weights, experts) -> Float[Array, "T d"]:
+    """GShard's layer: one-hot masks move tokens by einsum, in groups of `GROUP_TOKENS`.
+
+    An expert takes `CAPACITY_FACTOR` times its even share of a group, and the tokens beyond that are dropped.
+    """
+    num_tokens, width = x.shape
+    num_experts = w_down.shape[0]
+    group = math.gcd(num_tokens, GROUP_TOKENS)
+    capacity = dense_dispatch_capacity(group, experts.shape[1], num_experts)
+    grouped = x.reshape(-1, group, width)
+    dispatch, combine = jax.vmap(partial(_masks, num_experts=num_experts, capacity=capacity))(
+        experts.reshape(-1, group, experts.shape[1]), weights.reshape(-1, group, experts.shape[1])
+    )
+    dispatch, combine = dispatch.astype(x.dtype), combine.astype(x.dtype)
+    rows = jnp.einsum("gsec,gsd->egcd", dispatch, grouped)
+    gate = jnp.einsum("egcd,edn->egcn", rows, w_gate)
+    hidden = jax.nn.silu(gate) * jnp.einsum("egcd,edn->egcn", rows, w_up)
+    out = jnp.einsum("egcn,end->egcd", hidden, w_down)
+    return jnp.einsum("gsec,egcd->gsd", combine, out).reshape(x.shape)
+
+
+def dense_dispatch_capacity(group: int, slots: int, num_experts: int) -> int:
+    """Tokens of a group that an expert takes."""
+    return math.ceil(CAPACITY_FACTOR * group * slots / num_experts)
+
+
+def _masks(experts: Int[Array, "S K"], weights: Float[Array, "S K"], *, num_experts: int, capacity: int):
+    """Which token goes to which place of which expert, `(S, E, C)`, and the same with its weight."""
+    chosen = jax.nn.one_hot(experts.reshape(-1), num_experts, dtype=jnp.int32)
+    place = (jnp.cumsum(chosen, axis=0) * chosen).sum(-1).reshape(experts.shape) - 1
+    spot = jax.nn.one_hot(place, capacity)  # all zeros beyond the capacity
+    expert = jax.nn.one_hot(experts, num_experts)
+    return jnp.einsum("ske,skc->sec", expert, spot), jnp.einsum("ske,skc,sk->sec", expert, spot, weights)
+
+
+def peer_variants(name: str, *, for_gpu: bool | None = None) -> Mapping[str, Layer]:
+    """The forms of a peer to choose the fastest of, by name of the backend; for this platform, or for one with a GPU.
+
+    Raises:
+      UnavailableError: it is not installed.
+    """
+    if name == RAGGED_DOT:
+        return {"XLA": sorted_layer(jax.lax.ragged_dot)}
+    if name == DENSE_DISPATCH:
+        return {"einsum": dense_dispatch_layer}
+    return {
+        backend: sorted_layer(dot)
+        for backend, dot in tokamax_backends(jax.default_backend() == "gpu" if for_gpu is None else for_gpu).items()
+    }
+
+
+def tokamax_backends(for_gpu: bool) -> dict[str, RaggedDot]:
+    """`tokamax.ragged_dot` with each backend that could run, on a GPU or elsewhere.
+
+    Raises:
+      UnavailableError: tokamax is not installed, or not whole.
+    """
+    ragged_dot = tokamax_ragged_dot()
+    backends = ("mosaic_gpu", "triton", "xla") if for_gpu else ("xla",)
+    return {backend: partial(ragged_dot, implementation=backend) for backend in backends}
+
+
+def tokamax_ragged_dot() -> Callable[..., Array]:
+    """`tokamax.ragged_dot`, which chooses the first backend that can run unless told which.
+
+    Raises:
+      UnavailableError: tokamax is not installed, or not whole.
+    """
+    try:
+        return importlib.import_module("tokamax").ragged_dot
+    except ImportError as error:
+        missing = "tokamax is not installed" if error.name == "tokamax" else f"tokamax cannot be imported: {error}"
+        raise UnavailableError(f"{missing} (pip install 'blaze_jax[benchmark]')") from error
+
+
+def estimated_bytes(name: str, sizes, itemsize: int) -> tuple[float, str]:
+    """Bytes below which a peer does not get along on a GPU, and what takes them; 0 where only compiling tells.
+
+    XLA computes `jax.lax.ragged_dot` on NVIDIA GPUs as one dense product over all experts, from a copy of the rows for
+    each; compiling that takes minutes, so it is not tried where the copies cannot fit.
+    """
+    if name == RAGGED_DOT:
+        copies = sizes.num_experts * sizes.pairs * max(sizes.model_width, sizes.expert_width) * itemsize
+        return float(copies), "a copy of all rows for each expert"
+    if name == DENSE_DISPATCH:
+        group = math.gcd(sizes.num_tokens, GROUP_TOKENS)
+        places = sizes.num_experts * dense_dispatch_capacity(group, sizes.experts_per_token, sizes.num_experts)
+        return 2.0 * sizes.num_tokens * places * itemsize, "the dispatch and combine masks"
+    return 0.0, ""
+
+
+def estimated_flops(name: str, sizes) -> float:
+    """Floating-point operations of a peer's forward pass, where they are more than the layer's own."""
+    if name == RAGGED_DOT and jax.default_backend() == "gpu":
+        return float(sizes.forward_flops) * sizes.num_experts
+    if name == DENSE_DISPATCH:
+        group = math.gcd(sizes.num_tokens, GROUP_TOKENS)
+        places = sizes.num_experts * dense_dispatch_capacity(group, sizes.experts_per_token, sizes.num_experts)
+        moved = 4.0 * sizes.num_tokens * places * sizes.model_width
+        return moved + 6.0 * sizes.num_tokens / group * places * sizes.model_width * sizes.expert_width
+    return float(sizes.forward_flops)

@@ -1,0 +1,219 @@
+"""`--readme`: the figures in the README, written from results files and nothing else."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from blaze_jax.benchmark.inputs import BOTH
+from blaze_jax.benchmark.results_file import Record
+from blaze_jax.benchmark.scaling import FLAT_FROM, flatness
+
+START = "<!-- results: written by `python -m blaze_jax.benchmark --recorded ... --readme`, do not edit -->"
+END = "<!-- end of results -->"
+
+FIGURES = {
+    "compare": {"speed.png": "Speed of forward and backward pass", "memory.png": "Memory kept for the backward pass"},
+    "scaling": {"scaling.png": "Time and memory per token from few tokens to many"},
+    "training": {"training.png": "Loss curves, speed and memory of the same model with each layer"},
+    "memory": {"planned_memory.png": "Peak memory on an H200 by XLA's plan"},
+    "kernels": {"kernels.png": "Time of each kernel"},
+}
+"""Figures that `--plot` draws of each kind of results, with what they show."""
+
+_FIGURES = "blaze_jax/benchmark/results"
+
+type Result = dict[str, Any]
+
+
+def update_readme(path: Path, results: Sequence[Result]) -> None:
+    """Puts what the results say between the two marks in the file.
+
+    Raises:
+      ValueError: the file lacks a mark.
+    """
+    text = path.read_text(encoding="utf-8")
+    before, _ = split_readme(text)
+    path.write_text(f"{before}{START}\n{render(results)}\n{text[text.index(END) :]}", encoding="utf-8")
+
+
+def split_readme(text: str) -> tuple[str, str]:
+    """What is before the first mark, and what is between the marks.
+
+    Raises:
+      ValueError: a mark is missing.
+    """
+    if START not in text or END not in text:
+        raise ValueError(f"the file must have the lines {START!r} and {END!r}")
+    before, rest = text.split(START, 1)
+    return before, rest.split(END, 1)[0]
+
+
+def render(results: Sequence[Result]) -> str:
+    """A section for each kind of results: figures that `--plot` draws of it, tables, where and how they were taken."""
+    sections: tuple[tuple[str, Callable[[list[Record]], list[str]]], ...] = (
+        ("compare", _comparison),
+        ("scaling", _scaling),
+        ("routing", _routing),
+        ("token_rounding", _rounding),
+        ("training", _training),
+        ("memory", _memory),
+        ("kernels", _kernels),
+    )
+    lines: list[str] = []
+    shown: set[str] = set()
+    for kind, section in sections:
+        for result in results:
+            records = [r for r in result["records"] if r["kind"] == kind]
+            if records:
+                if kind not in shown:
+                    lines += [f"\n![{text}]({_FIGURES}/{name})" for name, text in FIGURES.get(kind, {}).items()]
+                    shown.add(kind)
+                lines += ["", *section(records), "", _source(result)]
+    return "\n".join(lines).strip("\n")
+
+
+def _source(result: Result) -> str:
+    e = result["environment"]
+    driver = f", driver {e['driver']}, CUDA {e['cuda']}" if e["platform"] == "gpu" else ""
+    return f"{e['device']}{driver}, jax {e['jax']}, {e['date']}: `{result['command']}`"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def _name(sizes: dict[str, int]) -> str:
+    return ", ".join(str(size) for size in sizes.values())
+
+
+def _milliseconds(us: float) -> str:
+    return f"{us / 1e3:.2f}"
+
+
+def _comparison(records: list[Record]) -> list[str]:
+    rows = []
+    for record in records:
+        for i, layer in enumerate(record["layers"]):
+            name = f"{layer['layer']} ({layer['backend']})" if layer["backend"] else layer["layer"]
+            cells = [_name(record["sizes"]) if i == 0 else "", name]
+            if layer["status"] != "ok":
+                rows.append([*cells, layer["status"].split(":")[0].split(" (")[0], "", "", "", "", ""])
+                continue
+            forward, both = layer["forward"], layer[BOTH]
+            peak = f"{layer['peak_mib']:,.0f}" if "peak_mib" in layer else "?"
+            rows.append(
+                [
+                    *cells,
+                    f"{_milliseconds(forward['us'])} / {_milliseconds(both['us'])}",
+                    f"{both['spread']:.0%}",
+                    f"{both['tflops']:.3g}",
+                    f"{both['share_of_dense']:.0%}",
+                    f"{layer['saved_mib']:,.0f} / {peak}",
+                    f"{both['ratio_to_ours']:.2f}×",
+                ]
+            )
+    header = (
+        "T, d, n, E, K",
+        "layer",
+        "forward / both, ms",
+        "spread",
+        "TFLOP/s",
+        "of dense",
+        "saved / peak, MiB",
+        "time to ours",
+    )
+    return _table(header, rows)
+
+
+def _scaling(records: list[Record]) -> list[str]:
+    rows = [
+        [
+            f"{r['sizes']['num_tokens']:,}",
+            _milliseconds(r["us"]),
+            f"{r['ns_per_token']:.1f}",
+            f"{r['saved_mib']:,.0f}",
+            f"{r['peak_mib']:,.0f}" if "peak_mib" in r else "?",
+        ]
+        for r in records
+    ]
+    time, memory = (flatness(records, name) for name in ("ns_per_token", "saved_bytes_per_token"))
+    lines = _table(("tokens", "forward+backward, ms", "ns per token", "saved, MiB", "peak, MiB"), rows)
+    if time is not None and memory is not None:
+        varies = f"time per token varies by {time:.1%}, saved memory per token by {memory:.1%}"
+        lines += ["", f"From {FLAT_FROM:,} tokens on, {varies}."]
+    return lines
+
+
+def _routing(records: list[Record]) -> list[str]:
+    rows = [
+        [
+            f"{r['num_tokens']:,}, {r['num_experts']}, {r['experts_per_token']}",
+            *(f"{r['calls'][name]['us']:.1f}" for name in r["calls"]),
+            f"{r['speedup']:.1f}×",
+        ]
+        for r in records
+    ]
+    return _table(("T, E, K", *(f"{name}, µs" for name in records[0]["calls"]), "faster by"), rows)
+
+
+def _rounding(records: list[Record]) -> list[str]:
+    rows = [
+        [
+            _name(r["sizes"]) if i == 0 else "",
+            name,
+            _milliseconds(row["us"]),
+            f"{row['pairs']:,}",
+            f"{row['rows_of_tiles']:,}",
+            f"{row['tflops']:.3g}",
+            f"{row['speedup']:.2f}×",
+        ]
+        for r in records
+        for i, (name, row) in enumerate(r["routings"].items())
+    ]
+    header = ("T, d, n, E, K", "routing", "forward+backward, ms", "pairs", "rows of whole tiles", "TFLOP/s", "speed-up")
+    return _table(header, rows)
+
+
+def _training(records: list[Record]) -> list[str]:
+    rows = [
+        [
+            r["layer"],
+            f"{r['tokens_per_second']:,.0f}",
+            "not reported" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}",
+            f"{r['final_loss']:.4f}",
+            f"{r['final_loss_difference']:+.2%}" if "final_loss_difference" in r else "",
+        ]
+        for r in records
+    ]
+    header = (records[0]["title"], "tokens/s", "peak memory, GiB", "final loss, bits/byte", "difference")
+    return _table(header, rows)
+
+
+def _kernels(records: list[Record]) -> list[str]:
+    rows = []
+    for record in records:
+        for i, (name, timed) in enumerate(record["passes"].items()):
+            sustained = timed["sustained"]
+            rows.append(
+                [
+                    _name(record["sizes"]) if i == 0 else "",
+                    name,
+                    f"{_milliseconds(timed['us'])} ({timed['tflops']:.3g})",
+                    f"{timed['share_of_dense']:.0%}",
+                    f"{_milliseconds(sustained['us'])} ({sustained['tflops']:.3g})",
+                    f"{sustained['tflops'] / record['ceilings']['sustained_tflops']:.0%}",
+                ]
+            )
+    header = ("T, d, n, E, K", "pass", "burst, ms (TFLOP/s)", "of dense", "back to back, ms (TFLOP/s)", "of dense")
+    return _table(header, rows)
+
+
+def _memory(records: list[Record]) -> list[str]:
+    rows = []
+    for record in records:
+        for i, layer in enumerate(record["layers"]):
+            saved = f"{layer['saved_mib']:,.0f}" if "saved_mib" in layer else ""
+            status = layer["status"].split(":")[0]
+            planned = [f"{layer[k]:,.0f}" for k in ("temporaries_mib", "peak_mib")] if status == "ok" else [status, ""]
+            rows.append([_name(record["sizes"]) if i == 0 else "", layer["layer"], saved, *planned])
+    return _table(("T, d, n, E, K", "layer", "saved, MiB", "temporaries, MiB", "with results, MiB"), rows)

@@ -1,0 +1,102 @@
+"""`--routing`: the router and the index building beside what XLA makes of top-k and sorts."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from blaze_jax.benchmark.timing import time_calls
+from blaze_jax.implementation import Implementation, kernels_of
+from blaze_jax.routing import route
+
+OURS = "blaze_jax route + dispatch"
+XLA = "XLA top_k + argsort dispatch"
+
+
+def measure_routing(
+    num_tokens: int,
+    num_experts: int,
+    slots: int,
+    *,
+    repeats: int,
+    implementation: Implementation | None = None,
+    progress: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Times of both ways from logits to the experts' index arrays, and of their parts, as in the JSON file."""
+    logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
+    implementation = implementation or _best_here()
+    options: dict[str, Any] = (
+        {"implementation": implementation} if "implementation" in inspect.signature(route).parameters else {}
+    )
+    dispatch = partial(kernels_of(implementation).dispatch, num_experts=num_experts)
+
+    def ours_route(logits):
+        routing = route(logits, slots, **options)
+        return routing.experts, routing.weights, routing.tokens_per_expert
+
+    def ours(logits):
+        routed = ours_route(logits)
+        return routed, dispatch(routed[0])
+
+    def xla(logits):
+        experts, weights = xla_route(logits, slots)
+        return experts, weights, sorted_dispatch(experts, num_experts)
+
+    experts = jax.jit(ours_route)(logits)[0]
+    calls = {
+        OURS: partial(jax.jit(ours), logits),
+        XLA: partial(jax.jit(xla), logits),
+        "route": partial(jax.jit(ours_route), logits),
+        "dispatch": partial(jax.jit(dispatch), experts),
+        "XLA top_k": partial(jax.jit(partial(xla_route, slots=slots)), logits),
+        "XLA argsort dispatch": partial(jax.jit(partial(sorted_dispatch, num_experts=num_experts)), experts),
+    }
+    timings = time_calls(calls, repeats=repeats, progress=progress)
+    return {
+        "kind": "routing",
+        "num_tokens": num_tokens,
+        "num_experts": num_experts,
+        "experts_per_token": slots,
+        "implementation": implementation,
+        "calls": {
+            name: {"us": t.us, "spread": t.spread, "clock": t.clock, "note": t.note, "kernels": len(t.kernels)}
+            for name, t in timings.items()
+        },
+        "speedup": timings[XLA].us / timings[OURS].us,
+    }
+
+
+def _best_here() -> Implementation:
+    """What `expert_ffn` runs on this device."""
+    on_hopper = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+    return "mosaic_gpu" if on_hopper else "xla"
+
+
+def xla_route(logits, slots: int):
+    """Top-k and its softmax, as one would write them: experts and weights."""
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    weights, experts = jax.lax.top_k(probabilities, slots)
+    return experts, weights / weights.sum(-1, keepdims=True)
+
+
+def sorted_dispatch(experts, num_experts: int):
+    """Token ids by expert, where each expert's start, and where each pair went, by two sorts and a count."""
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.bincount(flat, length=num_experts))])
+    return order // experts.shape[1], offsets, jnp.argsort(order).reshape(experts.shape)
+
+
+def print_routing(record: dict[str, Any]) -> None:
+    """The record as a table."""
+    print("T={num_tokens}, E={num_experts}, K={experts_per_token}, {implementation}".format(**record))
+    for name, row in record["calls"].items():
+        print(
+            f"  {name:30s} {row['us']:10.1f} us ±{row['spread'] / 2:6.1%} {row['clock']} time, {row['kernels']} kernels"
+        )
+    print(f"  {XLA} takes {record['speedup']:.2f} times as long as {OURS}")
+    for note in dict.fromkeys(row["note"] for row in record["calls"].values() if row["note"]):
+        print(f"  note: {note}")

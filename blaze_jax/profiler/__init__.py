@@ -1,0 +1,5 @@
+"""Where the memory of a training step goes: `MemoryProfiler`."""
+
+from blaze_jax.profiler.memory_profiler import MemoryProfiler, Profile
+
+__all__ = ["MemoryProfiler", "Profile"]

@@ -1,0 +1,139 @@
+"""What a backward pass keeps, by name, from the traced program alone."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_CALLS = ("remat_opt", "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+_RECOMPUTED = ("checkpoint", "remat", "remat2")
+
+
+class Residual(NamedTuple):
+    """An array that the backward pass keeps.
+
+    Attributes:
+      name: of its `checkpoint_name`; of the argument, if it is one; else of the operation that made it.
+      shape: its shape.
+      dtype: name of its dtype.
+      is_argument: whether it is an argument of the function, and takes no memory beyond it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_argument: bool
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def saved_residuals(function: Callable, *arguments) -> list[Residual]:
+    """What `jax.vjp` of `function` in its floating arguments keeps, in the order it is kept; nothing is computed.
+
+    Args:
+      function: of arrays, plain or jitted.
+      arguments: arrays or `jax.ShapeDtypeStruct`s.
+    """
+    names = _argument_names(function, len(arguments))
+    flat, tree = jax.tree.flatten(arguments)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(arguments)[0]]
+    labels = [names[path[0].idx] + jax.tree_util.keystr(path[1:]) for path in paths]
+
+    def leaves(*flat):
+        floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating)]
+
+        def of_floating(*values):
+            merged = list(flat)
+            for i, value in zip(floating, values, strict=True):
+                merged[i] = value
+            return function(*jax.tree.unflatten(tree, merged))
+
+        return jax.tree.leaves(jax.vjp(of_floating, *(flat[i] for i in floating))[1])
+
+    jaxpr = jax.make_jaxpr(leaves)(*flat).jaxpr
+    found, seen = [], set()
+    for var in jaxpr.outvars:
+        origin = _origin(jaxpr, var)
+        if origin is None or origin[1] in seen:  # a constant of the program, or kept for two reasons
+            continue
+        seen.add(origin[1])
+        kind, key = origin
+        name = labels[key] if kind == "argument" else kind
+        aval: Any = var.aval
+        found.append(Residual(name, tuple(aval.shape), jnp.dtype(aval.dtype).name, kind == "argument"))
+    return found
+
+
+def saved_bytes(function: Callable, *arguments) -> int:
+    """Bytes that the backward pass keeps beside the function's arguments."""
+    return sum(r.bytes for r in saved_residuals(function, *arguments) if not r.is_argument)
+
+
+def kept_by_name(jaxpr) -> dict[str, int]:
+    """Bytes of the arrays with a `checkpoint_name` that outlive the pass that makes them, in a program that holds both.
+
+    Args:
+      jaxpr: of a whole training step, its gradients taken inside it. What a loop over layers keeps counts once per
+        layer; what `jax.checkpoint` computes again does not count.
+    """
+    total: dict[str, int] = {}
+    for name, num_bytes in _named(jaxpr, 1):
+        total[name] = total.get(name, 0) + num_bytes
+    return total
+
+
+def _named(jaxpr, times: int) -> Iterator[tuple[str, int]]:
+    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name" and id(eqn.outvars[0]) in used:
+            aval = eqn.outvars[0].aval
+            yield eqn.params["name"], times * math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize
+        if eqn.primitive.name in _RECOMPUTED:
+            continue
+        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in _inner_jaxprs(eqn):
+            yield from _named(inner, times * length)
+
+
+def _inner_jaxprs(eqn) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(part, "jaxpr") and hasattr(part.jaxpr, "eqns"):
+                yield part.jaxpr
+            elif hasattr(part, "eqns"):
+                yield part
+
+
+def _origin(jaxpr, var) -> tuple[str, Any] | None:
+    """("argument", its position) or (a name, something that tells this array from others); None for a constant."""
+    positions = {id(v): i for i, v in enumerate(jaxpr.invars)}
+    if id(var) in positions:
+        return "argument", positions[id(var)]
+    makers = {id(out): eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    eqn = makers.get(id(var))
+    if eqn is None:
+        return None
+    if eqn.primitive.name == "name":
+        return eqn.params["name"], id(var)
+    inner = next(_inner_jaxprs(eqn), None) if eqn.primitive.name in _CALLS else None
+    if inner is not None and len(inner.outvars) == len(eqn.outvars):
+        index = next(i for i, out in enumerate(eqn.outvars) if out is var)
+        origin = _origin(inner, inner.outvars[index])
+        if origin is not None and origin[0] == "argument":
+            return _origin(jaxpr, eqn.invars[origin[1]])
+        return origin and (origin[0], id(var))
+    return eqn.primitive.name, id(var)
+
+
+def _argument_names(function: Callable, count: int) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [names[i] if i < len(names) else f"argument {i}" for i in range(count)]

@@ -1,0 +1,113 @@
+"""The command line, on sizes too small to time anything."""
+
+import json
+
+import jax
+import pytest
+
+from blaze_jax.benchmark.__main__ import main
+from blaze_jax.benchmark.arguments import parse_arguments
+from blaze_jax.benchmark.sizes import Sizes, preset
+
+SMALL = "16,8,4,3,2"
+PNG = b"\x89PNG"
+ON_CPU = jax.default_backend() == "cpu"
+
+
+def test_the_table_of_kernels_and_its_json(capsys, tmp_path):
+    file = tmp_path / "new" / "results.json"
+    assert main(["--kernels", "--config", SMALL, "--dtype", "bfloat16", "--repeats", "2", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert f"jax {jax.__version__}" in out.splitlines()[0]
+    assert "T=16, d=8, n=4, E=3, K=2, bfloat16" in out
+    written = json.loads(file.read_text(encoding="utf-8"))
+    (record,) = written["records"]
+    assert record["sizes"]["num_experts"] == 3
+    assert record["passes"].keys() == {"forward", "forward+backward"}
+    for timed in record["passes"].values():
+        assert len(timed["samples_us"]) == 2
+        assert timed["tflops"] > 0
+    if ON_CPU:
+        assert "wall time, there is no GPU" in out
+        assert written["environment"]["device"] == "cpu"
+
+
+def test_our_layer_and_every_peer_have_a_line_for_each_pass(capsys, tmp_path):
+    file = tmp_path / "results.json"
+    options = ["--config", SMALL, "--config", "32,8,4,3,1", "--repeats", "2"]
+    assert main([*options, "--json", str(file), "--plot", str(tmp_path / "figures")]) == 0
+    out = capsys.readouterr().out
+    assert not ON_CPU or "no GPU here but cpu: wall time, and small sizes" in out
+    assert out.index("T=16, d=8") < out.index("T=32, d=8")
+    for record in json.loads(file.read_text(encoding="utf-8"))["records"]:
+        names = [layer["layer"] for layer in record["layers"]]
+        assert sorted(names) == ["blaze_jax", "dense dispatch", "sort + lax.ragged_dot", "sort + tokamax"]
+        assert names[0] == "blaze_jax"
+        for layer in record["layers"]:
+            if layer["layer"] == "sort + tokamax" and layer["status"] != "ok":
+                assert "tokamax" in layer["status"]
+                assert layer["status"] in out
+                continue
+            assert layer["status"] == "ok"
+            assert layer["saved_mib"] > 0
+            assert layer["forward"]["us"] > 0
+            assert layer["forward+backward"]["ratio_to_ours"] > 0
+    for name in ("speed.png", "memory.png"):
+        assert (tmp_path / "figures" / name).read_bytes().startswith(PNG)
+
+
+def test_presets_and_no_peers():
+    arguments = parse_arguments(["--preset", "gpt-oss-20b", "--tokens", "4", "--peers"])
+    assert [preset(name, arguments.tokens) for name in arguments.preset] == [(4, 2880, 2880, 32, 4)]
+    assert arguments.peers == []
+
+
+@pytest.mark.skipif(not ON_CPU, reason="takes the small sizes that a CPU gets")
+@pytest.mark.parametrize(
+    ("mode", "kind", "said"),
+    [
+        ("--routing", "routing", "XLA top_k + argsort dispatch takes"),
+        ("--scaling", "scaling", "ns per token"),
+        ("--token-rounding", "token_rounding", "rounded nearest"),
+    ],
+)
+def test_the_other_studies(mode, kind, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("blaze_jax.benchmark.sizes.CPU_ROUTING_SIZES", ((64, 8, 2),))
+    scaling = tuple(Sizes(t, 16, 8, 4, 2) for t in (64, 128))
+    monkeypatch.setattr("blaze_jax.benchmark.sizes.CPU_SCALING_SIZES", scaling)
+    monkeypatch.setattr("blaze_jax.benchmark.sizes.CPU_ROUNDING_SIZES", Sizes(64, 16, 8, 4, 2))
+    file = tmp_path / "results.json"
+    assert main([mode, "--repeats", "2", "--json", str(file)]) == 0
+    assert said in capsys.readouterr().out
+    records = json.loads(file.read_text(encoding="utf-8"))["records"]
+    assert {record["kind"] for record in records} == {kind}
+    assert len(records) == (2 if mode == "--scaling" else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--repeats 0", "--repeats 0 must be at least 1"),
+        ("--tokens -1", "--tokens -1 must be at least 1"),
+        ("--recorded results.json", "--recorded needs --plot FOLDER or --readme FILE"),
+        ("--routing --preset olmoe", "--routing has sizes of its own"),
+        ("--kernels --scaling", "not allowed with"),
+        ("--peers pytorch", "invalid choice: 'pytorch'"),
+    ],
+)
+def test_options_that_do_not_fit(options, message, capsys):
+    with pytest.raises(SystemExit):
+        main(options.split())
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_before_measuring(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert main(["--config", SMALL, "--json", str(tmp_path / "file" / "results.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_compile_only_says_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr("blaze_jax.benchmark.__main__.missing_for_h200", lambda: "the plugin is not installed")
+    assert main(["--compile-only", "h200"]) == 2
+    assert "--compile-only h200 cannot run: the plugin is not installed" in capsys.readouterr().err

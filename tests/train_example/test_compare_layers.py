@@ -1,0 +1,105 @@
+"""The same model with conventional experts."""
+
+from dataclasses import replace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax.benchmark.plots import draw
+from blaze_jax.benchmark.results_file import read_results
+from tests.train_example.small import FULL_MODEL, windows
+from train_example import compare_layers
+from train_example.__main__ import main
+from train_example.compare_layers import measured, train_briefly
+from train_example.errors import UserError
+from train_example.experts_layer import grouped_product
+from train_example.model import Decoder
+from train_example.presets import PRESETS
+
+CONFIG = replace(PRESETS["tiny"], model=FULL_MODEL, steps=8, batch_size=4, sequence_length=16)
+
+
+def test_the_same_parameters_outputs_and_router_state():
+    ours, theirs = (
+        Decoder(FULL_MODEL, FULL_MODEL.moe(), jnp.float32, "none", layer) for layer in ("blaze_jax", "sort+ragged_dot")
+    )
+    tokens = windows(2, 16)
+    variables, their_variables = (nn.unbox(m.init(jax.random.key(0), tokens)) for m in (ours, theirs))
+    jax.tree.map(np.testing.assert_array_equal, variables, their_variables)
+    collections = ["losses", "intermediates", "router_state"]
+    y, state = ours.apply(variables, tokens, train=True, mutable=collections)
+    their_y, their_state = theirs.apply(variables, tokens, train=True, mutable=collections)
+    np.testing.assert_allclose(y, their_y, rtol=1e-4, atol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state, their_state)
+
+
+@pytest.mark.parametrize("remat", ["none", "except-experts"])
+def test_loss_curves_lie_on_top_of_each_other(remat):
+    records = [
+        train_briefly(replace(CONFIG, experts_layer=layer, dtype="float32", remat=remat))
+        for layer in ("blaze_jax", "sort+ragged_dot")
+    ]
+    assert len(records[0]["loss"]) == 8
+    np.testing.assert_allclose(records[0]["loss"], records[1]["loss"], rtol=1e-3)
+    assert records[0]["loss"][-1] < records[0]["loss"][0]
+    assert all(record["tokens_per_second"] > 0 for record in records)
+    if jax.default_backend() == "cpu":
+        assert records[0]["peak_gib"] is None
+        assert records[0]["planned_gib"] > 0
+
+
+def test_the_command_writes_results_that_can_be_drawn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare_layers.multiprocessing, "get_context", lambda _: SameProcess())
+    file = tmp_path / "new" / "training.json"
+    options = "--preset tiny --steps 2 --batch-size 2 --sequence-length 16 --experts-layer blaze_jax sort+ragged_dot"
+    assert compare_layers.main([*options.split(), "--json", str(file)]) == 0
+    assert "sort+ragged_dot: final loss differs from that of blaze_jax by" in capsys.readouterr().out
+    content = read_results(file)
+    assert [r["layer"] for r in content["records"]] == ["blaze_jax", "sort+ragged_dot"]
+    assert abs(content["records"][1]["final_loss_difference"]) < 0.01
+    assert content["failed"] == []
+    assert [path.name for path in draw([content], tmp_path)] == ["training.png"]
+
+
+class SameProcess:
+    """A pool that works where it is: starting processes takes longer than the steps."""
+
+    def Pool(self, _):  # noqa: N802
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def apply(self, function, arguments):
+        return function(*arguments)
+
+
+def test_a_layer_that_is_not_installed_is_reported(tmp_path, capsys, monkeypatch):
+    def missing(name):
+        raise ImportError(name, name="tokamax")
+
+    monkeypatch.setattr("blaze_jax.benchmark.peers.importlib.import_module", missing)
+    with pytest.raises(UserError, match="sort\\+tokamax cannot run: tokamax is not installed"):
+        grouped_product("sort+tokamax")
+    record, _ = measured(replace(CONFIG, experts_layer="sort+tokamax"))
+    assert "tokamax is not installed" in record["error"]
+    assert main(["--experts-layer", "sort+tokamax", "--out", str(tmp_path / "out")]) == 2
+    assert "tokamax is not installed" in capsys.readouterr().err
+
+
+def test_an_implementation_of_our_kernels_means_nothing_to_another_layer(tmp_path, capsys):
+    options = ["--experts-layer", "sort+ragged_dot", "--implementation", "xla", "--out", str(tmp_path / "out")]
+    assert main(options) == 2
+    assert "--implementation xla is of blaze_jax's kernels" in capsys.readouterr().err
+
+
+def test_counts_must_be_positive(capsys):
+    with pytest.raises(SystemExit):
+        compare_layers.main(["--steps", "0"])
+    assert "--steps 0 must be at least 1" in capsys.readouterr().err

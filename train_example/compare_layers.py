@@ -1,0 +1,155 @@
+"""The same model trained with blaze_jax's experts and with conventional ones: `python -m train_example.compare_layers`.
+
+Same seed, parameters, batches and router. Nothing is saved but a results file, which `python -m blaze_jax.benchmark
+--recorded FILE --plot FOLDER` draws.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+
+from blaze_jax.benchmark.environment import describe, environment
+from blaze_jax.benchmark.results_file import command_line
+from train_example.config import Remat, TrainConfig
+from train_example.data import Corpus, open_text
+from train_example.errors import UserError
+from train_example.experts_layer import ExpertsLayer, grouped_product
+from train_example.loop import peak_memory_gib
+from train_example.optimizer import learning_rate_schedule, make_optimizer
+from train_example.presets import PRESETS
+from train_example.setup import make_model
+from train_example.step import init_state, make_train_step
+
+_WARM_STEPS = 5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the program and returns its exit status."""
+    arguments = _parse(argv)
+    records, values = [], {}
+    for layer in arguments.experts_layer:
+        config = configuration(arguments, layer)
+        # A process of its own: a device's peak memory is that of the process, and the first run must not be in it.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            record, values = pool.apply(measured, (config,))
+        if "error" in record:
+            print(f"{layer}: {record['error']}", file=sys.stderr)
+        else:
+            print(_line(record), flush=True)
+        records.append(record)
+    trained = [r for r in records if "error" not in r]
+    for record in trained[1:]:
+        record["final_loss_difference"] = record["final_loss"] / trained[0]["final_loss"] - 1
+        difference = f"{record['final_loss_difference']:+.3%}"
+        print(f"{record['layer']}: final loss differs from that of {trained[0]['layer']} by {difference}")
+    if arguments.json is not None:
+        command = command_line("train_example.compare_layers", sys.argv[1:] if argv is None else argv)
+        content = {"environment": values, "command": command, "records": trained}
+        content["failed"] = [r for r in records if "error" in r]
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0 if len(trained) == len(records) else 1
+
+
+def configuration(arguments: argparse.Namespace, layer: ExpertsLayer) -> TrainConfig:
+    """The preset's, with what the command line changes."""
+    names = ("steps", "batch_size", "sequence_length", "accumulate", "seed", "remat")
+    changes = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return replace(PRESETS[arguments.preset], experts_layer=layer, **changes)
+
+
+def measured(config: TrainConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """A run's record, or what went wrong, and what it ran on."""
+    values = environment()
+    print(f"{config.experts_layer}: {describe(values)}", flush=True)
+    try:
+        return train_briefly(config), values
+    except (UserError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        return {"layer": config.experts_layer, "error": f"{type(error).__name__}: {str(error)[:300]}"}, values
+
+
+def train_briefly(config: TrainConfig) -> dict[str, Any]:
+    """Trains and keeps the loss of every step, the speed of the later ones, and the memory."""
+    if config.experts_layer != "blaze_jax":
+        grouped_product(config.experts_layer)  # to tell early if it is missing
+    corpus = Corpus(open_text(config.data), config.sequence_length)
+    model, optimizer = make_model(config), make_optimizer(config)
+    state = jax.jit(lambda: init_state(model, optimizer, jax.random.key(config.seed)))()
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+    def batch(step: int):
+        windows = corpus.batch(config.seed, step, config.batch_size)
+        return windows.reshape(config.accumulate, -1, windows.shape[-1])
+
+    start = time.perf_counter()
+    step_function = make_train_step(model, optimizer, learning_rate_schedule(config))
+    compiled = jax.jit(step_function, donate_argnums=0).lower(state, batch(0)).compile()
+    compile_seconds = time.perf_counter() - start
+    losses, seconds = [], []
+    for step in range(config.steps):
+        windows, start = batch(step), time.perf_counter()
+        state, metrics = compiled(state, windows)
+        losses.append(float(metrics.loss) / math.log(2))
+        seconds.append(time.perf_counter() - start)
+    last = max(1, config.steps // 20)
+    plan = compiled.memory_analysis()
+    planned = None
+    if plan is not None:
+        planned = plan.argument_size_in_bytes + plan.temp_size_in_bytes
+        planned = (planned + plan.output_size_in_bytes - plan.alias_size_in_bytes) / 2**30
+    tokens = config.batch_size * config.sequence_length
+    steady = seconds[min(_WARM_STEPS, len(seconds) - 1) :]
+    return {
+        "kind": "training",
+        "title": f"{config.preset}, {parameters / 1e6:,.0f}M parameters, {config.steps} steps of {tokens:,} tokens",
+        "layer": config.experts_layer,
+        "parameters": parameters,
+        "tokens_per_step": tokens,
+        "remat": config.remat,
+        "tokens_per_second": tokens / statistics.median(steady),
+        "peak_gib": peak_memory_gib(),
+        "planned_gib": planned,
+        "compile_seconds": compile_seconds,
+        "final_loss": statistics.mean(losses[-last:]),
+        "loss": losses,
+    }
+
+
+def _line(record: dict[str, Any]) -> str:
+    peak = "not reported by this device" if record["peak_gib"] is None else f"{record['peak_gib']:.1f} GiB"
+    planned = "" if record["planned_gib"] is None else f" ({record['planned_gib']:.1f} GiB by XLA's plan of the step)"
+    return (
+        f"{record['layer']}: {record['tokens_per_second']:,.0f} tokens/s, peak memory {peak}{planned}, "
+        f"final loss {record['final_loss']:.4f} bits/byte, compiled in {record['compile_seconds']:.0f} s"
+    )
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m train_example.compare_layers", description=__doc__)
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="1b")
+    add("--experts-layer", choices=get_args(ExpertsLayer), nargs="+", default=["blaze_jax", "sort+tokamax"])
+    add("--steps", type=int, default=200)
+    for name in ("batch-size", "sequence-length", "accumulate", "seed"):
+        add(f"--{name}", type=int, help="(the preset's)")
+    add("--remat", choices=get_args(Remat), help="(the preset's)")
+    add("--json", type=Path, metavar="FILE", help="write the results")
+    arguments = parser.parse_args(argv)
+    for name in ("steps", "batch_size", "sequence_length", "accumulate"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
