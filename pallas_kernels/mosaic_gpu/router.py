@@ -1,4 +1,4 @@
-"""Router: top-k, weights, counts and the losses' sums in one pass over the logits; then one block adds up the blocks'.
+"""Router: top-k, weights, counts and the losses' sums in one pass over the logits; dispatch then adds up the blocks'.
 
 A row of logits belongs to a group of lanes of one warp, 32 of them from 125 experts on, and each lane owns consecutive
 experts. It sorts theirs, and in every round the group takes the largest of the lanes' heads, whose lane drops it.
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic_gpu import simt
-from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
+from pallas_kernels.mosaic_gpu.dispatch import BLOCKS, dispatch_routed
 from pallas_kernels.mosaic_gpu.simt import (
     WARP,
     Long,
@@ -41,6 +41,7 @@ from pallas_kernels.xla.router import TINY, Losses, Routed, Rule
 
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32
+MAX_PAIRS = 2**31 - 2**24  # their rows, with gaps, are numbered in 32 bits
 
 _LIST = 4  # keys of a sorted list: their experts are the bytes of one word
 _NOTHING = -(1 << 31)  # below the key of -inf
@@ -49,7 +50,6 @@ _LOG2E = math.log2(math.e)
 _LN2 = math.log(2)
 _WARPGROUPS = ((8, 8), (4, 16), (2, 32))  # with at most so many experts to a lane
 _WARPGROUPS_BY_SCORES = ((8, 4), (4, 8), (2, 32))
-_ADD_UP_WARPGROUPS = 8
 _LEAST = -200.0  # 2 to this is zero; and zero times this is zero, which is not so for -inf
 
 
@@ -62,8 +62,8 @@ def router_unsupported(logits: Float[Array, "T E"], experts_per_token: int) -> s
         return f"num_experts={num_experts} must be at most {MAX_EXPERTS}"
     if experts_per_token > MAX_EXPERTS_PER_TOKEN:
         return f"{experts_per_token=} must be at most {MAX_EXPERTS_PER_TOKEN}"
-    if num_tokens >= 2**31 // experts_per_token:
-        return f"{num_tokens=} times {experts_per_token=} must be below 2**31"
+    if num_tokens * experts_per_token > MAX_PAIRS:
+        return f"{num_tokens=} times {experts_per_token=} must be at most {MAX_PAIRS}"
     return None
 
 
@@ -100,20 +100,20 @@ class _Layout(NamedTuple):
         return WARP // self.lanes
 
 
-def router(
-    logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule, *, blocks: int = NUM_SMS
-) -> Routed:
+def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule, *, blocks: int = BLOCKS) -> Routed:
     """Chooses and weighs experts; see the portable twin.
 
     Scores, which rank the experts under a bias or with groups, can differ from the twin's in the last bits, and the
-    choice between nearly equal ones with them. There are `blocks` rows of counts.
+    choice between nearly equal ones with them. Two launches, of `blocks` blocks that route and place the same tokens; no
+    choice depends on their number, and losses do in the last bits.
     """
     (num_tokens, num_experts), slots = logits.shape, rule.experts_per_token
     outputs = [
         jax.ShapeDtypeStruct((num_tokens, slots), jnp.int32),
         jax.ShapeDtypeStruct((num_tokens, slots), jnp.float32),
         jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32),
-        jax.ShapeDtypeStruct((blocks, num_experts + 2), jnp.float32),
+        jax.ShapeDtypeStruct((blocks, num_experts), jnp.float32),
+        jax.ShapeDtypeStruct((blocks, 2), jnp.float32),
     ]
     body = _Body(num_tokens, num_experts, rule, bias is not None, blocks)
     kernel = simt.simt_kernel(
@@ -125,71 +125,9 @@ def router(
         shared=body.shared_words,
     )
     biases = () if bias is None else (bias.astype(jnp.float32),)
-    experts, weights, counts, sums = kernel(logits, *biases)
-    demand, *losses = _add_up(counts, sums, num_tokens, slots)
-    return Routed(experts, weights, counts, demand, Losses(*(loss.reshape(()) for loss in losses)))
-
-
-def _add_up(counts, sums, num_tokens: int, slots: int):
-    """Demand, and the three losses, from each block's counts and sums; one block, always in the same order."""
-    (blocks, num_experts), width = counts.shape, sums.shape[1]
-    threads = _ADD_UP_WARPGROUPS * 128
-    parts = max(1, min(threads // width, 16))  # every so manyth block
-    at_once = min(8, -(-blocks // parts))
-
-    def body(counts, sums, demand, balance_loss, squared_log, entropy, some_sums, some_counts, warps):
-        thread = simt.thread()
-
-        def add_blocks(item):
-            column, part = item % width, item // width
-            expert = minimum(column, num_experts - 1)
-
-            def add(first, sum_, count):
-                others = [first + i * parts for i in range(at_once)]
-                known = [minimum(other, blocks - 1) for other in others]
-                loaded = [(sums[k * width + column], counts[k * num_experts + expert]) for k in known]
-                for other, (s, c) in zip(others, loaded, strict=True):
-                    sum_, count = sum_ + select(other < blocks, s, 0.0), count + select(other < blocks, c, 0)
-                return [sum_, count]
-
-            sum_, count = loop(part, blocks, parts * at_once, add, [simt.Float(0.0), 0])
-            some_sums[item] = sum_.bits()
-
-            @when(column < num_experts)
-            def _():
-                some_counts[part * num_experts + expert] = count
-
-        def sum_of(column):
-            return total([some_sums[column + part * width].as_float() for part in range(parts)])
-
-        loop(thread, width * parts, threads, add_blocks)
-        block_barrier()
-
-        def balance(expert, so_far):
-            count = total([some_counts[expert + part * num_experts] for part in range(parts)])
-            demand[expert] = count
-            return [multiply_add(count.to_float(), sum_of(expert), so_far)]
-
-        (mine,) = loop(thread, num_experts, threads, balance, [simt.Float(0.0)])
-        mine = combine_lanes(simt.add, mine, WARP)
-        when((thread % WARP).equals(0))(lambda: warps.__setitem__(thread // WARP, mine.bits()))
-        block_barrier()
-
-        @when(thread.equals(0))
-        def _():
-            every = total([warps[w].as_float() for w in range(threads // WARP)])
-            balance_loss[0] = every * (num_experts / (slots * num_tokens**2))
-            squared_log[0] = sum_of(simt.Int(num_experts)) * (1 / num_tokens)
-            entropy[0] = sum_of(simt.Int(num_experts + 1)) * (1 / num_tokens)
-
-    return simt.simt_kernel(
-        body,
-        name="moe_router_sums",
-        outputs=[jax.ShapeDtypeStruct((num_experts,), jnp.int32)] + [jax.ShapeDtypeStruct((1,), jnp.float32)] * 3,
-        blocks=1,
-        warpgroups=_ADD_UP_WARPGROUPS,
-        shared=[parts * width, parts * num_experts, threads // WARP],
-    )(counts, sums)
+    experts, weights, counts, *sums = kernel(logits, *biases)
+    dispatched, (demand, *losses) = dispatch_routed(experts, counts, tuple(sums))
+    return Routed(experts, weights, demand, Losses(*(loss.reshape(()) for loss in losses)), dispatched)
 
 
 class _Body:
@@ -217,7 +155,8 @@ class _Body:
     def run(self, logits, *pointers):
         if self.biased:
             self.bias, *pointers = pointers
-        self.experts, self.weights, counts, sums, self.histogram, partials, self.chosen, *pointers = pointers
+        self.experts, self.weights, counts, probabilities, logs, *pointers = pointers
+        self.histogram, partials, self.chosen, *pointers = pointers
         if self.grouped:
             self.ranks, self.group_scores = pointers
         self.logits, layout = logits, self.layout
@@ -258,12 +197,18 @@ class _Body:
         def write_count(expert):
             counts[block * self.num_experts + expert] = self.histogram[expert]
 
-        def write_sum(i):
-            values = [partials[i + w * (self.num_experts + 2)].as_float() for w in range(layout.warps)]
-            sums[block * (self.num_experts + 2) + i] = total(values)
+        def sum_of_warps(i):
+            return total([partials[i + w * (self.num_experts + 2)].as_float() for w in range(layout.warps)])
+
+        def write_probability(expert):
+            probabilities[block * self.num_experts + expert] = sum_of_warps(expert)
+
+        def write_log(i):
+            logs[block * 2 + i] = sum_of_warps(i + self.num_experts)
 
         loop(thread, self.num_experts, layout.threads, write_count)
-        loop(thread, self.num_experts + 2, layout.threads, write_sum)
+        loop(thread, self.num_experts, layout.threads, write_probability)
+        loop(thread, 2, layout.threads, write_log)
 
     def load(self, row):
         """This lane's logits of a row; -inf past the last expert."""

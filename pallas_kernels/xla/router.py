@@ -1,7 +1,7 @@
 """Router: the experts of every token, their weights, and what its losses are made of."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,16 +53,16 @@ class Routed(NamedTuple):
     Attributes:
       experts: `(T, K)` int32, distinct, best first.
       weights: `(T, K)`.
-      counts: `(blocks, E)` int32, tokens of each expert in each of some runs of `ceil(T / blocks)` tokens.
       demand: `(E,)` int32, tokens of each expert.
       losses: what may be added to a training loss, unweighted.
+      dispatched: what `dispatch` of the same module makes of `experts`, where that was no further work; else None.
     """
 
     experts: Int[Array, "T K"]
     weights: Float[Array, "T K"]
-    counts: Int[Array, "blocks E"]
     demand: Int[Array, " E"]
     losses: Losses
+    dispatched: Any = None
 
 
 def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule) -> Routed:
@@ -77,14 +77,14 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
       rule: how to choose and weigh.
 
     Returns:
-      What `Routed` says, with counts of a single run. Weights and losses are differentiable in the logits.
+      What `Routed` says. Weights and losses are differentiable in the logits.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = scores_of(logits, rule)
     experts = _select(logits, scores, bias, rule)
     demand = jnp.zeros(logits.shape[1], jnp.int32).at[experts].add(1)
     weights = weights_of(logits, scores, experts, experts, rule)
-    return Routed(experts, weights, demand[None], demand, _losses(logits, scores, demand, rule))
+    return Routed(experts, weights, demand, _losses(logits, scores, demand, rule))
 
 
 def router_backward(

@@ -11,6 +11,7 @@ from pallas_kernels import mosaic_gpu, xla
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.xla.router import Rule
 from tests.numerics import assert_close, assert_same_bits
+from tests.pallas_kernels.test_dispatch_hopper import assert_same_as_portable
 
 SCORINGS = ("softmax", "softmax_selected", "sigmoid")
 # The GPU's exponential and reciprocal are good to 2 units in the last place each.
@@ -37,12 +38,11 @@ def random_logits(*shape, dtype="float32", seed=0):
 
 
 def assert_matches(run, logits, bias, rule):
-    """Equal experts and counts; close weights and losses, NaN where the twin has NaN."""
+    """Equal experts, demand and rows; close weights and losses, NaN where the twin has NaN."""
     out, expected = run(logits, bias, rule), xla.router(logits, bias, rule)
     assert_same_bits(out.experts, expected.experts)
     assert_same_bits(out.demand, expected.demand)
-    assert_same_bits(expected.counts.sum(0), expected.demand)
-    assert_same_bits(out.counts, counts_of_runs(expected.experts, logits.shape[1], len(out.counts)))
+    assert_same_as_portable(expected.experts, logits.shape[1], *out.dispatched)
     # A mean may cancel to zero: it is as close as numbers near one can be.
     means = [(np.append(a, 1), np.append(b, 1)) for a, b in zip(out.losses, expected.losses, strict=True)]
     for ours, theirs in [(out.weights, expected.weights), *means]:
@@ -50,13 +50,6 @@ def assert_matches(run, logits, bias, rule):
         assert_same_bits(np.isnan(ours), np.isnan(theirs))
         assert_close(np.nan_to_num(ours), np.nan_to_num(theirs), TOLERANCE)
     return out
-
-
-def counts_of_runs(experts, num_experts, blocks):
-    """Tokens of each expert in runs of `ceil(T / blocks)` tokens."""
-    run = -(-len(experts) // blocks)
-    counts = [np.bincount(np.ravel(experts[b * run : (b + 1) * run]), minlength=num_experts) for b in range(blocks)]
-    return np.stack(counts).astype(np.int32)
 
 
 @over_runs
@@ -154,21 +147,12 @@ def test_two_runs_give_the_same_bits(run):
     assert_same_bits(*(run(logits, None, Rule(4, "softmax")) for _ in range(2)))
 
 
-def test_counts_serve_dispatch():
-    logits, rule = random_logits(100, 12), Rule(3, "softmax")
-    with simt.interpreted():
-        out = mosaic_gpu.router(logits, None, rule, blocks=3)
-        ours = mosaic_gpu.dispatch(out.experts, 12, counts=out.counts)
-        expected = mosaic_gpu.dispatch(out.experts, 12, blocks=3)
-    assert_same_bits(ours, expected)
-
-
 @pytest.mark.parametrize("scale", [1.0, 1.7])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_backward_is_the_derivative_of_the_portable_form(scoring, normalize, scale):
     logits, rule = random_logits(30, 12), Rule(4, scoring, normalize, scale)
-    out, vjp = jax.vjp(lambda l: xla.router(l, None, rule)[1::3], logits)
+    out, vjp = jax.vjp(lambda l: xla.router(l, None, rule)[1:4:2], logits)
     d_weights, d_losses = jax.tree.map(lambda a: random_logits(*a.shape, seed=a.size), out)
     chosen = xla.router(logits, None, rule)
     backward = partial(xla.router_backward, experts=chosen.experts, demand=chosen.demand, rule=rule)
@@ -187,7 +171,8 @@ def test_lowers_for_cuda(num_experts, slots, biased):
     bias = jax.ShapeDtypeStruct((num_experts,), jnp.float32) if biased else None
     lowered = jax.jit(partial(mosaic_gpu.router, rule=rule)).trace(logits, bias).lower(lowering_platforms=("cuda",))
     assert "moe_router" in lowered.as_text()
-    assert "moe_router_sums" in lowered.as_text()
+    assert "moe_dispatch_place" in lowered.as_text()
+    assert "moe_dispatch_count" not in lowered.as_text()  # two launches, and no third
 
 
 @pytest.mark.parametrize(
@@ -214,5 +199,4 @@ def test_sizes_on_the_gpu(tokens, num_experts, slots):
     logits, rule = random_logits(tokens, num_experts), Rule(slots, "softmax")
     out = assert_matches(mosaic_gpu.router, logits, None, rule)
     assert_same_bits(mosaic_gpu.router(logits, None, rule), out)
-    groups = mosaic_gpu.dispatch(out.experts, num_experts, counts=out.counts)
-    assert_same_bits(groups, mosaic_gpu.dispatch(out.experts, num_experts))
+    assert_same_bits(out.dispatched, mosaic_gpu.dispatch(out.experts, num_experts))
