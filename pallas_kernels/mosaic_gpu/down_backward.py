@@ -55,7 +55,9 @@ def down_backward(
         columns = pl.ds(column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
         for i in range(COPIES):
             pre = inputs[4 + min(i, num_pre - 1)]  # an ungated one twice
-            plgpu.copy_gmem_to_smem(pre.at[pl.ds(row, TILE_ROWS), columns], rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)], barrier)
+            plgpu.copy_gmem_to_smem(
+                pre.at[pl.ds(row, TILE_ROWS), columns], rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)], barrier
+            )
 
     def begin(where, inputs):
         return plgpu.load(inputs[3].at[pl.ds(where.row, GROUP_ROWS)], layout=ROWS, optimized=False)
@@ -101,7 +103,6 @@ def down_backward(
             load_panel=load_panel,
             begin=begin,
             panel=panel,
-
         ),
         groups.tiles,
     )

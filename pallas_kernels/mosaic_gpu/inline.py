@@ -171,9 +171,7 @@ class RowGather:
     def copy(self, source, offsets, panel, landed, slot, first_column):
         """Starts the copies, to the tile whose first panel is `panel`; they arrive on `landed[slot]` as they land."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(SWIZZLED), _SCALAR)
-        )
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(SWIZZLED), _SCALAR))
         def run(ctx, source, offsets, panel_ref, first_column):
             chunk = arith.remui(_thread(), _c32(self.chunks))
             row = arith.divui(_thread(), _c32(self.chunks))
@@ -265,9 +263,7 @@ def load_columns(panel, first_column: int):
         )
         registers = np.array([llvm.bitcast(pair, r) for r in loaded], dtype=object)
         shape = mgpu.WGMMA_LAYOUT.registers_shape((PANEL, 16))
-        return mgpu.FragmentedArray(
-            _registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
-        )
+        return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return run(panel)
 
@@ -318,9 +314,7 @@ def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_
     """
     result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)), return_type=result
-    )
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)), return_type=result)
     def run(ctx, accumulator, lhs, rhs):
         def transpose(panel):
             return utils.memref_transpose(_row_tiles(panel), (1, 0, 3, 2))
