@@ -46,8 +46,8 @@ class RowMatmul(NamedTuple):
       copies: bulk copies that `load` starts per k step.
       load: `(inputs, expert, row, column_tile, k, lhs_slot, rhs_slot, barrier)`, starts the bulk copies of one k step.
       panels: entries of the ring after a tile's k steps, for what its end reads.
-      load_panel: `(inputs, row, column_tile, panel, rhs_slot, barrier)`, starts the bulk copies of such an entry, as many
-        as for a k step.
+      load_panel: `(inputs, row, column_tile, panel, rhs_slot, barrier)`, starts the bulk copies of such an entry, as
+        many as for a k step.
       begin: `(where, inputs) -> begun`, at the start of a tile.
       panel: `(accumulator, begun, panel, where, lhs_slot, rhs_slot, inputs, outputs)`, at the end of a tile for each of
         its panels. It may start bulk copies to device memory from the slots, one commit group a panel.
