@@ -40,7 +40,9 @@ def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
     """SwiGLU of gpt-oss: `gate · sigmoid(alpha · gate) · (up + 1)`, gate clamped to ≤ limit and up to ±limit."""
 
     def function(gate: Array, up: Array) -> Array:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        # By comparisons: minimum and clip have derivatives of many instructions, for ties.
+        gate = jnp.where(gate > limit, limit, gate)
+        up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
         return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 
     return Activation("clamped_swiglu", function, gated=True)

@@ -22,11 +22,15 @@ def down_projection(
     num_columns: int,
 ) -> Float[Array, "R columns"]:
     """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
-    w_down = w_down.astype(hidden.dtype)
+    first_column = jnp.asarray(first_column, jnp.int32)
+    weight_column = first_column
+    if w_down.dtype != hidden.dtype:  # converted for the block alone
+        w_down = lax.dynamic_slice_in_dim(w_down, first_column, num_columns, axis=2).astype(hidden.dtype)
+        weight_column = jnp.zeros_like(first_column)
 
     def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
-        hidden, w_down, first_column = inputs[:3]
-        column = first_column[0] + column_tile * TILE_COLUMNS
+        hidden, w_down, weight_column = inputs[:3]
+        column = weight_column[0] + column_tile * TILE_COLUMNS
         steps = pl.ds(k * K_STEP, K_STEP)
         plgpu.copy_gmem_to_smem(hidden.at[pl.ds(row, TILE_ROWS), steps], lhs, barrier)
         for panel in range(0, TILE_COLUMNS, PANEL):
@@ -39,7 +43,6 @@ def down_projection(
         panels = [tile_panel(accumulator, panel, where, inputs[-1]) for panel in range(TILE_COLUMNS // PANEL)]
         return lax.concatenate([panel.astype(hidden.dtype) for panel in panels], 1)
 
-    first_column = jnp.asarray(first_column, jnp.int32)
     column_tiles = -(-num_columns // TILE_COLUMNS)
     bias = ()
     if b_down is not None:
@@ -50,7 +53,7 @@ def down_projection(
     return row_matmul(
         RowMatmul(
             name="moe_down_projection",
-            inputs=(hidden, w_down, first_column.reshape(1), *bias),
+            inputs=(hidden, w_down, weight_column.reshape(1), *bias),
             outputs=(jax.ShapeDtypeStruct((hidden.shape[0], num_columns), hidden.dtype),),
             num_column_tiles=column_tiles,
             k_steps=-(-hidden.shape[1] // K_STEP),

@@ -42,6 +42,7 @@ _OURS = {
     "exp_neg_sq": lambda x: lax.exp(-(x * x)),  # a function of jax 0.12's, in the derivative of erfc
     "logistic": lambda x: inline.sigmoid(x),
 }
+_CALLS = ("jit", "pjit", "custom_jvp_call", "custom_vjp_call")
 
 
 def _evaluate(jaxpr, constants, arguments) -> list:
@@ -52,13 +53,13 @@ def _evaluate(jaxpr, constants, arguments) -> list:
 
     for equation in jaxpr.eqns:
         inputs = [read(v) for v in equation.invars]
-        name = equation.primitive.name
-        ours = _OURS.get(equation.params.get("name", name))
-        if ours:
-            outputs = [ours(*inputs)]
-        elif name in ("jit", "pjit", "custom_jvp_call"):
-            inner = equation.params["call_jaxpr" if name == "custom_jvp_call" else "jaxpr"]
-            outputs = _evaluate(inner.jaxpr, inner.consts, inputs)
+        calls = equation.primitive.name in _CALLS
+        called = equation.params.get("call_jaxpr", equation.params.get("jaxpr")) if calls else None
+        name = called.jaxpr.debug_info.func_name if called else equation.primitive.name
+        if name in _OURS:
+            outputs = [_OURS[name](*inputs)]
+        elif called:
+            outputs = _evaluate(called.jaxpr, called.consts, inputs)
         else:
             outputs = equation.primitive.bind(*inputs, **equation.params)
             outputs = outputs if equation.primitive.multiple_results else [outputs]

@@ -32,6 +32,10 @@ def tile_panel(accumulator, panel: int, where: Where, bias=None):
     return columns + lax.broadcast_in_dim(own, columns.shape, (1,))
 
 
+def _nothing(*arguments) -> None:
+    pass
+
+
 class RowMatmul(NamedTuple):
     """What distinguishes one row kernel from another.
 
@@ -46,8 +50,8 @@ class RowMatmul(NamedTuple):
       copies: bulk copies that `load` starts per k step.
       load: `(inputs, expert, row, column_tile, k, lhs_slot, rhs_slot, barrier)`, starts the bulk copies of one k step.
       panels: entries of the ring after a tile's k steps, for what its end reads.
-      load_panel: `(inputs, row, column_tile, panel, rhs_slot, barrier)`, starts the bulk copies of such an entry, as many
-        as for a k step.
+      load_panel: `(inputs, row, column_tile, panel, rhs_slot, barrier)`, starts the bulk copies of such an entry, as
+        many as for a k step.
       begin: `(where, inputs) -> begun`, at the start of a tile.
       panel: `(accumulator, begun, panel, where, lhs_slot, rhs_slot, inputs, outputs)`, at the end of a tile for each of
         its panels. It may start bulk copies to device memory from the slots, one commit group a panel.
@@ -73,10 +77,10 @@ class RowMatmul(NamedTuple):
     scratch: tuple = ()
     finish: Callable | None = None
     panels: int = 0
-    load_panel: Callable | None = None
-    begin: Callable | None = None
-    panel: Callable | None = None
-    store: Callable | None = None
+    load_panel: Callable = _nothing
+    begin: Callable = _nothing
+    panel: Callable = _nothing
+    store: Callable = _nothing
     held: Any = ()
     chunks: int = 0
     stages: int = 4
@@ -206,7 +210,7 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
                         return lax.fori_loop(0, count, lambda _, p: k_step(*p), products)
 
                     store(done, range(at_once))
-                    begun = op.begin(where, inputs) if op.begin else None
+                    begun = op.begin(where, inputs)
                     products = k_step(step, inline.zero_accumulator(GROUP_ROWS, TILE_COLUMNS), first=True)
                     if op.panels:
                         pl.when(step > 0)(lambda: left(step - 1, 0))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
@@ -23,7 +24,11 @@ def up_backward(
     rows, n = d_pre_activations[0].shape
     steps_each = -(-n // K_STEP)
     dtype = d_pre_activations[0].dtype
-    weights = tuple(w.astype(dtype) for w in weights)
+    first_column = jnp.asarray(first_column, jnp.int32)
+    if weights[0].dtype != dtype:  # converted for the block alone
+        blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=1) for w in weights)
+        weights = tuple(block.astype(dtype) for block in blocks)
+        first_column = jnp.zeros_like(first_column)
 
     def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
         first_column = inputs[-1]
@@ -41,7 +46,7 @@ def up_backward(
     return row_matmul(
         RowMatmul(
             name="moe_up_backward",
-            inputs=(*pairs, jnp.asarray(first_column, jnp.int32).reshape(1)),
+            inputs=(*pairs, first_column.reshape(1)),
             outputs=(jax.ShapeDtypeStruct((rows, num_columns), dtype),),
             num_column_tiles=-(-num_columns // TILE_COLUMNS),
             k_steps=len(weights) * steps_each,

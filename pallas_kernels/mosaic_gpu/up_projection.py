@@ -48,7 +48,7 @@ def up_projection(
 
     def finish(accumulator, where, inputs, outputs, scratch):
         bias = inputs[-1] if biases else None
-        packed = [None] * (TILE_COLUMNS // PANEL)
+        packed = {}
         for panel in range(panels):
             own = range(panel, TILE_COLUMNS // PANEL, panels)  # of each projection
             pre = [tile_panel(accumulator, p, where, bias) for p in own]
@@ -57,7 +57,7 @@ def up_projection(
             hidden = value(activation, pre).astype(x.dtype)
             column = place(panel, where.column_tile)[1]
             store_rows(hidden, store_buffer(scratch[0], panel, where), outputs[-1], where, column)
-        return lax.concatenate(packed, 1)
+        return lax.concatenate([packed[p] for p in range(TILE_COLUMNS // PANEL)], 1)
 
     def store(packed, panel, where, inputs, outputs, scratch):
         projection, column = place(panel, where.column_tile)
