@@ -47,6 +47,7 @@ def expert_ffn(
     activation: str | Activation = "swiglu",
     save: Save = "pre_activations",
     implementation: Implementation | None = None,
+    dispatched: Any = None,
 ) -> Float[Array, "T d"]:
     """`y[t] = Σ_k weights[t, k] · FFN_e(x[t])` with `e = experts[t, k]` and `FFN_e(x) = act(x·W_gate, x·W_up)·W_down`.
 
@@ -69,6 +70,8 @@ def expert_ffn(
         "inputs": x, weights and indices; the pre-activations are computed again (22% more arithmetic for a gated
         activation).
       implementation: None for the best that can run here, or "mosaic_gpu" or "xla".
+      dispatched: `Routing.dispatched` of the routing that `experts` comes from, which saves grouping the rows again
+        where the same implementation routed. The output is the same without.
 
     Returns:
       The output, in the dtype of `x`. Differentiable in `x`, `weights`, the expert weights and the biases; a gradient
@@ -93,7 +96,7 @@ def expert_ffn(
     implementation = choose_implementation(implementation, x, (*up_weights, w_down), biases)
     tell_observers(TracedLayer.of(x, up_weights, w_down, experts, act, save, implementation))
     experts = experts.astype(jnp.int32)
-    indices = _Indices(*kernels_of(implementation).dispatch(experts, w_down.shape[0]))
+    indices = _dispatch(experts, w_down.shape[0], implementation, dispatched)
     params = Parameters(up_weights, up_biases, w_down, b_down)
     args = (x, params, weights, experts)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
@@ -149,6 +152,18 @@ def _backward(settings, residuals, dy):
 
 
 _expert_ffn.defvjp(_forward, _backward)
+
+
+def _dispatch(experts, num_experts: int, implementation: Implementation, dispatched) -> _Indices:
+    """Rows by expert: those known already, if this implementation grouped them."""
+    kernels = kernels_of(implementation)
+    if dispatched is None or not isinstance(dispatched[0], kernels.RowGroups):
+        return _Indices(*kernels.dispatch(experts, num_experts))
+    groups, position = dispatched
+    if position.shape != experts.shape or groups.offsets.shape != (num_experts + 1,):
+        sizes = f"(T, K) = {position.shape} and E={groups.offsets.shape[0] - 1}"
+        raise ValueError(f"dispatched is of {sizes}, must be of the experts given, {experts.shape} and E={num_experts}")
+    return _Indices(groups, position)
 
 
 def _up(settings: _Settings, x, params: Parameters, indices: _Indices):

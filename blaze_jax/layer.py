@@ -62,10 +62,11 @@ def moe(
         activation=config.activation,
         save=config.save,
         implementation=config.implementation,
+        dispatched=routing.dispatched,
     )
     if config.shared_width:
         y = y + _shared_experts(tokens, params, config)
-    return y.reshape(x.shape), routing
+    return y.reshape(x.shape), routing._replace(dispatched=None)  # the caller need not keep it alive
 
 
 def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:

@@ -3,14 +3,14 @@
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
-from blaze_jax.dispatch import EMPTY_SLOT, build_dispatch
+from blaze_jax.dispatch import EMPTY_SLOT
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
 from pallas_kernels.xla.router import Routed, Rule, Scoring, scores_of, weights_of
@@ -116,6 +116,7 @@ class Routing(NamedTuple):
         perfect balance.
       z_loss: float32, mean of `logsumexp(logits)²` (ST-MoE).
       entropy: float32, mean entropy of a token's expert probabilities, in nats, at most `log E`.
+      dispatched: rows that a kernel has grouped by these very `experts`, for `expert_ffn(..., dispatched=...)`; or None.
     """
 
     experts: Int[Array, "T K"]
@@ -126,6 +127,7 @@ class Routing(NamedTuple):
     load_balancing_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     entropy: Float[Array, ""]
+    dispatched: Any = None
 
 
 def route(
@@ -176,7 +178,7 @@ def route(
     selected, demand, losses = routed.experts, routed.demand, routed.losses
     experts, weights, tokens_per_expert, dropped = selected, routed.weights, demand, jnp.int32(0)
     if capacity := router.capacity(num_tokens, num_experts, experts_per_token):
-        experts = _drop_beyond_capacity(selected, num_experts, capacity)
+        experts = _drop_beyond_capacity(routed, num_experts, capacity)
     elif router.token_rounding is not None:
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         scores = scores_of(logits, rule)
@@ -202,6 +204,7 @@ def route(
         load_balancing_loss=losses.balance,
         z_loss=losses.squared_log,
         entropy=losses.entropy,
+        dispatched=routed.dispatched if experts is selected else None,
     )
 
 
@@ -238,11 +241,10 @@ def _backward(rule, residuals, cotangents: Routed):
 _route_on_hopper.defvjp(_forward, _backward)
 
 
-def _drop_beyond_capacity(selected, num_experts, capacity) -> Int[Array, "T K"]:
-    """`selected` with empty slots where an expert already has `capacity` tokens of lower id."""
-    dispatch = build_dispatch(selected, num_experts)
-    rank = dispatch.token_index_map - dispatch.expert_token_offsets[selected]
-    return jnp.where(rank < capacity, selected, EMPTY_SLOT)
+def _drop_beyond_capacity(routed: Routed, num_experts, capacity) -> Int[Array, "T K"]:
+    """The choice, with empty slots where an expert already has `capacity` tokens of lower id."""
+    groups, positions = routed.dispatched or kernels_of("xla").dispatch(routed.experts, num_experts)
+    return jnp.where(positions - groups.offsets[routed.experts] < capacity, routed.experts, EMPTY_SLOT)
 
 
 def _count(experts, num_experts) -> Int[Array, " E"]:

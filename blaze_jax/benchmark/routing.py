@@ -1,6 +1,5 @@
 """`--routing`: the router and the index building beside what XLA makes of top-k and sorts."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,18 +27,16 @@ def measure_routing(
     """Times of both ways from logits to the experts' index arrays, and of their parts, as in the JSON file."""
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
     implementation = implementation or _best_here()
-    options: dict[str, Any] = (
-        {"implementation": implementation} if "implementation" in inspect.signature(route).parameters else {}
-    )
     dispatch = partial(kernels_of(implementation).dispatch, num_experts=num_experts)
 
     def ours_route(logits):
-        routing = route(logits, slots, **options)
+        routing = route(logits, slots, implementation=implementation)
         return routing.experts, routing.weights, routing.tokens_per_expert
 
     def ours(logits):
-        routed = ours_route(logits)
-        return routed, dispatch(routed[0])
+        routing = route(logits, slots, implementation=implementation)
+        routed = routing.experts, routing.weights, routing.tokens_per_expert
+        return routed, routing.dispatched or dispatch(routing.experts)
 
     def xla(logits):
         experts, weights = xla_route(logits, slots)

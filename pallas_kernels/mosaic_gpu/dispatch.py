@@ -1,8 +1,8 @@
 """Dispatch without a sort, in two launches: counts per block, then positions.
 
 Block b of both kernels owns the same run of tokens. The first counts its pairs by expert; the router does so too, and
-then saves that launch. The second, `dispatch_place`, adds up the counts of the blocks before it, which gives every block
-the start of its share of each expert's rows.
+then saves that launch. The second, `dispatch_place`, adds up the counts of the blocks before it, which gives every
+block the start of its share of each expert's rows.
 """
 
 import jax

@@ -1,8 +1,8 @@
 """Second launch of dispatch: from the pairs' experts and every block's counts to rows, offsets and tiles.
 
-Block b owns a run of tokens, and each of its warps a run of those, which it walks in order, 32 pairs at a time: a pair's
-rank is the number of pairs of its expert that its warp met before. Meanwhile all threads add up the blocks' counts.
-Where an expert's rows start, plus its pairs in earlier blocks and warps, plus the rank, is the pair's row.
+Block b owns a run of tokens, and each of its warps a run of those, which it walks in order, 32 pairs at a time: a
+pair's rank is the number of pairs of its expert that its warp met before. Meanwhile all threads add up the blocks'
+counts. Where an expert's rows start, plus its pairs in earlier blocks and warps, plus the rank, is the pair's row.
 
 The block gathers its token ids by expert in shared memory and then writes them in runs: single words written here and
 there would cost a sector of memory each.

@@ -104,8 +104,8 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     """Chooses and weighs experts; see the portable twin.
 
     Scores, which rank the experts under a bias or with groups, can differ from the twin's in the last bits, and the
-    choice between nearly equal ones with them. Two launches, of `blocks` blocks that route and place the same tokens; no
-    choice depends on their number, and losses do in the last bits.
+    choice between nearly equal ones with them. Two launches, whose `blocks` blocks route and then place the same
+    tokens; no choice depends on their number, and the losses only in their last bits.
     """
     (num_tokens, num_experts), slots = logits.shape, rule.experts_per_token
     outputs = [
@@ -125,8 +125,8 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
         shared=body.shared_words,
     )
     biases = () if bias is None else (bias.astype(jnp.float32),)
-    experts, weights, counts, *sums = kernel(logits, *biases)
-    dispatched, (demand, *losses) = dispatch_routed(experts, counts, tuple(sums))
+    experts, weights, counts, probabilities, logs = kernel(logits, *biases)
+    dispatched, (demand, *losses) = dispatch_routed(experts, counts, (probabilities, logs))
     return Routed(experts, weights, demand, Losses(*(loss.reshape(()) for loss in losses)), dispatched)
 
 

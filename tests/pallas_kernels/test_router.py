@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels.compile_only import compile_for_h200
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.xla.router import Rule
 from tests.numerics import assert_close, assert_same_bits
@@ -173,6 +174,19 @@ def test_lowers_for_cuda(num_experts, slots, biased):
     assert "moe_router" in lowered.as_text()
     assert "moe_dispatch_place" in lowered.as_text()
     assert "moe_dispatch_count" not in lowered.as_text()  # two launches, and no third
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "slots"),
+    [(24576, 128, 8), (65536, 16, 4), (262144, 256, 8), (2**21, 4, 1), (16384, 512, 8), (5000, 1024, 32)],
+)
+def test_compiles_without_spills(num_tokens, num_experts, slots):
+    rule = Rule(slots, "softmax")
+    logits = jax.ShapeDtypeStruct((num_tokens, num_experts), jnp.float32)
+    compiled = compile_for_h200(lambda x: mosaic_gpu.router(x, None, rule), logits)
+    assert [kernel.name for kernel in compiled.kernels] == ["moe_router", "moe_dispatch_place"]
+    assert compiled.spill_bytes == {}
 
 
 @pytest.mark.parametrize(
