@@ -116,7 +116,7 @@ class Routing(NamedTuple):
         perfect balance.
       z_loss: float32, mean of `logsumexp(logits)²` (ST-MoE).
       entropy: float32, mean entropy of a token's expert probabilities, in nats, at most `log E`.
-      dispatched: rows that a kernel has grouped by these very `experts`, for `expert_ffn(..., dispatched=...)`; or None.
+      dispatched: rows that a kernel has grouped by these `experts`, for `expert_ffn(..., dispatched=...)`; or None.
     """
 
     experts: Int[Array, "T K"]
