@@ -10,6 +10,7 @@ from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
 from pallas_kernels.mosaic_gpu.ragged_store import pack, packed_tile, store_buffers, store_packed
 from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
+from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
 
 def up_backward(
@@ -18,12 +19,16 @@ def up_backward(
     groups: RowGroups,
     first_column: Int[Array, ""] | int,
     num_columns: int,
+    *,
+    tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """`Σ dP · Wᵀ` over the projections, into one accumulator; see the portable twin."""
     rows, n = d_pre_activations[0].shape
     steps_each = -(-n // K_STEP)
     dtype = d_pre_activations[0].dtype
     weights = tuple(w.astype(dtype) for w in weights)
+    num_experts, d, _ = weights[0].shape
+    shape = shape_key(rows, dtype, d=d, n=n, E=num_experts)
 
     def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
         first_column = inputs[-1]
@@ -54,6 +59,7 @@ def up_backward(
             held=packed_tile(dtype),
             chunks=TILE_COLUMNS // PANEL,
             scratch=(store_buffers(dtype),),
+            tuning=find_tuning(TileTuning, "up_backward", tuning, shape),
         ),
         groups.tiles,
     )[0]
