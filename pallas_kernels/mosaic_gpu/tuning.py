@@ -109,14 +109,14 @@ KINDS: dict[str, type[TileTuning] | type[CombineTuning] | type[ColumnBlock]] = {
 """What there is to tune, and by which parameters."""
 
 
-def heuristic(kernel: str, shape: str) -> Tuning:
+def heuristic[K: TileTuning | CombineTuning | ColumnBlock](kind: type[K], kernel: str, shape: str) -> K:
     """Parameters of `kernel` for a `shape` (of `shape_key`) that no table has: so far the same for all shapes.
 
     A row tile's column tiles follow each other, so that the SMs share gathered rows and an expert's weights in the L2;
     all of shared memory is in use; a combine of up to 8 experts a token loads all their rows at once.
     """
-    del shape
-    return KINDS[kernel]()
+    del kernel, shape
+    return kind()
 
 
 def shape_key(rows: int, dtype, **sizes: int) -> str:
@@ -131,13 +131,12 @@ def shape_key(rows: int, dtype, **sizes: int) -> str:
     return ",".join([*parts, jnp.dtype(dtype).name])
 
 
-def gpu_name() -> str:
-    """Name of the Hopper GPU here; without one, the H200."""
-    if jax.default_backend() == "gpu":
-        device = jax.devices()[0]
-        if device.compute_capability == "9.0":
-            return device.device_kind
-    return H200
+def hopper_gpu() -> str | None:
+    """Name of the Hopper GPU that jax computes on, None if it is another device."""
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.devices()[0]
+    return device.device_kind if device.compute_capability == "9.0" else None
 
 
 def find_tuning[K: TileTuning | CombineTuning | ColumnBlock](
@@ -158,14 +157,12 @@ def find_tuning[K: TileTuning | CombineTuning | ColumnBlock](
         if not isinstance(own, kind):
             raise ValueError(f"tuning={own!r} of {kernel} must be a {kind.__name__} or None")
         return own
-    place = (gpu_name(), kernel, shape)
+    place = (hopper_gpu() or H200, kernel, shape)
     for tunings in (tuning_files.user_tunings(parse), tuning_files.package_tunings(parse)):
         found = tunings.get(place)
         if isinstance(found, kind):
             return found
-    found = heuristic(kernel, shape)
-    assert isinstance(found, kind)
-    return found
+    return heuristic(kind, kernel, shape)
 
 
 def parse(kernel: str, values: Any) -> Tuning:
