@@ -53,17 +53,23 @@ def user_tunings(parse: Parse) -> Mapping[Place, Any]:
         return {}
     except OSError:
         changed = 0  # reading it says why it cannot be
-    return {} if path is None else _tunings_of(path, changed, parse)
+    return {} if path is None else _as_of(path, changed, parse)
 
 
 @cache
 def package_tunings(parse: Parse) -> Mapping[Place, Any]:
     """What the package's files say."""
-    return {place: t for path in package_files() for place, t in _tunings_of(path, 0, parse).items()}
+    return {place: t for path in package_files() for place, t in _valid_tunings(path, parse).items()}
 
 
 @cache
-def _tunings_of(path: Path, changed: int | None, parse: Parse) -> Mapping[Place, Any]:
+def _as_of(path: Path, changed: int | None, parse: Parse) -> Mapping[Place, Any]:
+    del changed  # a later change is another entry of the cache
+    return _valid_tunings(path, parse)
+
+
+def _valid_tunings(path: Path, parse: Parse) -> Mapping[Place, Any]:
+    """The valid entries of a file, a warning for each problem."""
     tunings, problems = read_tunings(path, parse)
     for problem in problems:
         warnings.warn(f"tuned parameters left out: {problem}", stacklevel=2)
