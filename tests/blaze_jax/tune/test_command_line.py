@@ -1,11 +1,15 @@
 """The command, where there is a GPU to tune and where there is none."""
 
 import json
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 
 from blaze_jax.tune.__main__ import line, main
 from blaze_jax.tune.measure import Found
+from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels.mosaic_gpu.row_groups import TileSchedule
 from pallas_kernels.mosaic_gpu.tuning import KINDS, TileTuning, hopper_gpu, parse
 from pallas_kernels.mosaic_gpu.tuning_files import read_tunings
 
@@ -74,6 +78,36 @@ def test_what_is_found_is_printed_and_written(capsys, monkeypatch, tmp_path):
         tunings, problems = read_tunings(tmp_path / name, parse)
         assert tunings == {("NVIDIA H200", "up_projection", "rows=2^11,d=8"): TileTuning(tile_width=8)}
         assert problems == []
+
+
+def portable(name):
+    """A portable kernel that looks like the Hopper one."""
+
+    def run(*arguments, tuning=None, **options):
+        groups = (xla.RowGroups(*a[:2]) if isinstance(a, mosaic_gpu.RowGroups) else a for a in arguments)
+        return getattr(xla, name)(*groups, **options)
+
+    return run
+
+
+def portable_dispatch(experts, num_experts):
+    groups, positions = xla.dispatch(experts, num_experts, row_alignment=8)
+    tiles = TileSchedule(*(jnp.zeros(experts.size // 128 + num_experts, jnp.int32) for _ in range(3)))
+    return mosaic_gpu.RowGroups(*groups, tiles), positions
+
+
+def test_the_whole_command_with_portable_kernels(capsys, monkeypatch, tmp_path):
+    kernels = SimpleNamespace(**{name: portable(name) for name in KINDS}, dispatch=portable_dispatch)
+    monkeypatch.setattr("blaze_jax.tune.cases.mosaic_gpu", kernels)
+    monkeypatch.setattr("blaze_jax.tune.__main__.hopper_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setenv("BLAZE_JAX_TUNING", "")
+    file = tmp_path / "tuning.json"
+    assert main(["--config", "64,520,264,4,2", "--seconds", "1", "--output", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "does not compile" not in out
+    tunings, problems = read_tunings(file, parse)
+    assert problems == []
+    assert {kernel for _, kernel, _ in tunings} == {kernel for kernel in KINDS if f"  {kernel} " in out} == set(KINDS)
 
 
 @pytest.mark.gpu
