@@ -30,7 +30,6 @@ RESIDUAL_NAMES = (*PRE_ACTIVATION_NAMES, INDEX_NAME)
 """Names of all that the experts' backward pass needs beside the layer's inputs."""
 
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
-_MAX_COLUMN_BLOCK = 512
 
 
 def expert_ffn(
@@ -93,7 +92,7 @@ def expert_ffn(
     implementation = choose_implementation(implementation, x, (*up_weights, w_down), biases)
     tell_observers(TracedLayer.of(x, up_weights, w_down, experts, act, save, implementation))
     experts = experts.astype(jnp.int32)
-    indices = _Indices(*kernels_of(implementation).dispatch(experts, w_down.shape[0]))
+    indices = Indices(*kernels_of(implementation).dispatch(experts, w_down.shape[0]))
     params = Parameters(up_weights, up_biases, w_down, b_down)
     args = (x, params, weights, experts)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
@@ -110,7 +109,7 @@ class Parameters(NamedTuple):
     b_down: Float[Array, "E d"] | None
 
 
-class _Indices(NamedTuple):
+class Indices(NamedTuple):
     groups: Any  # the kernels' own kind of row groups
     token_index_map: Int[Array, "T K"]
 
@@ -123,7 +122,7 @@ class _Settings:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_ffn(settings: _Settings, x, params: Parameters, weights, experts, indices: _Indices):
+def _expert_ffn(settings: _Settings, x, params: Parameters, weights, experts, indices: Indices):
     return _forward(settings, x, params, weights, experts, indices)[0]
 
 
@@ -151,7 +150,7 @@ def _backward(settings, residuals, dy):
 _expert_ffn.defvjp(_forward, _backward)
 
 
-def _up(settings: _Settings, x, params: Parameters, indices: _Indices):
+def _up(settings: _Settings, x, params: Parameters, indices: Indices):
     """Pre-activations and activation of every row."""
 
     @sequential_vmap
@@ -164,7 +163,7 @@ def _up(settings: _Settings, x, params: Parameters, indices: _Indices):
     return run(x, params, indices)
 
 
-def _down(settings: _Settings, hidden, params: Parameters, weights, experts, indices: _Indices):
+def _down(settings: _Settings, hidden, params: Parameters, weights, experts, indices: Indices):
     """The layer's output from the activation of every row."""
 
     @sequential_vmap
@@ -179,12 +178,14 @@ def _down(settings: _Settings, hidden, params: Parameters, weights, experts, ind
                 hidden, params.w_down, params.b_down, indices.groups, first_column, num_columns
             )
 
-        return _combine_columns(kernels, rows, params.w_down.shape[2], hidden.dtype, indices, weights)
+        num_experts, n, d = params.w_down.shape
+        most = kernels.column_block(hidden.shape[0], d, n, num_experts, hidden.dtype)
+        return combine_columns(kernels, rows, d, most, hidden.dtype, indices, weights)
 
     return run(hidden, params, weights, experts, indices)
 
 
-def _grads(settings: _Settings, x, params: Parameters, weights, indices: _Indices, pre_activations, dy):
+def _grads(settings: _Settings, x, params: Parameters, weights, indices: Indices, pre_activations, dy):
     """Gradients of tokens, parameters and routing weights."""
 
     @sequential_vmap
@@ -221,15 +222,24 @@ def _grads(settings: _Settings, x, params: Parameters, weights, indices: _Indice
         def rows(first_column, num_columns):
             return kernels.up_backward(d_pre_activations, params.up_weights, groups, first_column, num_columns)
 
-        dx = _combine_columns(kernels, rows, x.shape[1], x.dtype, indices, None)
+        num_experts, n, d = params.w_down.shape
+        most = kernels.column_block(groups.num_rows, d, n, num_experts, x.dtype)
+        dx = combine_columns(kernels, rows, d, most, x.dtype, indices, None)
         return dx, Parameters(d_up, d_up_biases, d_down, d_down_bias), d_weights
 
     return run(x, params, weights, indices, pre_activations, dy)
 
 
-def _combine_columns(kernels, rows: Callable, width: int, dtype, indices: _Indices, weights) -> Float[Array, "T width"]:
+def block_width(width: int, most: int) -> int:
+    """Columns of a block of `most` at most, where there are `width` in all: never all of them, if they are many."""
+    return min(most, -(-width // 128) * 64, width)
+
+
+def combine_columns(
+    kernels, rows: Callable, width: int, most: int, dtype, indices: Indices, weights
+) -> Float[Array, "T width"]:
     """Combines `rows(first_column, num_columns)` a block of columns at a time: only one block of rows is ever alive."""
-    block = min(_MAX_COLUMN_BLOCK, -(-width // 128) * 64, width)
+    block = block_width(width, most)
 
     def step(i, y):
         # A last narrow block reaches back over columns that are done.

@@ -1,5 +1,6 @@
 """Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`."""
 
+from pallas_kernels.mosaic_gpu.column_block import column_block
 from pallas_kernels.mosaic_gpu.combine import combine
 from pallas_kernels.mosaic_gpu.dispatch import dispatch
 from pallas_kernels.mosaic_gpu.down_backward import down_backward
@@ -14,6 +15,7 @@ from pallas_kernels.xla.router import router_backward
 
 __all__ = [
     "RowGroups",
+    "column_block",
     "combine",
     "dispatch",
     "down_backward",
