@@ -4,7 +4,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.inline import PANEL, SWIZZLED, store_panels
+from pallas_kernels.mosaic_gpu.inline import PANEL, SWIZZLED, end_ragged_copy, store_panels
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, Where
 
 
@@ -25,6 +25,7 @@ def ragged_copy(buffer, output, where: Where, columns: tuple) -> None:
         for rows in (32, 16, 8):
             first = pl.multiple_of(where.rows & (-2 * rows), 8)
             pl.when((where.rows & rows) != 0)(lambda first=first, rows=rows: copy(first, rows))
+        end_ragged_copy()
 
 
 def store_rows(values: jax.Array, buffer, output, where: Where, column) -> None:
