@@ -47,7 +47,7 @@ def copy_rows(gather, source, offsets, panel, landed, slot, first_column):
 
 
 def arrive(gather, landed, slot):
-    """Nothing: nobody waits for a slot without gathered rows, and a Pallas barrier wants a wait for every completion."""
+    """Nothing: nobody waits for rows in a slot without any, and of Pallas barriers every completion must be seen."""
 
 
 def end_ragged_copy():

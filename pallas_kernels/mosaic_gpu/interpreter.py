@@ -52,5 +52,5 @@ def in_interpreter(form: Callable) -> Callable:
 
 
 def blocks(count: int) -> int:
-    """How many blocks to launch where a GPU would run `count`: few, so that each has several tiles of a small problem."""
+    """How many blocks to launch where a GPU would run `count`: few, for several tiles each of a small problem."""
     return min(count, FEW_BLOCKS) if is_interpreted() else count

@@ -98,7 +98,7 @@ def _row_contraction(
       tokens: `(T, a)`, read by token index.
       stored: arrays `(R, b)`, read by row.
       groups: the rows by expert.
-      dtypes: of the results.
+      dtypes: of the results, all the same.
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
     """
     num_experts = groups.offsets.shape[0] - 1

@@ -1,19 +1,40 @@
 """The kernels under test: every backend's module has the same functions, and faces the same tests."""
 
-import importlib
-
+import jax
 import pytest
 
+from pallas_kernels import mosaic_gpu, xla
 from tests.pallas_kernels.rows import Rows
 
 
-@pytest.fixture(params=["xla"])
-def kernels(request):
-    return importlib.import_module(f"pallas_kernels.{request.param}")
+@pytest.fixture
+def detect_races():
+    """Whether interpreted kernels are watched for races; a test that cannot have it sets this parameter, and says why."""
+    return True
+
+
+@pytest.fixture(params=["xla", "mosaic_gpu"])
+def kernels(request, detect_races):
+    """A module of kernels; those for Hopper run in the interpreter, where a race is an error."""
+    if request.param == "xla":
+        yield xla
+        return
+    if jax.version.__version_info__ < (0, 12):
+        pytest.skip("the interpreter of jax before 0.12 rejects barriers that are used right")
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("dtype") == "float32":
+        pytest.skip("the tensor cores take bfloat16 or float16")
+    with mosaic_gpu.interpreted(detect_races=detect_races):
+        yield mosaic_gpu
 
 
 @pytest.fixture(
-    params=[("empty_slots", 1), ("empty_slots", 8), ("more_experts_than_rows", 8), ("many_tiles", 1)],
+    params=[
+        ("empty_slots", 1),
+        ("empty_slots", 8),
+        ("more_experts_than_rows", 8),
+        ("many_tiles", 1),
+        ("whole_tiles_and_a_tail", 8),
+    ],
     ids=lambda param: f"{param[0]}-aligned_to_{param[1]}",
 )
 def rows(kernels, request):
