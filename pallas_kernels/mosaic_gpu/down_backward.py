@@ -19,7 +19,8 @@ from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
-PIECE = int(__import__('os').environ.get('PIECE','64'))
+PIECE = 16  # columns worked on at a time, what the registers have room for beside a tile
+PANELS = TILE_COLUMNS // PANEL
 COPIES = TILE_COLUMNS // TILE_ROWS
 
 
@@ -54,45 +55,37 @@ def down_backward(
         columns = pl.ds(column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
         for i in range(COPIES):
             pre = inputs[4 + min(i, num_pre - 1)]  # an ungated one twice
-            plgpu.copy_gmem_to_smem(pre.at[pl.ds(row, TILE_ROWS), columns], rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)], barrier)
+            plgpu.copy_gmem_to_smem(
+                pre.at[pl.ds(row, TILE_ROWS), columns], rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)], barrier
+            )
 
     def begin(where, inputs):
-        weight = plgpu.load(inputs[3].at[pl.ds(where.row, GROUP_ROWS)], layout=ROWS, optimized=False)
-        return weight, plgpu.layout_cast(jnp.zeros((GROUP_ROWS,), jnp.float32), ROWS)
+        return plgpu.load(inputs[3].at[pl.ds(where.row, GROUP_ROWS)], layout=ROWS, optimized=False)
 
-    def panel(accumulator, begun, panel, where, lhs, rhs, inputs, outputs):
-        row_weight, d_weight = begun
+    def panel(accumulator, row_weight, panel, where, lhs, rhs, inputs, outputs):
         own = [rhs.at[pl.ds(i * TILE_ROWS + where.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
+        # The results leave from where the pre-activations were, and from the left operand's part of the slot.
+        leaving = (*own, lhs.at[pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)])
         weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PIECE), (0,))
-        results, d_weight = [], 0
+        d_weight = plgpu.layout_cast(jnp.zeros((GROUP_ROWS,), jnp.float32), ROWS)
         for first in range(0, PANEL, PIECE):
-            piece = slice(first, first + PIECE)
-            pre = [inline.load_panel(b)[:, piece].astype(jnp.float32) for b in own]
-            d_hidden = accumulator[:, panel * PANEL : (panel + 1) * PANEL][:, piece]
+            column = panel * PANEL + first
+            d_hidden = accumulator[:, column : column + PIECE]
+            pre = [inline.load_columns(b, first).astype(jnp.float32) for b in own]
             hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
             d_weight += (d_hidden * hidden).sum(axis=1)
-            inline.keep_order()
-            results.append([r.astype(dtype) for r in (*d_pre, weight * hidden)])
-        results = [lax.concatenate(r, 1) for r in zip(*results, strict=True)]
-        rows = pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)
-        outputs[1].at[where.row_tile, where.column_tile * 4 + panel, rows][...] = d_weight
-        # The results leave from where the pre-activations were, and from the left operand's part of the slot.
-        own.append(lhs.at[pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)])
-        for buffer, result in zip(own, results, strict=True):
-            inline.store_panels(buffer, result)
+            for buffer, result in zip(leaving, (*d_pre, weight * hidden), strict=True):
+                inline.store_columns(buffer, first, result.astype(dtype))
         plgpu.commit_smem()
         columns = pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
-        for buffer, output in zip(own, (*inputs[4:], outputs[0]), strict=True):
+        for buffer, output in zip(leaving, (*inputs[4:], outputs[0]), strict=True):
             ragged_copy(buffer, output, where, (columns,))
         plgpu.commit_smem_to_gmem_group()
-        return row_weight, d_weight
-
-    def finish(begun, where, inputs, outputs, scratch):
         rows = pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)
-        return ()
+        outputs[1].at[where.row_tile, where.column_tile * PANELS + panel, rows][...] = d_weight
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
-    sums_shape = (groups.tiles.num_tiles, column_tiles * 4, TILE_ROWS)
+    sums_shape = (groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS)
     # The gradients take the place of the pre-activations, which every tile has read before it writes.
     in_place = tuple(jax.new_ref(p) for p in pre_activations)
     weighted_hidden, sums = row_matmul(
@@ -106,12 +99,10 @@ def down_backward(
             transposed_weights=True,
             copies=COPIES,
             load=load,
-            panels=TILE_COLUMNS // PANEL,
+            panels=PANELS,
             load_panel=load_panel,
             begin=begin,
             panel=panel,
-            finish=finish,
-            registers=tuple(int(a) for a in __import__('os').environ.get('REGS','56,224').split(',')),
         ),
         groups.tiles,
     )

@@ -191,9 +191,7 @@ class RowGather:
     def copy(self, source, offsets, panel, landed, slot, first_column):
         """Starts the copies, to the tile whose first panel is `panel`; they arrive on `landed[slot]` as they land."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(SWIZZLED), _SCALAR)
-        )
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(SWIZZLED), _SCALAR))
         def run(ctx, source, offsets, panel_ref, first_column):
             chunk = arith.remui(_thread(), _c32(self.chunks))
             row = arith.divui(_thread(), _c32(self.chunks))
@@ -260,27 +258,53 @@ def zero_rows(panel, panels, first_row):
     run(panel, first_row)
 
 
-@in_interpreter(forms.load_panel)
-def load_panel(panel):
-    """The values of a panel (64, columns) of 128-byte rows, in registers."""
-    result = plgpu.ShapeDtypeStruct(panel.shape, panel.dtype, layout=plgpu.Layout.WGMMA)
+def _matrix_address(panel, first_column):
+    """Address of the row of 16 bytes that this lane names to ldmatrix and stmatrix, for 16 columns of a panel (64, 64).
+
+    A warp's 16 rows of them are four matrices (8, 8), in the order of the registers of a wgmma result.
+    """
+    lane, warp = arith.andi(_thread(), _c32(31)), arith.shrui(_thread(), _c32(5))
+    row = arith.addi(arith.muli(warp, _c32(16)), arith.andi(lane, _c32(15)))
+    swizzled = arith.xori(arith.shrui(lane, _c32(4)), arith.andi(lane, _c32(7)))
+    chunk = arith.xori(swizzled, _c32(first_column // 8))
+    return _shared(panel, arith.addi(arith.muli(row, _c32(128)), arith.muli(chunk, _c32(CHUNK_BYTES))))
+
+
+@in_interpreter(forms.load_columns)
+def load_columns(panel, first_column: int):
+    """Columns `first_column` to `first_column + 16` of a panel (64, 64) of 16-bit values, in registers."""
+    result = plgpu.ShapeDtypeStruct((PANEL, 16), panel.dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=result)
     def run(ctx, panel):
-        return mgpu.FragmentedArray.load_tiled(_row_tiles(panel), swizzle=128, layout=mgpu.WGMMA_LAYOUT)
+        pair = ir.VectorType.get((2,), ir.MemRefType(panel.type).element_type)
+        loaded = utils.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+            _matrix_address(panel, first_column),
+            result_types=[_int(32)] * 4,
+            has_side_effects=True,
+        )
+        registers = np.array([llvm.bitcast(pair, r) for r in loaded], dtype=object)
+        shape = mgpu.WGMMA_LAYOUT.registers_shape((PANEL, 16))
+        return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return run(panel)
 
 
-@in_interpreter(forms.keep_order)
-def keep_order() -> None:
-    """Keeps the compiler from moving memory accesses past this point, and with them what they feed."""
+@in_interpreter(forms.store_columns)
+def store_columns(panel, first_column: int, values) -> None:
+    """Writes `values` (64, 16), 16-bit, to columns of a panel (64, 64)."""
 
-    @plgpu.inline_mgpu()
-    def run(ctx):
-        nvvm.bar_warp_sync(_c32(-1))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.Layout.WGMMA))
+    def run(ctx, panel, values):
+        _ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+            _matrix_address(panel, first_column),
+            *(llvm.bitcast(_int(32), r) for r in values.registers.flat),
+            constraints="r,r,r,r,r",
+        )
 
-    run()
+    run(panel, values)
 
 
 @in_interpreter(forms.store_panels)
@@ -316,9 +340,7 @@ def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_
     """
     result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
 
-    @plgpu.inline_mgpu(
-        arg_types=(ACCUMULATOR, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)), return_type=result
-    )
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)), return_type=result)
     def run(ctx, accumulator, lhs, rhs):
         def transpose(panel):
             return utils.memref_transpose(_row_tiles(panel), (1, 0, 3, 2))

@@ -55,10 +55,6 @@ def end_ragged_copy():
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def load_panel(panel):
-    return panel[...]
-
-
 def load_columns(panel, first_column):
     return panel[...][:, first_column : first_column + 16]
 
@@ -75,10 +71,6 @@ def _as_panels(values, panels):
     """`values` (rows, columns), cut into panels as wide as `panels`, one after the other."""
     parts = values.reshape(values.shape[0], -1, panels.shape[-1]).swapaxes(0, 1)
     return parts.reshape(panels.shape)
-
-
-def keep_order():
-    """Program order is the only order here."""
 
 
 def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False):

@@ -5,26 +5,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.inline import PANEL, SWIZZLED, end_ragged_copy, store_panels
-from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, Where
+from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, ROW_ALIGNMENT, TILE_COLUMNS, Where
 
 
 def ragged_copy(buffer, output, where: Where, columns: tuple) -> None:
     """Starts copies of the valid rows of `buffer` (64, ...) to `output[where.row :, *columns]`.
 
-    One bulk copy of 64 rows, or, where fewer are valid, of 32, 16 and 8: groups start at multiples of 8 rows.
+    One bulk copy of 64 rows, or, where fewer are valid, one for every 8: groups start at multiples of 8 rows.
     """
 
     def copy(first, rows):
-        target = output.at[pl.ds(pl.multiple_of(where.row + first, 8), rows), *columns]
+        target = output.at[pl.ds(where.row + first, rows), *columns]
         plgpu.copy_smem_to_gmem(buffer.at[pl.ds(first, rows)], target, commit_group=False)
 
-    pl.when(where.rows == GROUP_ROWS)(lambda: copy(0, GROUP_ROWS))
+    @pl.when(where.rows == GROUP_ROWS)
+    def _():
+        copy(0, GROUP_ROWS)
 
     @pl.when(where.rows < GROUP_ROWS)
     def _():
-        for rows in (32, 16, 8):
-            first = pl.multiple_of(where.rows & (-2 * rows), 8)
-            pl.when((where.rows & rows) != 0)(lambda first=first, rows=rows: copy(first, rows))
+        @pl.loop(0, where.rows // ROW_ALIGNMENT)
+        def _(i):
+            copy(pl.multiple_of(i * ROW_ALIGNMENT, ROW_ALIGNMENT), ROW_ALIGNMENT)
+
         end_ragged_copy()
 
 

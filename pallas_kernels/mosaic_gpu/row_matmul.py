@@ -49,8 +49,8 @@ class RowMatmul(NamedTuple):
       load_panel: `(inputs, row, column_tile, panel, rhs_slot, barrier)`, starts the bulk copies of such an entry, as many
         as for a k step.
       begin: `(where, inputs) -> begun`, at the start of a tile.
-      panel: `(accumulator, begun, panel, where, lhs_slot, rhs_slot, inputs, outputs) -> begun`, at the end of a tile for
-        each of its panels. It may start bulk copies to device memory from the slots, one commit group a panel.
+      panel: `(accumulator, begun, panel, where, lhs_slot, rhs_slot, inputs, outputs)`, at the end of a tile for each of
+        its panels. It may start bulk copies to device memory from the slots, one commit group a panel.
       finish: `(accumulator, where, inputs, outputs, scratch) -> held`, at the end of a tile.
       store: `(held, chunk, where, inputs, outputs, scratch)`, one chunk of a tile, under the next's products.
       held: shapes, dtypes and layouts of what a finished tile keeps in registers.
@@ -70,8 +70,8 @@ class RowMatmul(NamedTuple):
     transposed_weights: bool
     copies: int
     load: Callable
-    finish: Callable
     scratch: tuple = ()
+    finish: Callable | None = None
     panels: int = 0
     load_panel: Callable | None = None
     begin: Callable | None = None
@@ -221,20 +221,19 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
                     for panel in range(op.panels):
                         slot = lax.rem(step, stages)
                         plgpu.barrier_wait(full.at[slot])
-                        begun = op.panel(accumulator, begun, panel, where, lhs.at[slot], rhs.at[slot], inputs, outputs)
+                        op.panel(accumulator, begun, panel, where, lhs.at[slot], rhs.at[slot], inputs, outputs)
                         if panel > 0:
                             left(step - 1, 1)
                         step += 1
-                    if op.panels:
-                        return step, op.finish(begun, where, *refs)
-                    held = op.finish(accumulator, where, *refs)
-                    return step, (held, where) if op.chunks else ()
+                    if not op.finish:
+                        return step, ()
+                    return step, (op.finish(accumulator, where, *refs), where)
 
                 following = rows_of(i + 1)
                 return *lax.cond(valid > 0, run, lambda s: (s, done), step), following
 
             nothing = jax.tree.map(lambda h: plgpu.layout_cast(jnp.zeros(h.shape, h.dtype), h.layout), op.held)
-            done = (nothing, Where(warpgroup, zero, zero, zero, zero, zero)) if op.chunks else ()
+            done = (nothing, Where(warpgroup, zero, zero, zero, zero, zero)) if op.finish else ()
             _, done, _ = lax.fori_loop(0, num_mine, consume_tile, (zero, done, rows_of(zero)))
             store(done, range(op.chunks))
             plgpu.wait_smem_to_gmem(0)

@@ -73,9 +73,7 @@ def down_weight_gradients(
     if bias_dtype is None:
         return gradient, None
     stored = jnp.broadcast_to(row_weights.astype(dy.dtype)[:, None], (groups.num_rows, WIDTH_MULTIPLE))
-    (sums,) = _row_contraction(
-        "moe_down_bias_gradients", dy, (stored,), groups, dtypes=(bias_dtype,), transposed=True
-    )
+    (sums,) = _row_contraction("moe_down_bias_gradients", dy, (stored,), groups, dtypes=(bias_dtype,), transposed=True)
     return gradient, sums[:, 0]
 
 
