@@ -238,7 +238,7 @@ class RowGather:
 
 @in_interpreter(forms.zero_rows)
 def zero_rows(panel, panels, first_row):
-    """Zeroes rows `first_row` to 64 of `panels` panels (64, 64), for wgmma issued afterwards by this warpgroup."""
+    """Zeroes rows `first_row` to 64 of `panels` panels (64, 64), for wgmma issued after this by any warpgroup."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), _SCALAR))
     def run(ctx, panel, first_row):

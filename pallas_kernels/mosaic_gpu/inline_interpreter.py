@@ -42,7 +42,6 @@ def copy_rows(gather, source, offsets, panel, landed, slot, first_column):
     row = jnp.maximum(chunk, 0) // (gather.width // 8)
     values = jnp.where(known, source[...][row, jnp.minimum(column, gather.width - 1)], 0)
     panel[...] = _as_panels(values, panel)
-    plgpu.commit_smem()
     plgpu.barrier_arrive(landed.at[slot])
 
 

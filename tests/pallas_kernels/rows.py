@@ -1,5 +1,6 @@
 """Rows grouped by expert, random operands, and numpy views of them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ from pallas_kernels.mosaic_gpu.row_groups import ROW_ALIGNMENT
 from tests.routings import ROUTINGS
 
 D, N = 72, 136
+
+HAS_INTERPRETER = jax.version.__version_info__ >= (0, 12)
+NO_INTERPRETER = "the interpreter of jax before 0.12 rejects barriers that are used right"
 
 ACTIVATIONS = {1: get_activation("gelu").function, 2: get_activation("swiglu").function}
 """By the number of projections."""
