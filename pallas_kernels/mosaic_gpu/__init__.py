@@ -5,6 +5,7 @@ from pallas_kernels.mosaic_gpu.combine import combine
 from pallas_kernels.mosaic_gpu.dispatch import dispatch
 from pallas_kernels.mosaic_gpu.down_backward import down_backward
 from pallas_kernels.mosaic_gpu.down_projection import down_projection
+from pallas_kernels.mosaic_gpu.interpreter import interpreted
 from pallas_kernels.mosaic_gpu.router import router, router_unsupported
 from pallas_kernels.mosaic_gpu.row_groups import RowGroups
 from pallas_kernels.mosaic_gpu.support import unsupported
@@ -21,6 +22,7 @@ __all__ = [
     "down_backward",
     "down_projection",
     "down_weight_gradients",
+    "interpreted",
     "router",
     "router_backward",
     "router_unsupported",

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.mosaic_gpu import inline
+from pallas_kernels.mosaic_gpu import inline, interpreter
 from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
@@ -121,7 +121,7 @@ def _row_contraction(
       tokens: `(T, a)`, read by token index.
       stored: arrays `(R, b)`, read by row.
       groups: the rows by expert.
-      dtypes: of the results.
+      dtypes: of the results, all the same.
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
       tuning: slots of the ring, and the order of an expert's tiles.
     """
@@ -130,8 +130,8 @@ def _row_contraction(
     shape = (tokens.shape[1], stored[0].shape[1])
     panel = TILE_COLUMNS // num_stored
     row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // panel)
-    total = num_experts * row_tiles * column_tiles
-    wide = any(t == jnp.float32 for t in dtypes)
+    total, blocks = num_experts * row_tiles * column_tiles, interpreter.blocks(NUM_SMS)
+    wide = any(jnp.dtype(t) == jnp.float32 for t in dtypes)
     # A chunk of the result is 128 bytes wide. 16-bit results wait in registers for the next tile's products.
     chunk_columns = 32 if wide else 64
     chunks = TILE_COLUMNS // chunk_columns
@@ -140,15 +140,15 @@ def _row_contraction(
 
     def kernel(offsets, indices, gathered, *refs):
         stored, refs = refs[:num_stored], refs[num_stored:]
-        results, (lhs, rhs, buffers, landed, full, empty) = refs[:num_stored], refs[num_stored:]
+        results, (lhs, rhs, buffers, landed, full, empty, zeroed) = refs[:num_stored], refs[num_stored:]
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
-        num_mine = (total - block + NUM_SMS - 1) // NUM_SMS
+        num_mine = (total - block + blocks - 1) // blocks
 
         def panel_of(slot, i):
             return slot.at[pl.ds(i * PANEL, PANEL)]
 
         def tile_at(i):  # past the end the last tile is repeated; its values are not used
-            linear = jnp.maximum(block + jnp.minimum(i, num_mine - 1) * NUM_SMS, 0)
+            linear = jnp.maximum(block + jnp.minimum(i, num_mine - 1) * blocks, 0)
             expert = linear // (row_tiles * column_tiles)
             in_expert = lax.rem(linear, row_tiles * column_tiles)
             row_tile, column_tile = plgpu.planar_snake(
@@ -227,7 +227,13 @@ def _row_contraction(
                 inline.wait_landed(landed, slot, lax.rem(step // stages, 2))
 
                 # The gather left zeros in the rows past the expert's last; the other side must not hold a NaN there.
-                pl.when(end - row < K_STEP)(lambda: inline.zero_rows(rhs.at[slot], RHS_PANELS, end - row))
+                @pl.when(end - row < K_STEP)
+                def _():
+                    own = pl.ds(warpgroup * (TILE_COLUMNS // 2), TILE_COLUMNS // 2)
+                    inline.zero_rows(rhs.at[slot, own], RHS_PANELS // 2, end - row)
+                    plgpu.barrier_arrive(zeroed)
+                    plgpu.barrier_wait(zeroed)
+
                 accumulator = inline.wgmma(
                     accumulator, panel_of(lhs.at[slot], warpgroup), rhs.at[slot], first=first, transpose_lhs=True
                 )
@@ -302,11 +308,12 @@ def _row_contraction(
             plgpu.SMEM((stages, TILE_ROWS, PANEL), tokens.dtype, transforms=SWIZZLED),  # panels (K_STEP, PANEL)
             plgpu.SMEM((stages, TILE_COLUMNS, PANEL), tokens.dtype, transforms=SWIZZLED),
             plgpu.SMEM((4, GROUP_ROWS, chunk_columns), held_dtype, transforms=SWIZZLED),
-            plgpu.SMEM((2 * stages,), jnp.int32),  # `landed`: 8-byte mbarriers of the gather
+            inline.landed_barriers(stages),
             plgpu.Barrier(num_arrivals=RHS_PANELS, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2),
         ],
-        grid=(NUM_SMS,),
+        grid=(blocks,),
         grid_names=("sm",),
         num_threads=3,
         thread_name="wg",
