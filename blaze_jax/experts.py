@@ -30,7 +30,6 @@ RESIDUAL_NAMES = (*PRE_ACTIVATION_NAMES, INDEX_NAME)
 """Names of all that the experts' backward pass needs beside the layer's inputs."""
 
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
-_MAX_COLUMN_BLOCK = 512
 
 
 def expert_ffn(
@@ -113,7 +112,7 @@ class Parameters(NamedTuple):
     b_down: Float[Array, "E d"] | None
 
 
-class _Indices(NamedTuple):
+class Indices(NamedTuple):
     groups: Any  # the kernels' own kind of row groups
     token_index_map: Int[Array, "T K"]
 
@@ -126,7 +125,7 @@ class _Settings:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_ffn(settings: _Settings, x, params: Parameters, weights, experts, indices: _Indices):
+def _expert_ffn(settings: _Settings, x, params: Parameters, weights, experts, indices: Indices):
     return _forward(settings, x, params, weights, experts, indices)[0]
 
 
@@ -154,19 +153,19 @@ def _backward(settings, residuals, dy):
 _expert_ffn.defvjp(_forward, _backward)
 
 
-def _dispatch(experts, num_experts: int, implementation: Implementation, dispatched) -> _Indices:
+def _dispatch(experts, num_experts: int, implementation: Implementation, dispatched) -> Indices:
     """Rows by expert: those known already, if this implementation grouped them."""
     kernels = kernels_of(implementation)
     if dispatched is None or not isinstance(dispatched[0], kernels.RowGroups):
-        return _Indices(*kernels.dispatch(experts, num_experts))
+        return Indices(*kernels.dispatch(experts, num_experts))
     groups, position = dispatched
     if position.shape != experts.shape or groups.offsets.shape != (num_experts + 1,):
         sizes = f"(T, K) = {position.shape} and E={groups.offsets.shape[0] - 1}"
         raise ValueError(f"dispatched is of {sizes}, must be of the experts given, {experts.shape} and E={num_experts}")
-    return _Indices(groups, position)
+    return Indices(groups, position)
 
 
-def _up(settings: _Settings, x, params: Parameters, indices: _Indices):
+def _up(settings: _Settings, x, params: Parameters, indices: Indices):
     """Pre-activations and activation of every row."""
 
     @sequential_vmap
@@ -179,7 +178,7 @@ def _up(settings: _Settings, x, params: Parameters, indices: _Indices):
     return run(x, params, indices)
 
 
-def _down(settings: _Settings, hidden, params: Parameters, weights, experts, indices: _Indices):
+def _down(settings: _Settings, hidden, params: Parameters, weights, experts, indices: Indices):
     """The layer's output from the activation of every row."""
 
     @sequential_vmap
@@ -194,12 +193,14 @@ def _down(settings: _Settings, hidden, params: Parameters, weights, experts, ind
                 hidden, params.w_down, params.b_down, indices.groups, first_column, num_columns
             )
 
-        return _combine_columns(kernels, rows, params.w_down.shape[2], hidden.dtype, indices, weights)
+        num_experts, n, d = params.w_down.shape
+        most = kernels.column_block(hidden.shape[0], d, n, num_experts, hidden.dtype)
+        return combine_columns(kernels, rows, d, most, hidden.dtype, indices, weights)
 
     return run(hidden, params, weights, experts, indices)
 
 
-def _grads(settings: _Settings, x, params: Parameters, weights, indices: _Indices, pre_activations, dy):
+def _grads(settings: _Settings, x, params: Parameters, weights, indices: Indices, pre_activations, dy):
     """Gradients of tokens, parameters and routing weights."""
 
     @sequential_vmap
@@ -236,15 +237,24 @@ def _grads(settings: _Settings, x, params: Parameters, weights, indices: _Indice
         def rows(first_column, num_columns):
             return kernels.up_backward(d_pre_activations, params.up_weights, groups, first_column, num_columns)
 
-        dx = _combine_columns(kernels, rows, x.shape[1], x.dtype, indices, None)
+        num_experts, n, d = params.w_down.shape
+        most = kernels.column_block(groups.num_rows, d, n, num_experts, x.dtype)
+        dx = combine_columns(kernels, rows, d, most, x.dtype, indices, None)
         return dx, Parameters(d_up, d_up_biases, d_down, d_down_bias), d_weights
 
     return run(x, params, weights, indices, pre_activations, dy)
 
 
-def _combine_columns(kernels, rows: Callable, width: int, dtype, indices: _Indices, weights) -> Float[Array, "T width"]:
+def block_width(width: int, most: int) -> int:
+    """Columns of a block of `most` at most, where there are `width` in all: never all of them, if they are many."""
+    return min(most, -(-width // 128) * 64, width)
+
+
+def combine_columns(
+    kernels, rows: Callable, width: int, most: int, dtype, indices: Indices, weights
+) -> Float[Array, "T width"]:
     """Combines `rows(first_column, num_columns)` a block of columns at a time: only one block of rows is ever alive."""
-    block = min(_MAX_COLUMN_BLOCK, -(-width // 128) * 64, width)
+    block = block_width(width, most)
 
     def step(i, y):
         # A last narrow block reaches back over columns that are done.

@@ -43,6 +43,9 @@ ROUTINGS = {
     "single_token": Case(random_experts(1, 3, range(7)), 7),
     "more_experts_than_rows": Case(random_experts(3, 2, range(40)), 40),
     "many_tiles": Case(np.where(random_experts(517, 2, range(3)) == 2, 0, random_experts(517, 2, range(3))), 3),
+    "whole_tiles_and_a_tail": Case(
+        (np.arange(2 * 156) >= 128).astype(np.int32).reshape(156, 2), 3
+    ),  # 128, 184, no rows
 }
 """Cases of one shape come first and share their compiled functions."""
 

@@ -10,15 +10,16 @@ class Bar:
 
     Args:
       total: number of items.
+      unit: what an item is called.
     """
 
-    def __init__(self, total: int):
+    def __init__(self, total: int, unit: str = "config"):
         try:
             from tqdm import tqdm
         except ImportError:
             self._bar = None
         else:
-            self._bar = tqdm(total=total, file=sys.stderr, disable=None, leave=False, unit="config")
+            self._bar = tqdm(total=total, file=sys.stderr, disable=None, leave=False, unit=unit)
 
     def say(self, what: str = "") -> None:
         if self._bar is not None:

@@ -1,9 +1,11 @@
 """Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`."""
 
+from pallas_kernels.mosaic_gpu.column_block import column_block
 from pallas_kernels.mosaic_gpu.combine import combine
 from pallas_kernels.mosaic_gpu.dispatch import dispatch
 from pallas_kernels.mosaic_gpu.down_backward import down_backward
 from pallas_kernels.mosaic_gpu.down_projection import down_projection
+from pallas_kernels.mosaic_gpu.interpreter import interpreted
 from pallas_kernels.mosaic_gpu.router import router, router_unsupported
 from pallas_kernels.mosaic_gpu.row_groups import RowGroups
 from pallas_kernels.mosaic_gpu.support import unsupported
@@ -14,11 +16,13 @@ from pallas_kernels.xla.router import router_backward
 
 __all__ = [
     "RowGroups",
+    "column_block",
     "combine",
     "dispatch",
     "down_backward",
     "down_projection",
     "down_weight_gradients",
+    "interpreted",
     "router",
     "router_backward",
     "router_unsupported",

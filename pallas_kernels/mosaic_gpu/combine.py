@@ -6,11 +6,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
 from pallas_kernels.mosaic_gpu.simt import Long, Vector, loop, minimum, select
+from pallas_kernels.mosaic_gpu.tuning import CombineTuning, find_tuning, shape_key
 
 WARPGROUPS = 2
 THREADS = WARPGROUPS * 128
 COLUMNS = 8  # of a thread: 16 bytes
-IN_FLIGHT = 8  # rows a thread loads before it adds them up
 
 
 def combine(
@@ -20,16 +20,22 @@ def combine(
     out: Float[Array, "T d"],
     first_column: Int[Array, ""] | int,
     *,
-    blocks: int = 4 * NUM_SMS,
+    blocks: int | None = None,
+    tuning: CombineTuning | None = None,
 ) -> Float[Array, "T d"]:
     """Sums each token's rows in float32, in slot order, into columns of `out`, in place; see the portable twin.
 
     A thread owns 8 columns of a token at a time. Its loads of the token's rows are all under way before the first is
     added, which is what device memory needs. Rows are bfloat16 or float16, `out` has the same type, and `first_column`
-    and all widths are multiples of 8. No result depends on `blocks`.
+    and all widths are multiples of 8. No result depends on `blocks`, thread blocks of the launch, or on `tuning`, which
+    says how many there are per SM otherwise.
     """
     (num_rows, width), (num_tokens, slots) = rows.shape, token_index_map.shape
-    pieces = width // COLUMNS
+    pieces, out_width = width // COLUMNS, out.shape[1]
+    shape = shape_key(num_tokens * slots, rows.dtype, d=out_width, columns=width, K=slots)
+    tuning = find_tuning(CombineTuning, "combine", tuning, shape)
+    blocks = blocks or tuning.blocks_per_sm * NUM_SMS
+    in_flight = tuning.rows_in_flight
 
     def body(rows, positions, first_column, *rest):
         *weights, out = rest
@@ -39,8 +45,8 @@ def combine(
             token, column = item // pieces, item % pieces * COLUMNS
             sums = Vector.zeros("float32", COLUMNS)
             nothing = Vector.zeros(rows.kind, COLUMNS)
-            for start in range(0, slots, IN_FLIGHT):
-                batch = range(start, min(start + IN_FLIGHT, slots))
+            for start in range(0, slots, in_flight):
+                batch = range(start, min(start + in_flight, slots))
                 loaded = []
                 for slot in batch:
                     position = positions[token * slots + slot]
@@ -55,7 +61,6 @@ def combine(
 
         loop(simt.block() * THREADS + simt.thread(), num_tokens * pieces, blocks * THREADS, work)
 
-    out_width = out.shape[1]
     inputs = (rows, token_index_map, jnp.asarray(first_column, jnp.int32).reshape(1))
     optional = () if weights is None else (weights.astype(jnp.float32),)
     combined = simt.simt_kernel(body, name="moe_combine", blocks=blocks, warpgroups=WARPGROUPS, updated=1)

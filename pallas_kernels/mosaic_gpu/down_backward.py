@@ -17,6 +17,7 @@ from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
 from pallas_kernels.mosaic_gpu.ragged_store import ragged_copy
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups, rows_of_tiles
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
+from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 PIECE = 16  # columns worked on at a time, what the registers have room for beside a tile
@@ -33,6 +34,7 @@ def down_backward(
     groups: RowGroups,
     *,
     activation: Callable[..., Array],
+    tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
 
@@ -44,6 +46,7 @@ def down_backward(
     dtype = pre_activations[0].dtype
     w_down, row_weights = w_down.astype(dtype), row_weights.astype(jnp.float32)
     column_tiles = -(-n // TILE_COLUMNS)
+    shape = shape_key(num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
 
     def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
@@ -103,6 +106,7 @@ def down_backward(
             load_panel=load_panel,
             begin=begin,
             panel=panel,
+            tuning=find_tuning(TileTuning, "down_backward", tuning, shape),
         ),
         groups.tiles,
     )

@@ -11,6 +11,7 @@ from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
 from pallas_kernels.mosaic_gpu.ragged_store import pack, packed_tile, store_buffers, store_packed
 from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul, tile_panel
+from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
 
 def down_projection(
@@ -20,8 +21,12 @@ def down_projection(
     groups: RowGroups,
     first_column: Int[Array, ""] | int,
     num_columns: int,
+    *,
+    tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
+    num_experts, n, d = w_down.shape
+    shape = shape_key(groups.num_rows, hidden.dtype, d=d, n=n, E=num_experts)
     first_column = jnp.asarray(first_column, jnp.int32)
     weight_column = first_column
     if w_down.dtype != hidden.dtype:  # converted for the block alone
@@ -66,6 +71,7 @@ def down_projection(
             held=packed_tile(hidden.dtype),
             chunks=TILE_COLUMNS // PANEL,
             scratch=(store_buffers(hidden.dtype),),
+            tuning=find_tuning(TileTuning, "down_projection", tuning, shape),
         ),
         groups.tiles,
     )[0]

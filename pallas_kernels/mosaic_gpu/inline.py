@@ -2,6 +2,7 @@
 
 Everything here is a thin wrapper that emits a handful of instructions through `plgpu.inline_mgpu`; the kernels read as
 Pallas code on top of it. It leans on what jax does not document, so look here first when a release breaks a kernel.
+Pallas's interpreter cannot run inline code: `inline_interpreter` has the same functions for it.
 """
 
 # Pallas declares neither what `inline_mgpu` returns nor that its transforms are concrete.
@@ -17,6 +18,9 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from pallas_kernels.mosaic_gpu import inline_interpreter as forms
+from pallas_kernels.mosaic_gpu.interpreter import in_interpreter
 
 WARPGROUP = 128  # threads
 CHUNK_BYTES = 16  # one cp.async
@@ -82,10 +86,17 @@ def _ptx(text, *operands, constraints=""):
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, constraints, has_side_effects=True)
 
 
-def init_landed(landed, stages):
-    """Makes `stages` mbarriers of the int32 scratch `landed`, each completed by the copies of one warpgroup.
+@in_interpreter(forms.landed_barriers)
+def landed_barriers(stages):
+    """Scratch for `stages` mbarriers of the gather, 8 bytes each: Pallas barriers cannot be named in inline code."""
+    return plgpu.SMEM((2 * stages,), jnp.int32)
 
-    Pallas barriers cannot be named in inline code. All threads of the block must call this.
+
+@in_interpreter(forms.init_landed)
+def init_landed(landed, stages):
+    """Makes the mbarriers of `landed_barriers`, each completed by the copies of one warpgroup.
+
+    All threads of the block must call this.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
@@ -100,6 +111,7 @@ def init_landed(landed, stages):
     run(landed)
 
 
+@in_interpreter(forms.wait_landed)
 def wait_landed(landed, slot, parity):
     """Waits until the slot's gathered rows are in shared memory, and orders them before this thread's wgmma."""
 
@@ -110,6 +122,11 @@ def wait_landed(landed, slot, parity):
         _ptx("fence.proxy.async.shared::cta;")
 
     run(landed, slot, parity)
+
+
+@in_interpreter(forms.end_ragged_copy)
+def end_ragged_copy():
+    """Nothing, on a GPU: it counts stores under way by groups of copies, of which one may have none or several."""
 
 
 class RowGather:
@@ -137,6 +154,7 @@ class RowGather:
         registers = np.array([_register(r) for r in registers], dtype=object)
         return mgpu.FragmentedArray(_registers=registers, _layout=self.layout.to_mgpu(), _is_signed=True)
 
+    @in_interpreter(forms.load_tokens)
     def load_tokens(self, indices, first_row):
         """Indices of the rows that this thread copies."""
 
@@ -149,6 +167,7 @@ class RowGather:
 
         return run(indices, first_row)
 
+    @in_interpreter(forms.row_chunks)
     def row_chunks(self, tokens, valid_rows):
         """First chunk of every row in the source, in units of 16 bytes; -1 for rows that read zeros."""
 
@@ -168,6 +187,7 @@ class RowGather:
 
         return run(tokens, valid_rows)
 
+    @in_interpreter(forms.copy_rows)
     def copy(self, source, offsets, panel, landed, slot, first_column):
         """Starts the copies, to the tile whose first panel is `panel`; they arrive on `landed[slot]` as they land."""
 
@@ -204,6 +224,7 @@ class RowGather:
         run(source, offsets, panel, first_column)
         self.arrive(landed, slot)
 
+    @in_interpreter(forms.arrive)
     def arrive(self, landed, slot):
         """Lets `landed[slot]` complete when the copies that were started have landed."""
 
@@ -215,8 +236,9 @@ class RowGather:
         run(landed, slot)
 
 
+@in_interpreter(forms.zero_rows)
 def zero_rows(panel, panels, first_row):
-    """Zeroes rows `first_row` to 64 of `panels` panels (64, 64), for wgmma issued afterwards by this warpgroup."""
+    """Zeroes rows `first_row` to 64 of `panels` panels (64, 64), for wgmma issued after this by any warpgroup."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), _SCALAR))
     def run(ctx, panel, first_row):
@@ -248,6 +270,7 @@ def _matrix_address(panel, first_column):
     return _shared(panel, arith.addi(arith.muli(row, _c32(128)), arith.muli(chunk, _c32(CHUNK_BYTES))))
 
 
+@in_interpreter(forms.load_columns)
 def load_columns(panel, first_column: int):
     """Columns `first_column` to `first_column + 16` of a panel (64, 64) of 16-bit values, in registers."""
     result = plgpu.ShapeDtypeStruct((PANEL, 16), panel.dtype, layout=plgpu.Layout.WGMMA)
@@ -268,6 +291,7 @@ def load_columns(panel, first_column: int):
     return run(panel)
 
 
+@in_interpreter(forms.store_columns)
 def store_columns(panel, first_column: int, values) -> None:
     """Writes `values` (64, 16), 16-bit, to columns of a panel (64, 64)."""
 
@@ -283,6 +307,7 @@ def store_columns(panel, first_column: int, values) -> None:
     run(panel, values)
 
 
+@in_interpreter(forms.store_panels)
 def store_panels(panels, values, *, transposed=False):
     """Writes `values` (rows, columns), or their transpose, to panels (rows, 128 bytes), one after the other."""
     layout = plgpu.Layout.WGMMA_TRANSPOSED if transposed else plgpu.Layout.WGMMA
@@ -298,6 +323,7 @@ def store_panels(panels, values, *, transposed=False):
     run(panels, plgpu.layout_cast(values, layout))
 
 
+@in_interpreter(forms.wgmma)
 def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False):
     """`accumulator + lhs · rhs`, asynchronous, one commit group; `first` starts the chain.
 
@@ -331,6 +357,7 @@ def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_
     return run(accumulator, lhs, rhs)
 
 
+@in_interpreter(forms.finish_wgmma)
 def finish_wgmma(accumulator):
     """Waits for every wgmma and returns the accumulator as an ordinary value."""
     result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
@@ -343,11 +370,13 @@ def finish_wgmma(accumulator):
     return plgpu.layout_cast(run(accumulator), plgpu.Layout.WGMMA)
 
 
+@in_interpreter(forms.zero_accumulator)
 def zero_accumulator(rows, columns) -> jax.Array:
     """Where a chain of `wgmma` starts."""
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), ACCUMULATOR)
 
 
+@in_interpreter(forms.sigmoid)
 def sigmoid(x):
     """`1 / (1 + exp(-x))` of a float32 tile, in 4 instructions an element; Pallas's own division takes 4 more."""
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=plgpu.Layout.WGMMA)

@@ -4,7 +4,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.inline import PANEL, SWIZZLED, store_panels
+from pallas_kernels.mosaic_gpu.inline import PANEL, SWIZZLED, end_ragged_copy, store_panels
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, ROW_ALIGNMENT, TILE_COLUMNS, Where
 
 
@@ -27,6 +27,8 @@ def ragged_copy(buffer, output, where: Where, columns: tuple) -> None:
         @pl.loop(0, where.rows // ROW_ALIGNMENT)
         def _(i):
             copy(pl.multiple_of(i * ROW_ALIGNMENT, ROW_ALIGNMENT), ROW_ALIGNMENT)
+
+        end_ragged_copy()
 
 
 def store_rows(values: jax.Array, buffer, output, where: Where, column) -> None:

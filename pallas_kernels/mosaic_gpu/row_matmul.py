@@ -15,9 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import inline
+from pallas_kernels.mosaic_gpu import inline, interpreter
 from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, Where
+from pallas_kernels.mosaic_gpu.tuning import TileTuning
 
 NUM_SMS = 132
 
@@ -60,7 +61,7 @@ class RowMatmul(NamedTuple):
       held: shapes, dtypes and layouts of what a finished tile keeps in registers.
       chunks: chunks of a tile.
       scratch: shared memory for `start`, `finish` and `store`.
-      stages: slots of the ring.
+      tuning: slots of the ring, and the order of the tiles.
       registers: a thread of the producer has, and one of a consumer. `setmaxnreg` shares out the 168 that the launch
         gave to each of three warpgroups; asking for more hangs.
     """
@@ -83,7 +84,7 @@ class RowMatmul(NamedTuple):
     store: Callable = _nothing
     held: Any = ()
     chunks: int = 0
-    stages: int = 4
+    tuning: TileTuning = TileTuning()
     registers: tuple[int, int] = (72, 216)
 
 
@@ -91,7 +92,7 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
     """Runs a row kernel over the whole schedule."""
     num_inputs, num_outputs = len(op.inputs), len(op.outputs)
     total = schedule.num_tiles * op.num_column_tiles
-    stages, dtype = op.stages, op.inputs[0].dtype
+    stages, dtype, blocks = op.tuning.stages, op.inputs[0].dtype, interpreter.blocks(NUM_SMS)
     gather = None
     if op.gathers:
         num_tokens, width = op.inputs[0].shape
@@ -103,11 +104,12 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         outputs, refs = refs[:num_outputs], refs[num_outputs:]
         lhs, rhs, *scratch, landed, full, empty = refs
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
-        num_mine = (total - block + NUM_SMS - 1) // NUM_SMS
+        num_mine = (total - block + blocks - 1) // blocks
 
         def place_of(i):
             """Row and column tile of this block's turn `i`."""
-            return plgpu.planar_snake(block + i * NUM_SMS, (schedule.num_tiles, op.num_column_tiles), 0, 1)
+            shape = (schedule.num_tiles, op.num_column_tiles)
+            return plgpu.planar_snake(block + i * blocks, shape, op.tuning.minor_dim, op.tuning.tile_width)
 
         def rows_of(i):
             """Expert, first row and valid rows; past the end the last tile is repeated, its values are not used."""
@@ -250,11 +252,11 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
             plgpu.SMEM((stages, TILE_ROWS, K_STEP), dtype, transforms=SWIZZLED),
             plgpu.SMEM((stages, TILE_COLUMNS, K_STEP), dtype, transforms=SWIZZLED),
             *op.scratch,
-            plgpu.SMEM((2 * stages,), jnp.int32),  # `landed`: 8-byte mbarriers of the gather
+            inline.landed_barriers(stages),
             plgpu.Barrier(num_arrivals=max(1, op.copies), num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         ],
-        grid=(NUM_SMS,),
+        grid=(blocks,),
         grid_names=("sm",),
         num_threads=3,
         thread_name="wg",

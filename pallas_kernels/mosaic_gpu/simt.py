@@ -6,8 +6,7 @@ A body written in these terms runs on two machines: `simt_code` makes it a Hoppe
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.mosaic_gpu import simt_code, simt_interpreter
+from pallas_kernels.mosaic_gpu.interpreter import interpreted, is_interpreted
 from pallas_kernels.mosaic_gpu.simt_interpreter import WARP, RaceError
 
 __all__ = [
@@ -56,20 +56,6 @@ __all__ = [
 ]
 
 _machine: ContextVar[Any] = ContextVar("machine")  # what runs the body at hand
-_interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
-
-
-@contextmanager
-def interpreted() -> Iterator[None]:
-    """Kernels called in here run in numpy on the CPU; a race raises `RaceError`.
-
-    Under `jit` it counts where they are traced, which for a gradient is as late as the outermost call.
-    """
-    token = _interpreted.set(True)
-    try:
-        yield
-    finally:
-        _interpreted.reset(token)
 
 
 def simt_kernel(
@@ -101,7 +87,7 @@ def simt_kernel(
         finally:
             _machine.reset(token)
 
-    make = simt_interpreter.kernel if _interpreted.get() else simt_code.kernel
+    make = simt_interpreter.kernel if is_interpreted() else simt_code.kernel
     return make(run, name=name, outputs=outputs, blocks=blocks, warpgroups=warpgroups, shared=shared, updated=updated)
 
 

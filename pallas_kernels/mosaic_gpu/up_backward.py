@@ -11,6 +11,7 @@ from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
 from pallas_kernels.mosaic_gpu.ragged_store import pack, packed_tile, store_buffers, store_packed
 from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
+from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
 
 def up_backward(
@@ -19,11 +20,15 @@ def up_backward(
     groups: RowGroups,
     first_column: Int[Array, ""] | int,
     num_columns: int,
+    *,
+    tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """`Σ dP · Wᵀ` over the projections, into one accumulator; see the portable twin."""
     rows, n = d_pre_activations[0].shape
     steps_each = -(-n // K_STEP)
     dtype = d_pre_activations[0].dtype
+    num_experts, d, _ = weights[0].shape
+    shape = shape_key(rows, dtype, d=d, n=n, E=num_experts)
     first_column = jnp.asarray(first_column, jnp.int32)
     if weights[0].dtype != dtype:  # converted for the block alone
         blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=1) for w in weights)
@@ -59,6 +64,7 @@ def up_backward(
             held=packed_tile(dtype),
             chunks=TILE_COLUMNS // PANEL,
             scratch=(store_buffers(dtype),),
+            tuning=find_tuning(TileTuning, "up_backward", tuning, shape),
         ),
         groups.tiles,
     )[0]

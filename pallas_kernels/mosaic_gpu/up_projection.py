@@ -14,6 +14,7 @@ from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
 from pallas_kernels.mosaic_gpu.ragged_store import packed_tile, store_buffer, store_buffers, store_rows
 from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul, tile_panel
+from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
 
 def up_projection(
@@ -23,6 +24,7 @@ def up_projection(
     groups: RowGroups,
     *,
     activation: Callable[..., Array],
+    tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
 
@@ -31,7 +33,8 @@ def up_projection(
     pre-activations follow under the next tile.
     """
     weights = tuple(w.astype(x.dtype) for w in weights)
-    n = weights[0].shape[2]
+    num_experts, d, n = weights[0].shape
+    shape = shape_key(groups.num_rows, x.dtype, d=d, n=n, E=num_experts)
     width = TILE_COLUMNS // len(weights)  # of a projection's part of a tile
     panels = width // PANEL
     column_tiles = -(-n // width)
@@ -87,6 +90,7 @@ def up_projection(
             chunks=TILE_COLUMNS // PANEL,
             scratch=(store_buffers(x.dtype),),
             registers=(88, 208),
+            tuning=find_tuning(TileTuning, "up_projection", tuning, shape),
         ),
         groups.tiles,
     )

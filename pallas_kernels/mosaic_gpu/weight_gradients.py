@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.mosaic_gpu import inline
+from pallas_kernels.mosaic_gpu import inline, interpreter
 from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
 from pallas_kernels.mosaic_gpu.support import WIDTH_MULTIPLE
+from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
-STAGES = 4
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216
 RHS_PANELS = TILE_COLUMNS // PANEL
 
@@ -34,10 +34,19 @@ def up_weight_gradients(
     *,
     dtypes: tuple,
     bias_dtypes: tuple,
+    tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
     """`X_gᵀ · dP` per projection, in one pass over the gathered token rows; see the portable twin."""
+    (num_rows, n), num_experts = d_pre_activations[0].shape, groups.offsets.shape[0] - 1
+    shape = shape_key(num_rows, x.dtype, d=x.shape[1], n=n, E=num_experts)
     gradients = _row_contraction(
-        "moe_up_weight_gradients", x, d_pre_activations, groups, dtypes=dtypes, transposed=False
+        "moe_up_weight_gradients",
+        x,
+        d_pre_activations,
+        groups,
+        dtypes=dtypes,
+        transposed=False,
+        tuning=find_tuning(TileTuning, "up_weight_gradients", tuning, shape),
     )
     if not bias_dtypes:
         return gradients, ()
@@ -64,11 +73,20 @@ def down_weight_gradients(
     *,
     dtype,
     bias_dtype,
+    tuning: TileTuning | None = None,
 ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
     """`(weights · A)ᵀ · dy_g`; see the portable twin."""
     # The gathered side on the left, where a tile is narrow: half the bytes to gather, and the product is transposed.
+    (num_rows, n), num_experts = weighted_hidden.shape, groups.offsets.shape[0] - 1
+    shape = shape_key(num_rows, dy.dtype, d=dy.shape[1], n=n, E=num_experts)
     (gradient,) = _row_contraction(
-        "moe_down_weight_gradients", dy, (weighted_hidden,), groups, dtypes=(dtype,), transposed=True
+        "moe_down_weight_gradients",
+        dy,
+        (weighted_hidden,),
+        groups,
+        dtypes=(dtype,),
+        transposed=True,
+        tuning=find_tuning(TileTuning, "down_weight_gradients", tuning, shape),
     )
     if bias_dtype is None:
         return gradient, None
@@ -87,7 +105,14 @@ class _Where(NamedTuple):
 
 
 def _row_contraction(
-    name: str, tokens: jax.Array, stored: tuple[jax.Array, ...], groups: RowGroups, *, dtypes: tuple, transposed: bool
+    name: str,
+    tokens: jax.Array,
+    stored: tuple[jax.Array, ...],
+    groups: RowGroups,
+    *,
+    dtypes: tuple,
+    transposed: bool,
+    tuning: TileTuning = TileTuning(),
 ) -> tuple[jax.Array, ...]:
     """`tokens_gᵀ · s` over each expert's rows, or its transpose, for every `s` of `stored`, side by side in a tile.
 
@@ -96,16 +121,17 @@ def _row_contraction(
       tokens: `(T, a)`, read by token index.
       stored: arrays `(R, b)`, read by row.
       groups: the rows by expert.
-      dtypes: of the results.
+      dtypes: of the results, all the same.
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
+      tuning: slots of the ring, and the order of an expert's tiles.
     """
     num_experts = groups.offsets.shape[0] - 1
-    num_stored = len(stored)
+    num_stored, stages = len(stored), tuning.stages
     shape = (tokens.shape[1], stored[0].shape[1])
     panel = TILE_COLUMNS // num_stored
     row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // panel)
-    total = num_experts * row_tiles * column_tiles
-    wide = any(t == jnp.float32 for t in dtypes)
+    total, blocks = num_experts * row_tiles * column_tiles, interpreter.blocks(NUM_SMS)
+    wide = any(jnp.dtype(t) == jnp.float32 for t in dtypes)
     # A chunk of the result is 128 bytes wide. 16-bit results wait in registers for the next tile's products.
     chunk_columns = 32 if wide else 64
     chunks = TILE_COLUMNS // chunk_columns
@@ -114,22 +140,24 @@ def _row_contraction(
 
     def kernel(offsets, indices, gathered, *refs):
         stored, refs = refs[:num_stored], refs[num_stored:]
-        results, (lhs, rhs, buffers, landed, full, empty) = refs[:num_stored], refs[num_stored:]
+        results, (lhs, rhs, buffers, landed, full, empty, zeroed) = refs[:num_stored], refs[num_stored:]
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
-        num_mine = (total - block + NUM_SMS - 1) // NUM_SMS
+        num_mine = (total - block + blocks - 1) // blocks
 
         def panel_of(slot, i):
             return slot.at[pl.ds(i * PANEL, PANEL)]
 
         def tile_at(i):  # past the end the last tile is repeated; its values are not used
-            linear = jnp.maximum(block + jnp.minimum(i, num_mine - 1) * NUM_SMS, 0)
+            linear = jnp.maximum(block + jnp.minimum(i, num_mine - 1) * blocks, 0)
             expert = linear // (row_tiles * column_tiles)
             in_expert = lax.rem(linear, row_tiles * column_tiles)
-            row_tile, column_tile = plgpu.planar_snake(in_expert, (row_tiles, column_tiles), 0, 1)
+            row_tile, column_tile = plgpu.planar_snake(
+                in_expert, (row_tiles, column_tiles), tuning.minor_dim, tuning.tile_width
+            )
             return expert, row_tile, column_tile, offsets[expert], offsets[expert + 1]
 
         zero = jnp.int32(0)
-        inline.init_landed(landed, STAGES)
+        inline.init_landed(landed, stages)
 
         @pl.when(warpgroup == 2)
         def produce():
@@ -141,9 +169,9 @@ def _row_contraction(
 
                 def k_step(k, carry):
                     step, tokens = carry
-                    slot = lax.rem(step, STAGES)
+                    slot = lax.rem(step, stages)
                     row = start + k * K_STEP
-                    pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
                     rows = pl.ds(row, K_STEP)
                     for i in range(RHS_PANELS):
                         source, column = stored[i * PANEL // panel], i * PANEL % panel
@@ -191,21 +219,27 @@ def _row_contraction(
                 plgpu.commit_smem_to_gmem_group()
 
             def release(step):
-                plgpu.barrier_arrive(empty.at[lax.rem(step, STAGES)])
+                plgpu.barrier_arrive(empty.at[lax.rem(step, stages)])
 
             def k_step(step, row, end, accumulator, first=False):
-                slot = lax.rem(step, STAGES)
+                slot = lax.rem(step, stages)
                 plgpu.barrier_wait(full.at[slot])
-                inline.wait_landed(landed, slot, lax.rem(step // STAGES, 2))
+                inline.wait_landed(landed, slot, lax.rem(step // stages, 2))
 
                 # The gather left zeros in the rows past the expert's last; the other side must not hold a NaN there.
-                pl.when(end - row < K_STEP)(lambda: inline.zero_rows(rhs.at[slot], RHS_PANELS, end - row))
+                @pl.when(end - row < K_STEP)
+                def _():
+                    own = pl.ds(warpgroup * (TILE_COLUMNS // 2), TILE_COLUMNS // 2)
+                    inline.zero_rows(rhs.at[slot, own], RHS_PANELS // 2, end - row)
+                    plgpu.barrier_arrive(zeroed)
+                    plgpu.barrier_wait(zeroed)
+
                 accumulator = inline.wgmma(
                     accumulator, panel_of(lhs.at[slot], warpgroup), rhs.at[slot], first=first, transpose_lhs=True
                 )
                 plgpu.wgmma_wait(1)
                 if not first:
-                    release(step + STAGES - 1)
+                    release(step + stages - 1)
                 return step + 1, row + K_STEP, end, accumulator
 
             def consume_tile(i, carry):
@@ -228,7 +262,7 @@ def _row_contraction(
                         products = k_steps(steps - 1, products)
                     step, *_, accumulator = products
                     accumulator = inline.finish_wgmma(accumulator)
-                    release(step + STAGES - 1)
+                    release(step + stages - 1)
                     return step, accumulator
 
                 def store_done(chunk):
@@ -271,14 +305,15 @@ def _row_contraction(
         kernel,
         out_type=tuple(jax.ShapeDtypeStruct(result_shape, t) for t in dtypes),
         scratch_types=[
-            plgpu.SMEM((STAGES, TILE_ROWS, PANEL), tokens.dtype, transforms=SWIZZLED),  # panels (K_STEP, PANEL)
-            plgpu.SMEM((STAGES, TILE_COLUMNS, PANEL), tokens.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((stages, TILE_ROWS, PANEL), tokens.dtype, transforms=SWIZZLED),  # panels (K_STEP, PANEL)
+            plgpu.SMEM((stages, TILE_COLUMNS, PANEL), tokens.dtype, transforms=SWIZZLED),
             plgpu.SMEM((4, GROUP_ROWS, chunk_columns), held_dtype, transforms=SWIZZLED),
-            plgpu.SMEM((2 * STAGES,), jnp.int32),  # `landed`: 8-byte mbarriers of the gather
-            plgpu.Barrier(num_arrivals=RHS_PANELS, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            inline.landed_barriers(stages),
+            plgpu.Barrier(num_arrivals=RHS_PANELS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2),
         ],
-        grid=(NUM_SMS,),
+        grid=(blocks,),
         grid_names=("sm",),
         num_threads=3,
         thread_name="wg",

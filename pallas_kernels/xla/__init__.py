@@ -1,5 +1,6 @@
 """Portable forms of every operation, in plain XLA: exact arithmetic, and no buffer wider than the caller asks for."""
 
+from pallas_kernels.xla.column_block import column_block
 from pallas_kernels.xla.combine import combine
 from pallas_kernels.xla.dispatch import dispatch
 from pallas_kernels.xla.down_backward import down_backward
@@ -12,6 +13,7 @@ from pallas_kernels.xla.weight_gradients import down_weight_gradients, up_weight
 
 __all__ = [
     "RowGroups",
+    "column_block",
     "combine",
     "dispatch",
     "down_backward",

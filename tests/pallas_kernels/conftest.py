@@ -1,22 +1,46 @@
 """The kernels under test: every backend's module has the same functions, and faces the same tests."""
 
-import importlib
-
 import pytest
 
-from tests.pallas_kernels.rows import Rows
+from pallas_kernels import mosaic_gpu, xla
+from tests.pallas_kernels.rows import HAS_INTERPRETER, NO_INTERPRETER, Rows
+
+SLOW_INTERPRETED = {"more_experts_than_rows"}  # its dozens of empty experts cost most; other routings have some, too
 
 
-@pytest.fixture(params=["xla"])
-def kernels(request):
-    return importlib.import_module(f"pallas_kernels.{request.param}")
+@pytest.fixture
+def detect_races():
+    """Whether interpreted kernels are watched for races; a test that cannot have it sets this, and says why."""
+    return True
+
+
+@pytest.fixture(params=["xla", "mosaic_gpu"])
+def kernels(request, detect_races):
+    """A module of kernels; those for Hopper run in the interpreter, where a race is an error."""
+    if request.param == "xla":
+        yield xla
+        return
+    if not HAS_INTERPRETER:
+        pytest.skip(NO_INTERPRETER)
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("dtype") == "float32":
+        pytest.skip("the tensor cores take bfloat16 or float16")
+    with mosaic_gpu.interpreted(detect_races=detect_races):
+        yield mosaic_gpu
 
 
 @pytest.fixture(
-    params=[("empty_slots", 1), ("empty_slots", 8), ("more_experts_than_rows", 8), ("many_tiles", 1)],
+    params=[
+        ("empty_slots", 1),
+        ("empty_slots", 8),
+        ("more_experts_than_rows", 8),
+        ("many_tiles", 1),
+        ("whole_tiles_and_a_tail", 8),
+    ],
     ids=lambda param: f"{param[0]}-aligned_to_{param[1]}",
 )
 def rows(kernels, request):
     """Rows of some routing, in groups that start at multiples of 1 or 8."""
     routing, row_alignment = request.param
+    if kernels is mosaic_gpu and routing in SLOW_INTERPRETED:
+        pytest.skip("slow in the interpreter")
     return Rows(kernels, routing, row_alignment=row_alignment)

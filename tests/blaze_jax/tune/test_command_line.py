@@ -1,0 +1,125 @@
+"""The command, where there is a GPU to tune and where there is none."""
+
+import json
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from blaze_jax.tune.__main__ import line, main
+from blaze_jax.tune.measure import Found
+from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels.mosaic_gpu.row_groups import TileSchedule
+from pallas_kernels.mosaic_gpu.tuning import KINDS, TileTuning, hopper_gpu, parse
+from pallas_kernels.mosaic_gpu.tuning_files import read_tunings
+
+CONFIG = ["--config", "512,1024,512,8,4"]
+
+
+@pytest.mark.skipif(hopper_gpu() is not None, reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_a_line(capsys, tmp_path):
+    file = tmp_path / "tuning.json"
+    assert main([*CONFIG, "--output", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert "there is no Hopper GPU here" in err
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "the following arguments are required: --config"),
+        ([*CONFIG, "--kernel", "sideways"], "invalid choice: 'sideways'"),
+        ([*CONFIG, "--seconds", "0"], "--seconds 0.0 must be positive"),
+        ([*CONFIG, "--dtype", "float32"], "invalid choice: 'float32'"),
+    ],
+)
+def test_options_that_do_not_fit(options, message, capsys):
+    with pytest.raises(SystemExit):
+        main(options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "message"),
+    [
+        ([], "", "BLAZE_JAX_TUNING is empty, which means no file: say --output FILE"),
+        (["--output", "{tmp}/bad.json"], "", "bad.json is no file of tuned parameters"),
+        (["--output", "{tmp}/bad.json/below.json"], "", "cannot be written"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_before_measuring(
+    options, variable, message, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("blaze_jax.tune.__main__.hopper_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr("blaze_jax.tune.__main__._tune_layer", lambda *_: pytest.fail("measured"))
+    monkeypatch.setenv("BLAZE_JAX_TUNING", variable)
+    (tmp_path / "bad.json").write_text("{}")
+    assert main([*CONFIG, *(o.format(tmp=tmp_path) for o in options)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_found_is_printed_and_written(capsys, monkeypatch, tmp_path):
+    from blaze_jax.tune.cases import Case
+
+    case = Case("up_projection", "rows=2^11,d=8", lambda *_: None, True, ())
+    found = Found(TileTuning(tile_width=8), 90.0, 100.0, 5, ("a note",))
+    monkeypatch.setattr("blaze_jax.tune.__main__.hopper_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr("blaze_jax.tune.__main__._tune_layer", lambda *_: [(case, found)])
+    monkeypatch.setenv("BLAZE_JAX_TUNING", str(tmp_path / "user.json"))
+    for options in ([], ["--output", str(tmp_path / "own.json")]):
+        monkeypatch.setenv("BLAZE_JAX_TUNING", str(tmp_path / "user.json"))
+        assert main([*CONFIG, *options]) == 0
+        assert line("up_projection", found) in capsys.readouterr().out
+    assert "100.0 us ->      90.0 us -10.0%, best of 5: stages=4, minor_dim=0, tile_width=8" in line("x", found)
+    for name in ("user.json", "own.json"):
+        tunings, problems = read_tunings(tmp_path / name, parse)
+        assert tunings == {("NVIDIA H200", "up_projection", "rows=2^11,d=8"): TileTuning(tile_width=8)}
+        assert problems == []
+
+
+def portable(name):
+    """A portable kernel that looks like the Hopper one."""
+
+    def run(*arguments, tuning=None, **options):
+        groups = (xla.RowGroups(*a[:2]) if isinstance(a, mosaic_gpu.RowGroups) else a for a in arguments)
+        return getattr(xla, name)(*groups, **options)
+
+    return run
+
+
+def portable_dispatch(experts, num_experts):
+    groups, positions = xla.dispatch(experts, num_experts, row_alignment=8)
+    tiles = TileSchedule(*(jnp.zeros(experts.size // 128 + num_experts, jnp.int32) for _ in range(3)))
+    return mosaic_gpu.RowGroups(*groups, tiles), positions
+
+
+def test_the_whole_command_with_portable_kernels(capsys, monkeypatch, tmp_path):
+    kernels = SimpleNamespace(**{name: portable(name) for name in KINDS}, dispatch=portable_dispatch)
+    monkeypatch.setattr("blaze_jax.tune.cases.mosaic_gpu", kernels)
+    monkeypatch.setattr("blaze_jax.tune.__main__.hopper_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setenv("BLAZE_JAX_TUNING", "")
+    file = tmp_path / "tuning.json"
+    assert main(["--config", "64,520,264,4,2", "--seconds", "1", "--output", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "does not compile" not in out
+    tunings, problems = read_tunings(file, parse)
+    assert problems == []
+    assert {kernel for _, kernel, _ in tunings} == {kernel for kernel in KINDS if f"  {kernel} " in out} == set(KINDS)
+
+
+@pytest.mark.gpu
+def test_tuning_on_the_gpu(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("BLAZE_JAX_TUNING", "")
+    file = tmp_path / "tuning.json"
+    assert main([*CONFIG, "--seconds", "30", "--output", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "other bits" not in out
+    assert "does not compile" not in out
+    tunings, problems = read_tunings(file, parse)
+    assert problems == []
+    assert {kernel for _, kernel, _ in tunings} == set(KINDS)
+    (entries,) = json.loads(file.read_text())["tunings"].values()
+    assert all(e["measured"]["us"] > 0 for shapes in entries.values() for e in shapes.values())

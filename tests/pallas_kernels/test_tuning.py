@@ -1,0 +1,210 @@
+"""Tuned parameters: where a call's come from, files that are not what they should be, orders that miss no tile."""
+
+import json
+import os
+import re
+from dataclasses import asdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels.mosaic_gpu import simt, tuning_files
+from pallas_kernels.mosaic_gpu.tuning import (
+    H200,
+    KINDS,
+    ColumnBlock,
+    CombineTuning,
+    TileTuning,
+    find_tuning,
+    heuristic,
+    hopper_gpu,
+    parse,
+    shape_key,
+)
+from tests.numerics import assert_same_bits
+
+GPU = hopper_gpu() or H200
+SHAPE = shape_key(196608, "bfloat16", d=1536, n=256, E=128)
+WIDE = TileTuning(minor_dim=1, tile_width=8)
+OTHER = TileTuning(stages=3)
+
+
+def entry(tuning):
+    return {"tuning": asdict(tuning), "measured": {"us": 1.0}}
+
+
+def find(own=None, shape=SHAPE):
+    return find_tuning(TileTuning, "up_projection", own, shape)
+
+
+@pytest.fixture
+def user_file(monkeypatch, tmp_path):
+    path = tmp_path / "new" / "tuning.json"
+    monkeypatch.setenv("BLAZE_JAX_TUNING", str(path))
+    return path
+
+
+@pytest.fixture
+def package_file(monkeypatch, tmp_path):
+    path = tmp_path / "tuning_some_gpu.json"
+    monkeypatch.setattr(tuning_files, "package_files", lambda: [path])
+    tuning_files.package_tunings.cache_clear()
+    yield path
+    tuning_files.package_tunings.cache_clear()
+
+
+def test_own_before_the_users_before_the_packages_before_the_heuristic(user_file, package_file):
+    place = (GPU, "up_projection", SHAPE)
+    package_file.write_text('{"format": 1, "tunings": {}}')
+    assert find() == heuristic(TileTuning, "up_projection", SHAPE) == TileTuning(4, 0, 1)
+    tuning_files.package_tunings.cache_clear()
+    tuning_files.add_tunings(package_file, {place: entry(WIDE)})
+    assert find() == WIDE
+    tuning_files.add_tunings(user_file, {place: entry(OTHER)})
+    assert find() == OTHER
+    assert find(TileTuning(tile_width=16)) == TileTuning(tile_width=16)
+
+
+def test_entries_of_other_shapes_kernels_and_gpus_do_not_count(user_file):
+    places = [
+        ("NVIDIA H900", "up_projection", SHAPE),
+        (GPU, "down_projection", SHAPE),
+        (GPU, "up_projection", SHAPE.replace("E=128", "E=64")),
+    ]
+    tuning_files.add_tunings(user_file, {place: entry(WIDE) for place in places})
+    assert find() == TileTuning()
+    assert find(shape=places[-1][-1]) == WIDE
+
+
+def test_what_is_written_is_read_again_and_nothing_is_lost(user_file):
+    tuning_files.add_tunings(user_file, {(GPU, "up_projection", SHAPE): entry(WIDE)})
+    assert find() == WIDE
+    tuning_files.add_tunings(user_file, {(GPU, "combine", SHAPE): entry(CombineTuning(8, 4))})
+    os.utime(user_file, ns=(0, 0))  # clocks of some file systems are coarse
+    assert find_tuning(CombineTuning, "combine", None, SHAPE) == CombineTuning(8, 4)
+    assert find() == WIDE
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("not json", "cannot be read: Expecting value"),
+        ("[1, 2]", "it has no 'tunings'"),
+        ('{"records": []}', "it has no 'tunings'"),
+        ('{"format": 2, "tunings": {}}', "has format 2, this version reads 1"),
+        ('{"format": 1, "tunings": {"NVIDIA H200": [3]}}', "must hold GPU, kernel, shape, entry"),
+    ],
+)
+def test_a_bad_file_is_a_warning_once(content, reason, user_file):
+    user_file.parent.mkdir()
+    user_file.write_text(content)
+    with pytest.warns(UserWarning, match=re.escape(reason)) as warned:
+        assert find() == TileTuning()
+    assert str(user_file) in str(warned[0].message)
+    assert find() == TileTuning()  # a second warning would be an error here
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        tuning_files.add_tunings(user_file, {})
+    assert user_file.read_text() == content
+
+
+def test_a_folder_in_the_files_place_is_a_warning(user_file):
+    user_file.mkdir(parents=True)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert find() == TileTuning()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "values", "reason"),
+    [
+        ("up_projection", {"stages": 5, "minor_dim": 0, "tile_width": 1}, "stages=5 must be one of 2, 3, 4"),
+        ("up_projection", {"stages": 4, "minor_dim": True, "tile_width": 1}, "minor_dim=True must be one of 0, 1"),
+        ("up_projection", {"stages": 4, "minor_dim": 0, "tile_width": 3}, "tile_width=3 must be one of 1, 2, 4"),
+        ("up_projection", {"stages": 4}, "the parameters of up_projection must be stages, minor_dim, tile_width"),
+        ("up_projection", None, "got None"),
+        ("combine", {"blocks_per_sm": 0, "rows_in_flight": 8}, "blocks_per_sm=0 must be one of 1, 2"),
+        ("column_block", {"columns": 1024}, "columns=1024 must be one of 128, 256, 512"),
+        ("sideways_projection", {}, "there is no kernel 'sideways_projection'"),
+    ],
+)
+def test_a_bad_entry_is_a_warning_and_the_others_count(kernel, values, reason, user_file):
+    place = (GPU, "up_projection", SHAPE)
+    tuning_files.add_tunings(user_file, {(GPU, kernel, "other"): {"tuning": values}, place: entry(WIDE)})
+    with pytest.warns(UserWarning, match=re.escape(reason)):
+        assert find() == WIDE
+
+
+def test_where_the_users_file_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("BLAZE_JAX_TUNING", "")
+    assert tuning_files.user_file() is None
+    assert find() == TileTuning()
+    monkeypatch.delenv("BLAZE_JAX_TUNING")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning_files.user_file() == tmp_path / "blaze_jax" / "tuning.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tuning_files.user_file() == tmp_path / ".cache" / "blaze_jax" / "tuning.json"
+
+
+def test_parameters_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match=r"tuning=CombineTuning\(.*\) of up_projection must be a TileTuning or None"):
+        find(CombineTuning())
+
+
+def test_rows_are_rounded_to_powers_of_two_and_nothing_else_is():
+    assert SHAPE == "rows=2^18,d=1536,n=256,E=128,bfloat16"
+    of_rows = [shape_key(rows, jnp.float16, d=8) for rows in (0, 1, 2, 90, 91, 128, 181, 182)]
+    assert [key.split(",")[0] for key in of_rows] == [f"rows=2^{i}" for i in (0, 0, 1, 6, 7, 7, 7, 8)]
+    # Rows as kernels count them, with the room between experts, are those of the pairs.
+    assert shape_key(196608 + 8 * 128 + 128, "bfloat16") == shape_key(196608, "bfloat16")
+
+
+@pytest.mark.parametrize("path", tuning_files.package_files(), ids=lambda path: path.name)
+def test_the_packages_files_are_valid(path):
+    tunings, problems = tuning_files.read_tunings(path, parse)
+    assert problems == []
+    for gpu, kernel, shape in tunings:
+        assert gpu.startswith("NVIDIA ")
+        sizes = r"d=\d+,columns=\d+,K=\d+" if kernel == "combine" else r"d=\d+,n=\d+,E=\d+"
+        assert re.fullmatch(rf"rows=2\^\d+,{sizes},(bfloat16|float16)", shape), shape
+
+
+def test_the_package_has_a_file_for_the_h200():
+    assert "tuning_h200.json" in [path.name for path in tuning_files.package_files()]
+    assert json.loads(tuning_files.package_files()[0].read_text())["format"] == tuning_files.FORMAT
+    assert set(KINDS) >= {name for _, name, _ in tuning_files.package_tunings(parse)}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 5), (7, 4), (13, 6), (16, 16)])
+@pytest.mark.parametrize("minor_dim", [0, 1])
+@pytest.mark.parametrize("tile_width", [1, 2, 4, 8, 16, 256])
+def test_every_order_visits_every_tile_once(shape, minor_dim, tile_width):
+    tuning = TileTuning(minor_dim=minor_dim, tile_width=tile_width)
+    linear = jnp.arange(shape[0] * shape[1], dtype=jnp.int32)
+    place = jax.vmap(lambda i: plgpu.planar_snake(i, shape, tuning.minor_dim, tuning.tile_width))
+    tiles = np.stack(place(linear), 1)
+    assert sorted(map(tuple, tiles.tolist())) == list(np.ndindex(shape))
+
+
+@pytest.mark.parametrize("tuning", [CombineTuning(1, 1), CombineTuning(2, 3), CombineTuning(1, 16)])
+def test_the_combines_bits_do_not_depend_on_its_tuning(tuning):
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.standard_normal((20, 8)), jnp.bfloat16)
+    positions = jnp.asarray(rng.integers(0, 24, (9, 5), np.int32))
+    weights, before = jnp.asarray(rng.random((9, 5)), jnp.float32), jnp.zeros((9, 8), jnp.bfloat16)
+    with simt.interpreted():
+        expected, out = (
+            mosaic_gpu.combine(rows, positions, weights, before, 0, blocks=2, tuning=t)
+            for t in (CombineTuning(), tuning)
+        )
+    assert_same_bits(out, expected)
+    assert np.abs(np.asarray(out, np.float32)).max() > 0.5
+
+
+def test_column_blocks():
+    sizes = (1000, 2048, 256, 8, jnp.bfloat16)
+    assert xla.column_block(*sizes) == mosaic_gpu.column_block(*sizes) == 512
+    assert mosaic_gpu.column_block(*sizes, tuning=ColumnBlock(256)) == 256
