@@ -69,7 +69,7 @@ class CombineTuning:
       ValueError: a value is none of these.
     """
 
-    blocks_per_sm: int = 4
+    blocks_per_sm: int = 8
     rows_in_flight: int = 8
 
     def __post_init__(self):
@@ -113,10 +113,11 @@ def heuristic[K: TileTuning | CombineTuning | ColumnBlock](kind: type[K], kernel
     """Parameters of `kernel` for a `shape` (of `shape_key`) that no table has: so far the same for all shapes.
 
     A row tile's column tiles follow each other, so that the SMs share gathered rows and an expert's weights in the L2;
-    all of shared memory is in use; a combine of up to 8 experts a token loads all their rows at once.
+    an expert's gradient is done in stripes of 8 row tiles, which saved 2% to 7% at three sizes; all of shared memory is
+    in use; a combine of up to 8 experts a token loads all their rows at once.
     """
-    del kernel, shape
-    return kind()
+    del shape
+    return kind(tile_width=8) if kernel.endswith("weight_gradients") else kind()  # pyright: ignore[reportCallIssue]
 
 
 def shape_key(rows: int, dtype, **sizes: int) -> str:
