@@ -183,8 +183,7 @@ def route(
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         scores = scores_of(logits, rule)
         experts = round_token_counts(
-            # Computed once: XLA for GPUs computed them again where they are used, in other bits, and tokens were lost.
-            jax.lax.optimization_barrier(jax.lax.stop_gradient(scores)),
+            jax.lax.stop_gradient(scores),
             selected,
             router.token_rounding,
             tile=router.rounding_tile,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.dispatch import EMPTY_SLOT
+from pallas_kernels.compat import top_k
 
 TokenRounding = Literal["up", "down", "nearest"]
 
@@ -64,6 +65,6 @@ def _best_tokens(scores: Float[Array, "T E"], wanted: Int[Array, " E"], most: in
     """Marks, for each expert, its `wanted[e] ≤ most` tokens of highest score, the lower id first among equals."""
     num_tokens, num_experts = scores.shape
     most = min(most, num_tokens)
-    best = jax.lax.top_k(scores.T, most)[1]
+    best = top_k(scores.T, most)[1]
     row = jnp.where(jnp.arange(most) < wanted[:, None], best, num_tokens)
     return jnp.zeros(scores.shape, bool).at[row, jnp.arange(num_experts)[:, None]].set(True, mode="drop")

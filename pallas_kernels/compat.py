@@ -2,6 +2,7 @@
 
 import jax
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def varying_axes(*arrays) -> frozenset[str]:
@@ -21,3 +22,14 @@ def vary_over(tree, axes: frozenset[str]):
         return lax.pcast(array, missing, to="varying") if missing else array
 
     return jax.tree.map(vary, tree)
+
+
+def top_k(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k`, with the operand and the results laid out in rows.
+
+    XLA's kernel for GPUs works on rows whatever the layout it is given: next to a transpose it gave wrong ids without
+    complaint (jax 0.11.2).
+    """
+    rows = Layout(tuple(range(operand.ndim)))
+    values, ids = lax.top_k(with_layout_constraint(operand, rows), k)
+    return with_layout_constraint(values, rows), with_layout_constraint(ids, rows)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.compat import top_k
+
 Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
 
 TINY = 1e-20  # keeps 0/0 away when every selected sigmoid underflows
@@ -157,14 +159,14 @@ def _select(logits, scores, bias, rule) -> Int[Array, "T K"]:
     ranking = jax.lax.stop_gradient(jnp.where(ranking == 0, 0, ranking))  # -0 ties with +0
     if rule.num_groups > 1:
         ranking = _keep_best_groups(ranking, rule.num_groups, rule.groups_per_token)
-    return jax.lax.top_k(ranking, rule.experts_per_token)[1].astype(jnp.int32)
+    return top_k(ranking, rule.experts_per_token)[1].astype(jnp.int32)
 
 
 def _keep_best_groups(ranking, num_groups, groups_per_token):
     """`ranking` with -inf outside a token's best groups, judged by the sum of their two best entries."""
     grouped = ranking.reshape(ranking.shape[0], num_groups, ranking.shape[1] // num_groups)
-    group_score = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
-    best = jax.lax.top_k(group_score, groups_per_token)[1]
+    group_score = top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+    best = top_k(group_score, groups_per_token)[1]
     keep = (best[:, :, None] == jnp.arange(num_groups)).any(1)
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(ranking.shape)
 
