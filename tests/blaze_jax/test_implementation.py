@@ -42,8 +42,8 @@ def test_portable_kernels_serve_everywhere():
     ("changes", "reason"),
     [
         ({"dtype": jnp.float32}, "x has dtype float32, the tensor cores take"),
-        ({"d": 100}, "d=100 must be a multiple of 64"),
-        ({"n": 100}, "n=100 must be a multiple of 64"),
+        ({"d": 100}, "d=100 must be a multiple of 8"),
+        ({"n": 100}, "n=100 must be a multiple of 8"),
     ],
 )
 def test_kernels_that_cannot_run_it_say_why(changes, reason):
@@ -55,7 +55,7 @@ def test_kernels_that_cannot_run_it_say_why(changes, reason):
     ("up_dtype", "reason"),
     [
         (jnp.float32, "w_gate and w_up have dtypes bfloat16 and float32"),
-        (jnp.float8_e4m3fn, "a weight has dtype float8_e4m3fn"),
+        (jnp.float8_e4m3fn, "a weight or bias has dtype float8_e4m3fn"),
     ],
 )
 def test_kernels_take_gate_and_up_of_one_narrow_type(up_dtype, reason):
