@@ -19,7 +19,7 @@ from pallas_kernels.mosaic_gpu.row_groups import ROW_ALIGNMENT, TILE_ROWS
 from pallas_kernels.mosaic_gpu.simt import WARP, block_barrier, loop, minimum, select, total, warp_barrier, when
 
 WARPGROUPS = 4
-HELD = 8  # steps of a warp whose pairs stay in registers
+HELD = 6  # steps of a warp whose pairs stay in registers; 8 spilled where there are 256 experts
 STEPS_AT_ONCE = 8  # the same where there are more of them
 GATHERED_AT_ONCE = 4  # rows that a thread writes at a time
 GATHER = True
