@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
-from pallas_kernels.mosaic_gpu.simt import Long, Vector, loop, minimum, select
+from pallas_kernels.mosaic_gpu.simt import Long, Vector, loop, minimum, select, when
 from pallas_kernels.mosaic_gpu.tuning import CombineTuning, find_tuning, shape_key
 
 WARPGROUPS = 2
@@ -32,13 +32,14 @@ def combine(
     """
     (num_rows, width), (num_tokens, slots) = rows.shape, token_index_map.shape
     pieces, out_width = width // COLUMNS, out.shape[1]
+    other_pieces = out_width // COLUMNS - pieces
     shape = shape_key(num_tokens * slots, rows.dtype, d=out_width, columns=width, K=slots)
     tuning = find_tuning(CombineTuning, "combine", tuning, shape)
     blocks = blocks or tuning.blocks_per_sm * NUM_SMS
     in_flight = tuning.rows_in_flight
 
     def body(rows, positions, first_column, *rest):
-        *weights, out = rest
+        *weights, before, out = rest
         first_column = first_column[0]
 
         def work(item):
@@ -59,7 +60,17 @@ def combine(
                     sums = sums + value
             out.store_vector(Long(token) * out_width + (first_column + column), sums.to(out.kind))
 
-        loop(simt.block() * THREADS + simt.thread(), num_tokens * pieces, blocks * THREADS, work)
+        first_item = simt.block() * THREADS + simt.thread()
+        loop(first_item, num_tokens * pieces, blocks * THREADS, work)
+
+        def copy(item):
+            token, column = item // other_pieces, item % other_pieces * COLUMNS
+            column = select(column < first_column, column, column + width)
+            index = Long(token) * out_width + column
+            out.store_vector(index, before.load_vector(index, COLUMNS))
+
+        if other_pieces:
+            when(~out.is_same(before))(lambda: loop(first_item, num_tokens * other_pieces, blocks * THREADS, copy))
 
     inputs = (rows, token_index_map, jnp.asarray(first_column, jnp.int32).reshape(1))
     optional = () if weights is None else (weights.astype(jnp.float32),)

@@ -81,21 +81,21 @@ def down_backward(
                 inline.store_columns(buffer, first, result.astype(dtype))
         plgpu.commit_smem()
         columns = pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
-        for buffer, output in zip(leaving, (*inputs[4:], outputs[0]), strict=True):
+        for buffer, output in zip(leaving, outputs[:-1], strict=True):
             ragged_copy(buffer, output, where, (columns,))
         plgpu.commit_smem_to_gmem_group()
         rows = pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)
-        outputs[1].at[where.row_tile, where.column_tile * PANELS + panel, rows][...] = d_weight
+        outputs[-1].at[where.row_tile, where.column_tile * PANELS + panel, rows][...] = d_weight
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums_shape = (groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS)
-    # The gradients take the place of the pre-activations, which every tile has read before it writes.
-    in_place = tuple(jax.new_ref(p) for p in pre_activations)
-    weighted_hidden, sums = row_matmul(
+    *d_pre_activations, weighted_hidden, sums = row_matmul(
         RowMatmul(
             name="moe_down_backward",
-            inputs=(dy, groups.token_indices, w_down, row_weights, *in_place),
-            outputs=(rows, jax.ShapeDtypeStruct(sums_shape, jnp.float32)),
+            inputs=(dy, groups.token_indices, w_down, row_weights, *pre_activations),
+            outputs=(rows,) * (num_pre + 1) + (jax.ShapeDtypeStruct(sums_shape, jnp.float32),),
+            # A tile has read its pre-activations before it writes their gradients.
+            in_place={4 + i: i for i in range(num_pre)},
             num_column_tiles=column_tiles,
             k_steps=-(-dy.shape[1] // K_STEP),
             gathers=True,
@@ -110,11 +110,10 @@ def down_backward(
         ),
         groups.tiles,
     )
-    d_pre_activations = tuple(jax.freeze(r) for r in in_place)
     d_row_weights = rows_of_tiles(sums.sum(1), groups.tiles, num_rows)
     if b_down is not None:
         d_row_weights += _bias_part(dy, b_down, groups)
-    return d_pre_activations, weighted_hidden, d_row_weights
+    return tuple(d_pre_activations), weighted_hidden, d_row_weights
 
 
 def _bias_part(dy: Float[Array, "T d"], b_down: Float[Array, "E d"], groups: RowGroups) -> Float[Array, " R"]:

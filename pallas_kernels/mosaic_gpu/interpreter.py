@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 FEW_BLOCKS = 2
 
-_interpreting: ContextVar[bool] = ContextVar("interpreting", default=False)
+_parameters: ContextVar[plgpu.InterpretGPUParams | None] = ContextVar("parameters", default=None)
 
 
 @contextmanager
@@ -26,16 +26,22 @@ def interpreted(*, detect_races: bool = True) -> Iterator[None]:
     Args:
       detect_races: whether kernels that work on tiles are watched, which takes longer; the others always are.
     """
-    token = _interpreting.set(True)
+    parameters = plgpu.InterpretGPUParams(detect_races=detect_races)
+    token = _parameters.set(parameters)
     try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)):
+        with plgpu.force_gpu_interpret_mode(parameters):
             yield
     finally:
-        _interpreting.reset(token)
+        _parameters.reset(token)
 
 
 def is_interpreted() -> bool:
-    return _interpreting.get()
+    return _parameters.get() is not None
+
+
+def interpreter_parameters() -> plgpu.InterpretGPUParams | bool:
+    """What to pass as `interpret` where Pallas does not look for itself."""
+    return _parameters.get() or False
 
 
 def in_interpreter(form: Callable) -> Callable:

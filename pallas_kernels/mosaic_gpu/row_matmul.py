@@ -6,7 +6,9 @@ step. A finished tile is packed to 16 bits in registers, which frees the accumul
 next tile's first k steps run on the tensor cores.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu import inline, interpreter
+from pallas_kernels.mosaic_gpu.in_place import kernel_in_place
 from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, Where
 from pallas_kernels.mosaic_gpu.tuning import TileTuning
@@ -44,6 +47,7 @@ class RowMatmul(NamedTuple):
       name: of the kernel in profiles.
       inputs: arrays of the kernel.
       outputs: shapes and dtypes of its results.
+      in_place: inputs whose memory an output may take, and that output.
       num_column_tiles: how many blocks of 256 columns.
       k_steps: steps of 64 along the contracted dimension.
       gathers: whether the left operand's rows are gathered: then the inputs start with tokens and row indices.
@@ -75,6 +79,7 @@ class RowMatmul(NamedTuple):
     transposed_weights: bool
     copies: int
     load: Callable
+    in_place: Mapping[int, int] = MappingProxyType({})
     scratch: tuple = ()
     finish: Callable | None = None
     panels: int = 0
@@ -245,7 +250,10 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
             plgpu.wait_smem_to_gmem(0)
 
     kernel.__name__ = op.name
-    return plgpu.kernel(
+    launcher = plgpu.kernel
+    if op.in_place:
+        launcher = partial(kernel_in_place, in_place={len(schedule) + i: o for i, o in op.in_place.items()})
+    return launcher(
         kernel,
         out_type=list(op.outputs),
         scratch_types=[

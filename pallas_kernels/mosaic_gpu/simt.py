@@ -77,7 +77,8 @@ def simt_kernel(
       blocks: of the grid.
       warpgroups: of 128 threads per block.
       shared: sizes of int32 arrays in shared memory.
-      updated: this many of the last inputs are written in place, and returned ahead of the outputs.
+      updated: so many of the last inputs come back changed, as the first outputs, in their own memory if XLA can do
+        so without a copy; see `Pointer.is_same`.
     """
 
     def run(machine, pointers):
@@ -268,6 +269,10 @@ class Pointer:
     def __init__(self, pointer):
         self.pointer = pointer
         self.kind: str = pointer.kind
+
+    def is_same(self, other: "Pointer") -> Bool:
+        """Whether it is the same memory. An output may be that of the input it comes from, but need not."""
+        return Bool(_machine.get().is_same(self.pointer, other.pointer))
 
     def at(self, index) -> "Pointer":
         """The array from `index` on; constant indices into it cost no arithmetic."""

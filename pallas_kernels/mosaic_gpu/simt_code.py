@@ -2,6 +2,7 @@
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
+
+from pallas_kernels.mosaic_gpu.in_place import kernel_in_place
 
 _ALL_LANES = 0xFFFFFFFF
 _GLOBAL, _SHARED = 1, 3
@@ -21,8 +24,9 @@ def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
     """The launcher of a kernel whose threads do `run(machine, pointers)`; see `simt.simt_kernel`."""
 
     def call(*inputs):
-        changed = [jax.new_ref(a) for a in inputs[len(inputs) - updated :]]
-        num_global = len(inputs) + len(outputs)
+        first_updated = len(inputs) - updated
+        changed = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs[first_updated:]]
+        num_global = len(inputs) + updated + len(outputs)
 
         def body(*refs):
             @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
@@ -32,17 +36,19 @@ def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
             emit(*refs)
 
         body.__name__ = name
-        out = plgpu.kernel(
+        launcher = plgpu.kernel
+        if updated:
+            launcher = partial(kernel_in_place, in_place={first_updated + i: i for i in range(updated)})
+        return launcher(
             body,
-            out_type=tuple(outputs),
+            out_type=[*changed, *outputs],
             grid=(blocks,),
             grid_names=("block",),
             num_threads=warpgroups,
             thread_name="wg",
             scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in shared],
             compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        )(*inputs[: len(inputs) - updated], *changed)
-        return [*(jax.freeze(c) for c in changed), *out]
+        )(*inputs)
 
     return call
 
@@ -118,6 +124,10 @@ class Code:
 
     def element(self, x, i):
         return llvm.extractelement(x, self.constant("int32", i))
+
+    def is_same(self, pointer, other):
+        addresses = [llvm.ptrtoint(_type("int64"), p.value) for p in (pointer, other)]
+        return arith.cmpi(arith.CmpIPredicate.eq, *addresses)
 
     def offset(self, pointer, index):
         return pointer._replace(value=_address(pointer, index))

@@ -24,13 +24,13 @@ def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
     """The launcher of a kernel whose threads do `run(machine, pointers)`; see `simt.simt_kernel`."""
 
     def call(*inputs):
-        kept = len(inputs) - updated
-        changed = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs[kept:]]
+        # Changed inputs always get memory of their own: what a kernel forgets to copy is found missing.
+        changed = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs[len(inputs) - updated :]]
 
         def interpret(*inputs):
             threads = Threads(name, blocks, warpgroups * _WARPGROUP)
-            arrays = [np.array(a) for a in inputs]  # copies: the last ones are written
-            results = [np.zeros(o.shape, o.dtype) for o in outputs]
+            arrays = [np.asarray(a) for a in inputs]
+            results = [np.zeros(o.shape, o.dtype) for o in (*changed, *outputs)]
             memories = [Memory(threads, f"argument {i}", a.reshape(-1)) for i, a in enumerate(arrays)]
             memories += [Memory(threads, f"output {i}", a.reshape(-1), empty=True) for i, a in enumerate(results)]
             for i, size in enumerate(shared):
@@ -38,7 +38,7 @@ def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
                 memories.append(Memory(threads, f"shared array {i}", words, shared=True, empty=True))
             with np.errstate(all="ignore"):
                 run(threads, [_Pointer(memory, memory.kind, np.zeros(1, np.int64)) for memory in memories])
-            return [*arrays[kept:], *results]
+            return results
 
         if any(isinstance(a, Tracer) for a in inputs):
             return jax.pure_callback(interpret, [*changed, *outputs], *inputs, vmap_method="sequential")
@@ -206,6 +206,9 @@ class Threads:
 
     def element(self, x, i):
         return np.ascontiguousarray(x[:, i])
+
+    def is_same(self, pointer: _Pointer, other: _Pointer):
+        return np.full(1, pointer.memory is other.memory)
 
     def offset(self, pointer: _Pointer, index):
         return pointer._replace(start=pointer.start + index)

@@ -205,6 +205,31 @@ def test_checkpoint_scan_and_a_jitted_optax_step():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("d", [256, 640])
+def test_layers_stacked_by_scan(d, residual):
+    """Kernels that write in place get slices of stacks, and XLA hands them over as it likes."""
+    layers = [make_problem(ROUTINGS["random"].experts, 6, d=d, n=N, dtype="bfloat16", seed=i) for i in range(4)]
+    stacks = jax.tree.map(lambda *a: jnp.stack(a), *layers)
+
+    def loss(function, x, params, weights):
+        def layer(x, arguments):
+            y = apply(function, x, *arguments)
+            return (x + y if residual else y), None
+
+        y, _ = jax.lax.scan(layer, x, (params, weights, stacks.experts))
+        return jnp.vdot(y.astype(jnp.float32), stacks.dy[0].astype(jnp.float32))
+
+    def gradients(function, *arguments):
+        return jax.jit(jax.grad(partial(loss, function), argnums=(0, 1, 2)))(*arguments)
+
+    problem = stacks.cast(jnp.float32)
+    out = gradients(expert_ffn, stacks.x[0], stacks.params, stacks.weights)
+    expected = gradients(dense_expert_ffn, problem.x[0], problem.params, problem.weights)
+    assert_close(out, expected, 2 * LIMIT)
+
+
+@pytest.mark.gpu
 def test_more_elements_than_32_bits_count():
     """2M tokens: the pre-activations alone have 2^32 elements. Tokens at both ends are held to the oracle."""
     tokens, d, n, num_experts = 2**21, 512, 2048, 4

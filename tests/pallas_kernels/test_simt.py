@@ -103,9 +103,11 @@ def test_shared_memory_is_each_blocks_own_and_atomics_add_up():
     assert_same_bits(out, np.repeat(np.array([64, 128, 192], np.int32), THREADS))
 
 
-def test_inside_jit_and_in_place():
-    def body(x, counts, changed, out):
+def test_inside_jit_and_updated():
+    def body(x, counts, before, changed, out):
         out[thread()] = x[thread()] + 1
+        when(~changed.is_same(before) & (thread() < 2))(lambda: changed.__setitem__(thread(), before[thread()]))
+        block_barrier()
         changed.add(0, counts[0])
 
     @jax.jit
