@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
@@ -152,7 +153,8 @@ def route(
       selection_bias: added to the scores for selection only, not to the weights (loss-free balancing).
       implementation: None for the best that can run here, or "mosaic_gpu" or "xla". The Hopper kernel is one pass over
         the logits, but its scores can differ from XLA's in the last bits; where scores rank the experts (with a
-        selection bias, or with groups), nearly equal ones may then be chosen differently.
+        selection bias, or with groups), nearly equal ones may then be chosen differently. Token rounding runs on Hopper
+        kernels of its own only if they are asked for by name.
       **options: fields of `Router`.
 
     Raises:
@@ -171,6 +173,8 @@ def route(
     if selection_bias is not None and selection_bias.shape != (num_experts,):
         raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
 
+    # Only by name: the Hopper kernels that round token counts have been interpreted and compiled, but not yet run.
+    rounds_on_hopper = implementation == "mosaic_gpu" and num_tokens > 0
     implementation = choose_router_implementation(implementation, logits, experts_per_token)
     rule = router.rule(experts_per_token)
     on_hopper = implementation == "mosaic_gpu" and num_tokens > 0  # no kernel without work
@@ -182,13 +186,16 @@ def route(
     elif router.token_rounding is not None:
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         scores = scores_of(logits, rule)
-        experts = round_token_counts(
-            jax.lax.stop_gradient(scores),
-            selected,
-            router.token_rounding,
+        round_counts = partial(
+            round_token_counts,
+            mode=router.token_rounding,
             tile=router.rounding_tile,
             extra_slots=router.rounding_slots,
+            implementation="mosaic_gpu" if rounds_on_hopper else "xla",
         )
+        if rounds_on_hopper:
+            round_counts = sequential_vmap(round_counts)
+        experts = _without_derivative(round_counts)(scores, selected, demand)
         weights = weights_of(logits, scores, selected, experts, rule)
     if experts is not selected:
         weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
@@ -239,6 +246,18 @@ def _backward(rule, residuals, cotangents: Routed):
 
 
 _route_on_hopper.defvjp(_forward, _backward)
+
+
+def _without_derivative(function):
+    """`function`, whose result is whole numbers, shielded from differentiation, which kernels have no rule for."""
+    shielded = jax.custom_jvp(function)
+
+    @shielded.defjvp
+    def _(primals, tangents):
+        out = shielded(*primals)
+        return out, np.zeros(out.shape, jax.dtypes.float0)
+
+    return shielded
 
 
 def _drop_beyond_capacity(routed: Routed, num_experts, capacity) -> Int[Array, "T K"]:

@@ -2,68 +2,67 @@
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from blaze_jax.dispatch import EMPTY_SLOT
-from pallas_kernels.compat import top_k
+from blaze_jax.implementation import Implementation, kernels_of
 
 TokenRounding = Literal["up", "down", "nearest"]
 
+_CHOSEN = 1 << 30  # above the bits of any float32 below two
+
 
 def round_token_counts(
-    scores: Float[Array, "T E"], selected: Int[Array, "T K"], mode: TokenRounding, *, tile: int, extra_slots: int
+    scores: Float[Array, "T E"],
+    selected: Int[Array, "T K"],
+    demand: Int[Array, " E"],
+    mode: TokenRounding,
+    *,
+    tile: int,
+    extra_slots: int,
+    implementation: Implementation = "xla",
 ) -> Int[Array, "T K_extra"]:
     """Experts of every token after each expert's count went to a multiple of `tile`.
 
-    Rounding down, an expert gives up its tokens of lowest score; rounding up, it takes the tokens of highest score
+    An expert ranks the tokens that chose it before the others, and each kind by score, and takes as many as its new
+    count says: rounding down, it gives up its tokens of lowest score; rounding up, it takes the tokens of highest score
     among those that did not choose it. Equal scores prefer the lower token id. A token takes at most `extra_slots`
     experts it did not choose; an expert that would need more of it, or more tokens than there are, rounds down.
 
-    Costs two selections of `tile - 1` tokens per expert from `(T, E)`, and masks of that shape; no full sort.
-
     Args:
-      scores: routing scores, at least 0.
+      scores: routing scores from 0 to 1, ranked in float32.
       selected: distinct experts of each token.
+      demand: tokens that chose each expert.
       mode: "up", "down", or "nearest" (half a tile goes up).
       tile: rows of a kernel tile.
       extra_slots: slots added to every token, E - K at most; "down" uses none and adds none.
+      implementation: whose kernels.
 
     Returns:
       `selected` with -1 for the dropped, and, unless `mode` is "down", `extra_slots` more slots, -1 where unused.
     """
     num_tokens, num_experts = scores.shape
+    kernels = kernels_of(implementation if num_tokens else "xla")  # no kernel without work
     extra_slots = min(extra_slots, num_experts - selected.shape[1])
-    scores = jnp.where(jnp.isnan(scores), 0, scores)  # else a NaN token would be every expert's favourite
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-    chosen = jnp.zeros(scores.shape, bool).at[token, selected].set(True)
-    count = chosen.sum(0, dtype=jnp.int32)
-    floor = count // tile * tile
+    scores = jnp.where(jnp.isnan(scores), 0, scores)  # else a NaN token would be every expert's favourite
+    # The bits of floats that are not negative rank as the floats do.
+    ranks = jax.lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.int32)
+    keys = ranks.T.at[selected, token].add(_CHOSEN, mode="promise_in_bounds", unique_indices=True)
 
-    added = jnp.zeros(scores.shape, bool)
-    if mode != "down":
-        up = -(-count // tile) * tile if mode == "up" else (count + tile // 2) // tile * tile
-        missing = jnp.where((up > count) & (up <= num_tokens), up - count, 0)
-        added = _best_tokens(jnp.where(chosen, -jnp.inf, scores), missing, tile - 1)
-        crowded = added & (jnp.cumsum(added, axis=1) > extra_slots)
-        added &= ~crowded.any(0)
-    surplus = jnp.where(added.any(0), 0, count - floor)
-    # Tokens in reverse: of equal scores the one with the higher id goes first.
-    dropped = _best_tokens(jnp.where(chosen, -scores, -jnp.inf)[::-1], surplus, tile - 1)[::-1]
+    own_keys = jnp.take_along_axis(ranks, selected, axis=1) + _CHOSEN
 
-    kept = jnp.where(jnp.take_along_axis(dropped, selected, axis=1), EMPTY_SLOT, selected)
-    if mode == "down":
-        return kept
-    place = jnp.where(added, jnp.cumsum(added, axis=1) - 1, extra_slots)
-    extra = jnp.full((num_tokens, extra_slots), EMPTY_SLOT, jnp.int32)
-    expert = jnp.broadcast_to(jnp.arange(num_experts, dtype=jnp.int32), scores.shape)
-    return jnp.concatenate([kept, extra.at[token, place].set(expert, mode="drop")], axis=1)
+    def kept(cutoffs):
+        return jnp.where(cutoffs.take(own_keys, selected, token), selected, EMPTY_SLOT)
 
-
-def _best_tokens(scores: Float[Array, "T E"], wanted: Int[Array, " E"], most: int) -> Bool[Array, "T E"]:
-    """Marks, for each expert, its `wanted[e] ≤ most` tokens of highest score, the lower id first among equals."""
-    num_tokens, num_experts = scores.shape
-    most = min(most, num_tokens)
-    best = top_k(scores.T, most)[1]
-    row = jnp.where(jnp.arange(most) < wanted[:, None], best, num_tokens)
-    return jnp.zeros(scores.shape, bool).at[row, jnp.arange(num_experts)[:, None]].set(True, mode="drop")
+    down = demand // tile * tile
+    if mode == "down" or not extra_slots:
+        return kept(kernels.token_cutoffs(keys, down))
+    up = -(-demand // tile) * tile if mode == "up" else (demand + tile // 2) // tile * tile
+    cutoffs = kernels.token_cutoffs(keys, jnp.where(up <= num_tokens, up, down))
+    added, crowded = kernels.experts_added(keys, cutoffs, _CHOSEN, extra_slots)
+    lower = kernels.token_cutoffs(keys, jnp.where(crowded, down, 0))
+    cutoffs = jax.tree.map(lambda new, old: jnp.where(crowded, new, old), lower, cutoffs)
+    return jnp.concatenate([kept(cutoffs), jnp.where(crowded[added], EMPTY_SLOT, added)], axis=1)

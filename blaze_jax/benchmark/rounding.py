@@ -1,5 +1,6 @@
 """`--token-rounding`: the experts with plain top-k against whole kernel tiles of tokens for each expert."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,28 +18,41 @@ TILE = 128
 
 
 def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> dict[str, Any]:
-    """Forward+backward of the experts under each kind of routing, as it goes into the JSON file."""
+    """Forward+backward of the experts under each kind of routing, alone and with it, as in the JSON file."""
     x, w_gate, w_up, w_down, *_ = expert_inputs(sizes, dtype)
     logits = jax.random.normal(jax.random.key(4), (sizes.num_tokens, sizes.num_experts))
     tile = min(TILE, max(1, sizes.pairs // sizes.num_experts))
 
-    def routed(mode) -> Routing:
+    def router(mode) -> Callable[..., Routing]:
         options = {} if mode is None else {"token_rounding": mode, "rounding_tile": tile}
-        return jax.jit(partial(route, experts_per_token=sizes.experts_per_token, **options))(logits)
+        return partial(route, experts_per_token=sizes.experts_per_token, implementation=implementation, **options)
 
-    routings = {PLAIN: routed(None), **{f"rounded {mode}": routed(mode) for mode in ("nearest", "down")}}
-    run = jax.jit(forward_and_backward(partial(expert_ffn, implementation=implementation)))
-    calls = {
-        name: partial(run, x, w_gate, w_up, w_down, routing.weights, routing.experts, x)
-        for name, routing in routings.items()
+    def experts(routing: Routing, x, w_gate, w_up, w_down):
+        layer = partial(expert_ffn, implementation=implementation, dispatched=routing.dispatched)
+        return forward_and_backward(layer)(x, w_gate, w_up, w_down, routing.weights, routing.experts, x)
+
+    def routed_experts(router, logits, *arrays):
+        return experts(router(logits), *arrays)
+
+    routers = {PLAIN: router(None), **{f"rounded {mode}": router(mode) for mode in ("nearest", "down")}}
+    routings = {name: jax.jit(router)(logits)._replace(dispatched=None) for name, router in routers.items()}
+    alone, arrays = jax.jit(experts), (x, w_gate, w_up, w_down)
+    calls = {name: partial(alone, routing, *arrays) for name, routing in routings.items()}
+    calls |= {
+        _with_router(name): partial(jax.jit(partial(routed_experts, router)), logits, *arrays)
+        for name, router in routers.items()
     }
     timings = time_calls(calls, repeats=repeats)
     rows = {}
     for name, routing in routings.items():
         counts = routing.tokens_per_expert
         pairs, us = int(counts.sum()), timings[name].us
+        us_with_router = timings[_with_router(name)].us
         rows[name] = {
             "us": us,
+            "us_with_router": us_with_router,
+            "speedup_with_router": timings[_with_router(PLAIN)].us / us_with_router,
+            "us_by_kernel": {kernel: total.us for kernel, total in timings[name].kernels.items()},
             "spread": timings[name].spread,
             "clock": timings[name].clock,
             "note": timings[name].note,
@@ -56,15 +70,20 @@ def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) 
     }
 
 
+def _with_router(name: str) -> str:
+    return f"{name}, routed"
+
+
 def print_rounding(record: dict[str, Any]) -> None:
     """The record as a table."""
     print(f"  forward+backward of the experts, tiles of {record['tile']} rows")
     header = f"  {'routing':18s} {'ms':>9s} {'spread':>7s} {'pairs':>9s} {'rows of tiles':>14s} {'TFLOP/s':>8s}"
-    print(f"{header} {'speed-up':>8s}")
+    print(f"{header} {'speed-up':>8s} {'with router, ms':>15s} {'speed-up':>8s}")
     for name, row in record["routings"].items():
         print(
             f"  {name:18s} {row['us'] / 1e3:9.3f} {row['spread']:7.1%} {row['pairs']:9d} {row['rows_of_tiles']:14d} "
-            f"{row['tflops']:8.4g} {row['speedup']:8.3f}"
+            f"{row['tflops']:8.4g} {row['speedup']:8.3f} {row['us_with_router'] / 1e3:15.3f} "
+            f"{row['speedup_with_router']:8.3f}"
         )
     for note in dict.fromkeys(row["note"] for row in record["routings"].values() if row["note"]):
         print(f"  note: {note}")

@@ -9,6 +9,7 @@ from pallas_kernels.mosaic_gpu.interpreter import interpreted
 from pallas_kernels.mosaic_gpu.router import router, router_unsupported
 from pallas_kernels.mosaic_gpu.row_groups import RowGroups
 from pallas_kernels.mosaic_gpu.support import unsupported
+from pallas_kernels.mosaic_gpu.token_selection import experts_added, token_cutoffs
 from pallas_kernels.mosaic_gpu.up_backward import up_backward
 from pallas_kernels.mosaic_gpu.up_projection import up_projection
 from pallas_kernels.mosaic_gpu.weight_gradients import down_weight_gradients, up_weight_gradients
@@ -22,10 +23,12 @@ __all__ = [
     "down_backward",
     "down_projection",
     "down_weight_gradients",
+    "experts_added",
     "interpreted",
     "router",
     "router_backward",
     "router_unsupported",
+    "token_cutoffs",
     "unsupported",
     "up_backward",
     "up_projection",

@@ -359,7 +359,10 @@ def thread() -> Int:
 
 
 def warp() -> Int:
-    """Index of the warp in its block, known to the compiler to be the same for the whole warp."""
+    """Index of the warp in its block, known to the compiler to be the same for the whole warp.
+
+    All the warp's lanes must ask for it together: a GPU waits for those that do not.
+    """
     return Int(_machine.get().warp())
 
 

@@ -251,7 +251,7 @@ class Threads:
         return self.index % self.per_block
 
     def warp(self):
-        return self.thread() // WARP
+        return self._lanes(self.thread() // WARP).reshape(-1)  # a GPU shuffles to have it the same in the whole warp
 
     def block(self):
         return self.index // self.per_block

@@ -7,6 +7,7 @@ from pallas_kernels.xla.down_backward import down_backward
 from pallas_kernels.xla.down_projection import down_projection
 from pallas_kernels.xla.router import router, router_backward
 from pallas_kernels.xla.row_groups import RowGroups
+from pallas_kernels.xla.token_selection import experts_added, token_cutoffs
 from pallas_kernels.xla.up_backward import up_backward
 from pallas_kernels.xla.up_projection import up_projection
 from pallas_kernels.xla.weight_gradients import down_weight_gradients, up_weight_gradients
@@ -19,8 +20,10 @@ __all__ = [
     "down_backward",
     "down_projection",
     "down_weight_gradients",
+    "experts_added",
     "router",
     "router_backward",
+    "token_cutoffs",
     "up_backward",
     "up_projection",
     "up_weight_gradients",

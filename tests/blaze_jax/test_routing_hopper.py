@@ -88,10 +88,12 @@ def test_transformed(transform):
     assert_close(gradient, jax.grad(partial(total, on_xla))(random_logits()), TOLERANCE)
 
 
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_vmap(biased):
+def test_vmap(biased, rounded):
     logits = random_logits(3, T, E)
     options = {"selection_bias": 0.1 * random_logits(E, seed=1)} if biased else {}
+    options |= OPTIONS[-1] if rounded else {}
     out, expected = (jax.vmap(partial(run, **options))(logits) for run in (on_kernel, on_xla))
     assert_matches(out, expected)
     gradient, expected = (jax.vmap(jax.grad(partial(total, run, **options)))(logits) for run in (on_kernel, on_xla))
@@ -167,7 +169,7 @@ def test_on_the_gpu(tokens, num_experts, slots, options):
         options = options | {"groups_per_token": 4}
     logits = random_logits(tokens, num_experts)
     results = []
-    for implementation in (None, "xla"):
+    for implementation in ("mosaic_gpu", "xla"):
         run = jax.jit(partial(route, experts_per_token=slots, implementation=implementation, **options))
         results.append((run(logits), jax.grad(lambda l, run=run: total(run, l))(logits)))
     (out, gradient), (expected, expected_gradient) = results

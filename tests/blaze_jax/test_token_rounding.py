@@ -25,6 +25,10 @@ def problem(seed=0, levels=None):
     return scores.astype(np.float32), random_experts(T, K, range(E), seed)
 
 
+def demand(selected):
+    return jnp.asarray(reference.counts(selected, E), jnp.int32)
+
+
 def members(experts):
     return (np.asarray(experts)[:, :, None] == np.arange(E)).sum(1)
 
@@ -34,7 +38,7 @@ def members(experts):
 @pytest.mark.parametrize("mode", MODES)
 def test_matches_reference(mode, tile, levels):
     scores, selected = problem(levels=levels)
-    out = np.asarray(round_token_counts(scores, selected, mode, tile=tile, extra_slots=E))
+    out = np.asarray(round_token_counts(scores, selected, demand(selected), mode, tile=tile, extra_slots=E))
     assert out.shape == (T, K if mode == "down" else E)
     assert_same_bits(members(out), reference.rounded_members(scores, selected, mode, tile).astype(int))
     own = out[:, :K]
@@ -49,8 +53,8 @@ def test_matches_reference(mode, tile, levels):
 )
 def test_rounding_within_few_slots(seed, levels, slots, mode):
     scores, selected = problem(seed, levels)
-    out = jax.jit(round_token_counts, static_argnums=2, static_argnames=("tile", "extra_slots"))(
-        scores, selected, mode, tile=8, extra_slots=slots
+    out = jax.jit(round_token_counts, static_argnums=3, static_argnames=("tile", "extra_slots"))(
+        scores, selected, demand(selected), mode, tile=8, extra_slots=slots
     )
     mask, own = members(out), members(selected)
     counts, wanted = mask.sum(0), reference.target_counts(own.sum(0), T, mode, 8)
@@ -69,8 +73,8 @@ def test_rounding_within_few_slots(seed, levels, slots, mode):
 
 def test_without_spare_slots_counts_go_down():
     scores, selected = problem()
-    out = round_token_counts(scores, selected, "up", tile=8, extra_slots=0)
-    down = round_token_counts(scores, selected, "down", tile=8, extra_slots=0)
+    out = round_token_counts(scores, selected, demand(selected), "up", tile=8, extra_slots=0)
+    down = round_token_counts(scores, selected, demand(selected), "down", tile=8, extra_slots=0)
     assert_same_bits(out, down)
 
 
@@ -78,7 +82,7 @@ def test_nan_token_is_nobodys_favourite():
     scores, selected = problem()
     poisoned = scores.copy()
     poisoned[4] = np.nan
-    out = members(round_token_counts(poisoned, selected, "up", tile=8, extra_slots=E))
+    out = members(round_token_counts(poisoned, selected, demand(selected), "up", tile=8, extra_slots=E))
     assert_same_bits(out[4], members(selected)[4])
     assert (out.sum(0) % 8 == 0).all()
 

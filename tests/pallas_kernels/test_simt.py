@@ -227,6 +227,10 @@ def divergent_warp(out, shared):
         out[thread()] = simt.warp_maximum(thread())
 
 
+def divergent_warp_index(out, shared):
+    when((thread() % 32).equals(0))(lambda: shared.__setitem__(warp(), 0))
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -244,6 +248,7 @@ def divergent_warp(out, shared):
         (nobody_wrote, "shared array 0, word 0 is read, but nobody has written it"),
         (divergent_barrier, "a block's barrier that thread 64 of block 0 does not reach"),
         (divergent_warp, "an operation of a warp that thread 0 of block 0 does not reach"),
+        (divergent_warp_index, "an operation of a warp that thread 1 of block 0 does not reach"),
     ],
 )
 def test_races_are_found(body, message):
