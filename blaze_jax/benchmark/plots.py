@@ -1,5 +1,6 @@
 """`--plot`: results as PNG files, drawn from what the JSON files hold and nothing else."""
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from blaze_jax.benchmark.results_file import RECORDED, Record, read_results
 from blaze_jax.benchmark.scaling import FLAT_FROM, FLAT_WITHIN
 
 OURS = "blaze_jax"
+_OUR_KERNELS = "moe_"
 _OURS_COLOR, _PEER_COLOR, _PUBLISHED_COLOR, _GREY = "#2563a8", "#94a3b8", "#d6dbe3", "#6b7280"
 _ACCENT = "#d1495b"
-_COLUMNS = 3
+_COLUMNS = 2
+_LEAST_SHARE = 0.005
+"""Kernels that take less than that share of the time are drawn as one bar."""
 
 
 class MissingLibraryError(Exception):
@@ -51,8 +55,8 @@ def draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         own = [(result, records) for result, records in own if records]
         if own:
             figure = drawer([record for _, records in own for record in records])
-            figure.text(0.995, 0.004, _source(own[0][0]), ha="right", va="bottom", fontsize=7, color=_GREY)
-            figure.savefig(folder / name)
+            figure.text(0.995, 0.004, _source(own[0][0]), ha="right", va="bottom", fontsize=8, color=_GREY)
+            _save(figure, folder / name)
             drawn.append(folder / name)
     if not drawn:
         kinds = sorted({record["kind"] for result in results for record in result["records"]})
@@ -77,16 +81,34 @@ def _source(result: dict[str, Any]) -> str:
 def _figure(width: float, height: float, title: str):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    figure.get_layout_engine().set(rect=(0, 0.02, 1, 0.98))  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
+    foot = 0.2 / height  # where the source stands
+    layout = {"rect": (0, foot, 1, 1 - foot), "h_pad": 0.08, "hspace": 0.05}
+    figure.get_layout_engine().set(**layout)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
     figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
     return figure
 
 
+def _save(figure, path: Path) -> None:
+    """Writes a PNG file of few colors, a third the size of matplotlib's own."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
+    Image.open(drawn).convert("RGB").quantize(128).save(path, optimize=True)
+
+
 def _published(record: Record) -> list[Record]:
-    """Other libraries' figures at the same sizes."""
+    """Figures of other runs at the same sizes."""
+    if record["dtype"] != "bfloat16":
+        return []
     content = read_results(RECORDED / "published.json")
     return [r for r in content["records"] if r["kind"] == "published" and r["sizes"] == record["sizes"]]
+
+
+def published_scaling() -> list[Record]:
+    """MoEBlaze's own figures from few tokens to many."""
+    return [r for r in read_results(RECORDED / "published.json")["records"] if r["kind"] == "published_scaling"]
 
 
 def _draw_speed(records: Sequence[Record]):
@@ -96,86 +118,76 @@ def _draw_speed(records: Sequence[Record]):
 
     def bars(record: Record) -> list[tuple[str, float | None, str]]:
         rows = [(_label(r), r[BOTH]["tflops"] if BOTH in r else None, r["status"]) for r in record["layers"]]
-        others = [(r["layer"], tflops(r["sizes"], r[BOTH]["us"]), "published") for r in _others(record)]
-        return rows + others
+        return rows + [(r["layer"], tflops(r["sizes"], r[BOTH]["us"]), "published") for r in _published(record)]
 
-    title = "Experts, forward + backward: TFLOP/s; dotted: a dense matmul in the same run; pale: figures of other runs"
+    title = "Forward + backward, TFLOP/s (pale: figures of other runs)"
     return _panels(records, title, bars, lambda r: r["ceilings"][BOTH]["tflops"])
 
 
 def _draw_memory(records: Sequence[Record]):
     def bars(record: Record) -> list[tuple[str, float | None, str]]:
-        rows = [
-            (_label(r), r.get("saved_mib"), r["status"] if "saved_mib" not in r else "ok") for r in record["layers"]
-        ]
-        others = [(r["layer"], r["saved_mib"], "published") for r in _others(record) if "saved_mib" in r]
-        return rows + others
+        rows = [(_label(r), r.get("saved_mib"), r["status"]) for r in record["layers"]]
+        return rows + [(r["layer"], r["saved_mib"], "published") for r in _published(record) if "saved_mib" in r]
 
-    title = "Kept for the backward pass beside the layer's arguments: MiB; pale: figures of other runs"
-    return _panels(records, title, bars, None)
+    return _panels(records, "Kept for the backward pass beside the arguments, MiB (pale: figures of other runs)", bars)
 
 
 def _draw_planned_memory(records: Sequence[Record]):
     def bars(record: Record) -> list[tuple[str, float | None, str]]:
         rows = [(r["layer"], r.get("peak_mib") if r["status"] == "ok" else None, r["status"]) for r in record["layers"]]
-        others = [(r["layer"], r["peak_mib"], "published") for r in _others(record) if "peak_mib" in r]
-        return rows + others
+        return rows + [(r["layer"], r["peak_mib"], "published") for r in _published(record) if "peak_mib" in r]
 
-    title = "Peak of forward + backward beyond the arguments by XLA's plan for the H200, MiB; pale: other runs"
-    return _panels(records, title, bars, None)
-
-
-def _others(record: Record) -> list[Record]:
-    """Published figures, but of a peer that was measured here."""
-    measured = {r["layer"] for r in record["layers"] if BOTH in r}
-    if record["dtype"] != "bfloat16":
-        return []
-    return [r for r in _published(record) if not any(r["layer"].startswith(name) for name in measured)]
+    title = "Peak of forward + backward beyond the arguments, by XLA's plan, MiB (pale: figures of other runs)"
+    return _panels(records, title, bars)
 
 
 def _label(row: Record) -> str:
     return row["layer"] if row["layer"] == OURS or not row["backend"] else f"{row['layer']} ({row['backend']})"
 
 
-def _panels(records: Sequence[Record], title: str, bars: Callable, ceiling: Callable | None):
-    """A panel of horizontal bars for each configuration."""
-    from matplotlib.ticker import MaxNLocator
-
+def _panels(records: Sequence[Record], title: str, bars: Callable, ceiling: Callable | None = None):
+    """A panel of horizontal bars for each configuration, all bars of one height, the first on top."""
     columns = min(_COLUMNS, len(records))
-    rows = -(-len(records) // columns)
-    longest = max(len(bars(record)) for record in records)
-    figure = _figure(5.2 * columns, 0.9 + rows * (0.55 + 0.27 * longest), title)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes in grid.flat[len(records) :]:
+    panels = [(record, bars(record)) for record in records]
+    heights = [max(len(entries) for _, entries in panels[i : i + columns]) for i in range(0, len(panels), columns)]
+    figure = _figure(5.4 * columns, 0.7 + sum(0.5 + 0.24 * height for height in heights), title)
+    grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
+    for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    for record, axes in zip(records, grid.flat, strict=False):
-        entries = bars(record)
-        axes.set_title(sizes_label(record["sizes"]), fontsize=8.5, loc="left")
+    for i, ((record, entries), axes) in enumerate(zip(panels, grid.flat, strict=False)):
+        axes.set_title(sizes_label(record["sizes"]), fontsize=9.5, loc="left")
         most = max((value for _, value, _ in entries if value is not None), default=1.0)
         limit = max(most, ceiling(record) if ceiling else 0.0)
-        for place, (name, value, status) in enumerate(entries):
-            if value is None:
-                axes.text(0.01 * limit, place, _short(status), va="center", fontsize=7, color=_ACCENT)
-                continue
-            color = _PUBLISHED_COLOR if status == "published" else _PEER_COLOR
-            if name.startswith(OURS) or "kernels" in record:
-                color = _OURS_COLOR
-            axes.barh(place, value, color=color, height=0.72)
-            axes.text(value + 0.012 * limit, place, _number(value), va="center", fontsize=7.5)
+        lowest = heights[i // columns] - 0.4
         if ceiling:
             axes.axvline(ceiling(record), color=_GREY, linestyle=":", linewidth=1.2)
-        axes.set_yticks(range(len(entries)), [name for name, _, _ in entries], fontsize=7.5)
-        axes.get_yticklabels()[0].set_fontweight("bold")
-        axes.set_ylim(longest - 0.4, -0.6)  # bars of one height in all panels, the first on top
+            text = f"dense matmul {_number(ceiling(record))}"
+            axes.text(ceiling(record), lowest, text, ha="center", va="top", fontsize=8, color=_GREY)
+        for place, (name, value, status) in enumerate(entries):
+            if value is None:
+                axes.text(0.012 * limit, place, reason(status), va="center", fontsize=8.5, color=_ACCENT)
+                continue
+            axes.barh(place, value, color=_bar_color(name, status), height=0.72)
+            text = axes.text(value + 0.012 * limit, place, _number(value), va="center", fontsize=8.5)
+            text.set_bbox({"facecolor": "white", "linewidth": 0, "pad": 1.5})  # the dotted line does not cross it
+        axes.set_yticks(range(len(entries)), [name for name, _, _ in entries], fontsize=8.5)
+        for label in axes.get_yticklabels():
+            label.set_fontweight("bold" if label.get_text().startswith(OURS) else "normal")
+        axes.set_xticks([])
+        axes.set_ylim(lowest, -0.6)
         axes.set_xlim(0, 1.16 * limit)
-        axes.tick_params(axis="x", labelsize=7)
-        axes.xaxis.set_major_locator(MaxNLocator(5))
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
     return figure
 
 
-def _short(status: str) -> str:
-    """The reason up to its details."""
+def _bar_color(name: str, status: str) -> str:
+    if name.startswith((OURS, _OUR_KERNELS)):
+        return _OURS_COLOR
+    return _PUBLISHED_COLOR if status == "published" else _PEER_COLOR
+
+
+def reason(status: str) -> str:
+    """What is wrong with a layer, up to the details."""
     head = status.split(":")[0].split(" (")[0]
     return head if head != "not run" else "not run: too slow"
 
@@ -188,16 +200,23 @@ def _draw_scaling(records: Sequence[Record]):
     figure = _figure(11, 4.4, "From few tokens to many: {}".format(_layer_label(records[0]["sizes"])))
     left, right = figure.subplots(1, 2)
     tokens = [r["sizes"]["num_tokens"] for r in records]
-    published = [r for r in read_results(RECORDED / "published.json")["records"] if r["kind"] == "published_scaling"]
-    shown = [r for r in published if tokens[0] <= r["num_tokens"] <= tokens[-1]]
+    shown = [r for r in published_scaling() if tokens[0] <= r["num_tokens"] <= tokens[-1]]
     their_tokens = [r["num_tokens"] for r in shown]
     left.plot(tokens, [r["ns_per_token"] for r in records], "o-", color=_OURS_COLOR, label="blaze_jax")
-    right.plot(tokens, [r["saved_bytes_per_token"] / 1024 for r in records], "o-", color=_OURS_COLOR, label="kept")
+    right.plot(
+        tokens, [r["saved_bytes_per_token"] / 1024 for r in records], "o-", color=_OURS_COLOR, label="blaze_jax, kept"
+    )
     peak = [(t, r["peak_bytes_per_token"] / 1024) for t, r in zip(tokens, records, strict=True) if "peak_mib" in r]
     if peak:
-        right.plot(*zip(*peak, strict=True), "s--", color=_OURS_COLOR, alpha=0.55, label="peak, less weight gradients")
+        right.plot(
+            *zip(*peak, strict=True),
+            "s--",
+            color=_OURS_COLOR,
+            alpha=0.55,
+            label="blaze_jax, peak less weight gradients",
+        )
     if shown:
-        label = "MoEBlaze's own figures (H100)"
+        label = shown[0]["layer"]
         left.plot(their_tokens, [r["us"] * 1e3 / r["num_tokens"] for r in shown], "D", color=_ACCENT, label=label)
         memory = [r["mb"] * 1e6 / r["num_tokens"] / 1024 for r in shown]
         right.plot(their_tokens, memory, "D", color=_ACCENT, label=label)
@@ -207,12 +226,12 @@ def _draw_scaling(records: Sequence[Record]):
         axes.set_xscale("log", base=2)
         axes.set_xticks(tokens, [_tokens(t) for t in tokens])
         axes.minorticks_off()
-        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+        axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
         axes.set_xlabel("tokens")
         axes.set_ylabel(what)
         axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(framealpha=1, edgecolor="none", fontsize=8, loc="upper right")
     return figure
 
 
@@ -221,8 +240,11 @@ def _band(axes, records: Sequence[Record], name: str, unit: float) -> None:
     flat = [r for r in records if r["sizes"]["num_tokens"] >= FLAT_FROM]
     if len(flat) > 1:
         least = min(r[name] for r in flat) / unit
+        label = f"at most {FLAT_WITHIN:.0%} above the least"
         ends = (flat[0]["sizes"]["num_tokens"], flat[-1]["sizes"]["num_tokens"])
-        axes.fill_between(ends, least, least * (1 + FLAT_WITHIN), color=_OURS_COLOR, alpha=0.12, linewidth=0)
+        axes.fill_between(
+            ends, least, least * (1 + FLAT_WITHIN), color=_OURS_COLOR, alpha=0.12, linewidth=0, label=label
+        )
 
 
 def _layer_label(sizes: dict[str, int]) -> str:
@@ -256,24 +278,33 @@ def _draw_training(records: Sequence[Record]):
                 axes.text(place, 0, "not\nreported", ha="center", va="bottom", fontsize=8, color=_ACCENT)
                 continue
             axes.bar(place, value, color=_OURS_COLOR if place == 0 else _PEER_COLOR, width=0.6)
-            axes.text(place, value, _number(value), ha="center", va="bottom", fontsize=8)
+            axes.text(place, value, f"{value:,.0f}" if value >= 1000 else f"{value:.1f}", ha="center", va="bottom")
         axes.set_xlim(-0.6, len(names) - 0.4)
-        axes.tick_params(axis="y", labelsize=7)
+        axes.set_ylim(0, 1.1 * max(filter(None, values), default=1.0))
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
     for axes in (curves, speed, memory):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
 def _draw_kernels(records: Sequence[Record]):
-    """A panel for each configuration: the kernels' times, the longest first, and each one's share of its ceiling."""
-    records = [record for record in records if record["kernels"]] or list(records)
+    """A panel for each configuration, as last measured: the kernels' times and each one's share of its ceiling."""
+    seen = [record for record in records if record["kernels"]] or records
+    latest = {sizes_label(record["sizes"]): record for record in seen}
 
     def bars(record: Record) -> list[tuple[str, float | None, str]]:
-        return [(_kernel_label(row), row["us"], "ok") for row in record["kernels"][:12]] or [("", None, "no kernels")]
+        least = _LEAST_SHARE * sum(row["us"] for row in record["kernels"])
+        small = [row["us"] for row in record["kernels"] if row["us"] < least]
+        rows = [(_kernel_label(row), row["us"], "ok") for row in record["kernels"] if row["us"] >= least]
+        if small:
+            rows.append((f"{len(small)} others", sum(small), "ok"))
+        return rows or [("", None, "no kernels")]
 
-    return _panels(records, "Where forward + backward spends its time: µs by kernel, share of its ceiling", bars, None)
+    title = "Forward + backward by kernel, µs, and its share of what the device can do"
+    return _panels(list(latest.values()), title, bars)
 
 
 def _kernel_label(row: Record) -> str:
-    name = row["name"].removesuffix("_mosaic_gpu")[:32]
+    name = row["name"].split("_mosaic_gpu")[0][:40]
     return f"{name}  {row['share_of_ceiling']:.0%}" if "share_of_ceiling" in row else name

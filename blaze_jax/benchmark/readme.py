@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from blaze_jax.benchmark.inputs import BOTH
-from blaze_jax.benchmark.results_file import Record
+from blaze_jax.benchmark.plots import published_scaling, reason
+from blaze_jax.benchmark.results_file import RECORDED, Record, read_results
 from blaze_jax.benchmark.scaling import FLAT_FROM, flatness
+from blaze_jax.benchmark.sizes import GPU_SIZES
 
 START = "<!-- results: written by `python -m blaze_jax.benchmark --recorded ... --readme`, do not edit -->"
 END = "<!-- end of results -->"
@@ -19,6 +21,36 @@ FIGURES = {
     "kernels": {"kernels.png": "Time of each kernel"},
 }
 """Figures that `--plot` draws of each kind of results, with what they show."""
+
+SAYS = {
+    "compare": (
+        "**Beside other layers.** The experts alone, the layers taking turns. TFLOP/s count the layer's own "
+        "arithmetic, whatever a peer does besides; of dense is the share of an 8192³ matmul's rate in the same run. "
+        "Out of memory is beyond what this GPU gave the program; the file says by how much. Dense dispatch drops "
+        "tokens beyond an expert's capacity, the others none. Pale bars are other runs: {published}."
+    ),
+    "scaling": (
+        "**From few tokens to many.** One small layer, and what MoEBlaze's slides say of theirs, on an H100 and of a "
+        "configuration that they do not name: compare the shapes rather than the distance."
+    ),
+    "training": (
+        "**Training end to end.** The same model with each layer, from the same parameters and on the same batches, so "
+        "that their losses should be equal but for rounding. The final loss is the mean of the last steps, a twentieth."
+    ),
+    "routing": "**Routing.** From router logits to index arrays: our kernels beside XLA's top_k and sorts.",
+    "token_rounding": "**Token rounding.** Whole tiles of tokens for each expert, beside plain top-k.",
+    "memory": (
+        "**Memory.** XLA's own plan of forward+backward, made without a GPU: what is kept, the temporaries, and the "
+        "peak, which has the results in it."
+    ),
+    "kernels": (
+        "**Kernel by kernel.** Bursts are runs on an emptied L2 cache; back to back is a second without a pause, at "
+        "the clocks of a long run. In the figure each kernel has its share of the rate of a dense matmul or a copy in "
+        "the same run; it can pass 100%, as XLA's matmul is not the chip's peak. A size measured again after tuning "
+        "has a table of its own, and the figure shows the later."
+    ),
+}
+"""What each kind of results shows."""
 
 _FIGURES = "blaze_jax/benchmark/results"
 
@@ -53,9 +85,9 @@ def render(results: Sequence[Result]) -> str:
     sections: tuple[tuple[str, Callable[[list[Record]], list[str]]], ...] = (
         ("compare", _comparison),
         ("scaling", _scaling),
+        ("training", _training),
         ("routing", _routing),
         ("token_rounding", _rounding),
-        ("training", _training),
         ("memory", _memory),
         ("kernels", _kernels),
     )
@@ -66,10 +98,16 @@ def render(results: Sequence[Result]) -> str:
             records = [r for r in result["records"] if r["kind"] == kind]
             if records:
                 if kind not in shown:
+                    lines += ["", _says(kind)]
                     lines += [f"\n![{text}]({_FIGURES}/{name})" for name, text in FIGURES.get(kind, {}).items()]
                     shown.add(kind)
                 lines += ["", *section(records), "", _source(result)]
     return "\n".join(lines).strip("\n")
+
+
+def _says(kind: str) -> str:
+    published = read_results(RECORDED / "published.json")
+    return SAYS[kind].format(published=published["command"])
 
 
 def _source(result: Result) -> str:
@@ -97,7 +135,11 @@ def _comparison(records: list[Record]) -> list[str]:
             name = f"{layer['layer']} ({layer['backend']})" if layer["backend"] else layer["layer"]
             cells = [_name(record["sizes"]) if i == 0 else "", name]
             if layer["status"] != "ok":
-                rows.append([*cells, layer["status"].split(":")[0].split(" (")[0], "", "", "", "", ""])
+                time = reason(layer["status"])
+                if "forward" in layer:
+                    time = f"{_milliseconds(layer['forward']['us'])} / {time}"
+                saved = f"{layer['saved_mib']:,.0f} / –" if "saved_mib" in layer else ""
+                rows.append([*cells, time, "", "", "", saved, ""])
                 continue
             forward, both = layer["forward"], layer[BOTH]
             peak = f"{layer['peak_mib']:,.0f}" if "peak_mib" in layer else "?"
@@ -122,22 +164,31 @@ def _comparison(records: list[Record]) -> list[str]:
         "saved / peak, MiB",
         "time to ours",
     )
-    return _table(header, rows)
+    lines = _table(header, rows)
+    defaults, measured = [sizes._asdict() for sizes in GPU_SIZES], [record["sizes"] for record in records]
+    missing = [_name(sizes) for sizes in defaults if sizes not in measured]
+    if missing and len(missing) + len(measured) == len(defaults):
+        lines += ["", f"Default sizes not in this run: {'; '.join(missing)}."]
+    return lines
 
 
 def _scaling(records: list[Record]) -> list[str]:
+    theirs = {r["num_tokens"]: (_milliseconds(r["us"]), f"{r['mb']:,.0f}") for r in published_scaling()}
     rows = [
         [
             f"{r['sizes']['num_tokens']:,}",
             _milliseconds(r["us"]),
+            f"{r['spread']:.0%}",
             f"{r['ns_per_token']:.1f}",
             f"{r['saved_mib']:,.0f}",
             f"{r['peak_mib']:,.0f}" if "peak_mib" in r else "?",
+            *theirs.get(r["sizes"]["num_tokens"], ("", "")),
         ]
         for r in records
     ]
     time, memory = (flatness(records, name) for name in ("ns_per_token", "saved_bytes_per_token"))
-    lines = _table(("tokens", "forward+backward, ms", "ns per token", "saved, MiB", "peak, MiB"), rows)
+    ours = ("tokens", "forward+backward, ms", "spread", "ns per token", "saved, MiB", "peak, MiB")
+    lines = _table((*ours, "MoEBlaze's slides, ms", "memory, MB"), rows)
     if time is not None and memory is not None:
         varies = f"time per token varies by {time:.1%}, saved memory per token by {memory:.1%}"
         lines += ["", f"From {FLAT_FROM:,} tokens on, {varies}."]
