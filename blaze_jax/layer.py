@@ -19,6 +19,7 @@ def moe(
     *,
     selection_bias: Float[Array, " E"] | None = None,
     train: bool = False,
+    experts: Callable[..., Array] = expert_ffn,
 ) -> tuple[Float[Array, "... d"], Routing]:
     """Routes every token, applies its experts and the shared experts, and adds them up.
 
@@ -28,6 +29,7 @@ def moe(
       config: the layer.
       selection_bias: added to the scores for selection only.
       train: whether token rounding applies; evaluation uses the plain choice.
+      experts: what computes the experts, called as `expert_ffn` is here.
 
     Returns:
       `(y, routing)`: the output in the shape and dtype of `x`, and what the router decided, over the leading dimensions
@@ -49,7 +51,7 @@ def moe(
         selection_bias=selection_bias,
         implementation=config.implementation,
     )
-    y = expert_ffn(
+    y = experts(
         tokens,
         params.get("w_gate"),
         params["w_up"],

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from blaze_jax.config import MoEConfig
+from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import auxiliary_losses, initial_value, moe, statistics
 from blaze_jax.routing import update_selection_bias
 
@@ -27,6 +28,7 @@ class MoE(nn.Module):
       kernel_init: initialiser of each expert's matrices.
       bias_init: initialiser of the biases.
       router_init: initialiser of the router's matrix.
+      experts: what computes the experts, see `blaze_jax.moe`.
     """
 
     config: MoEConfig
@@ -36,6 +38,7 @@ class MoE(nn.Module):
     kernel_init: Callable = nn.initializers.lecun_normal()
     bias_init: Callable = nn.initializers.zeros_init()
     router_init: Callable = nn.initializers.lecun_normal()
+    experts: Callable[..., Array] = expert_ffn
 
     @nn.compact
     def __call__(self, x: Float[Array, "... d"], *, train: bool = False) -> Float[Array, "... d"]:
@@ -54,7 +57,7 @@ class MoE(nn.Module):
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
             bias = state.value
         x = x.astype(self.dtype or jnp.result_type(x, self.param_dtype))
-        y, routing = moe(x, params, self.config, selection_bias=bias, train=train)
+        y, routing = moe(x, params, self.config, selection_bias=bias, train=train, experts=self.experts)
 
         if self.is_initializing():  # or the first losses would stay in the variables that init returns
             return y

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from blaze_jax.config import MoEConfig
+from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import auxiliary_losses, initial_value, moe, statistics
 from blaze_jax.routing import update_selection_bias
 
@@ -37,6 +38,7 @@ class MoE(nnx.Module):
       kernel_init: initialiser of each expert's matrices.
       bias_init: initialiser of the biases.
       router_init: initialiser of the router's matrix.
+      experts: what computes the experts, see `blaze_jax.moe`.
       rngs: its stream `params` initialises the parameters.
     """
 
@@ -51,11 +53,13 @@ class MoE(nnx.Module):
         kernel_init: Callable = nnx.initializers.lecun_normal(),
         bias_init: Callable = nnx.initializers.zeros_init(),
         router_init: Callable = nnx.initializers.lecun_normal(),
+        experts: Callable[..., Array] = expert_ffn,
         rngs: nnx.Rngs,
     ):
         self.config = config
         self.dtype = dtype
         self.param_dtype = param_dtype
+        self.experts = experts
         parameters = config.parameters(model_width, use_bias=use_bias)
         self.parameter_names = tuple(parameters)
         initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
@@ -71,7 +75,7 @@ class MoE(nnx.Module):
         x = x.astype(self.dtype or jnp.result_type(x, self.param_dtype))
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         bias = self.selection_bias[...] if self.config.bias_update_rate else None
-        y, routing = moe(x, params, self.config, selection_bias=bias, train=train)
+        y, routing = moe(x, params, self.config, selection_bias=bias, train=train, experts=self.experts)
 
         for name, loss in auxiliary_losses(routing, self.config).items():
             self.sow(AuxiliaryLoss, name, loss, capture_noop=True)

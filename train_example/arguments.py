@@ -93,6 +93,9 @@ def _checked(config: TrainConfig) -> TrainConfig:
             f"--implementation {config.implementation} is of blaze_jax's kernels: leave it out with --experts-layer "
             f"{config.experts_layer}"
         )
+    router = config.model.router
+    if config.experts_layer != "blaze_jax" and (router.token_rounding or router.capacity(1, 1, 1)):
+        raise UserError(f"--experts-layer {config.experts_layer} has no token rounding and no expert capacity")
     if config.batch_size % config.accumulate:
         raise UserError(f"--accumulate {config.accumulate} must divide --batch-size {config.batch_size}")
     return config

@@ -19,10 +19,11 @@ import jax
 
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.results_file import command_line
+from blaze_jax.profiler.plan import plan_of
 from train_example.config import Remat, TrainConfig
 from train_example.data import Corpus, open_text
 from train_example.errors import UserError
-from train_example.experts_layer import ExpertsLayer, grouped_product
+from train_example.experts_layer import ExpertsLayer, experts_function
 from train_example.loop import peak_memory_gib
 from train_example.optimizer import learning_rate_schedule, make_optimizer
 from train_example.presets import PRESETS
@@ -79,8 +80,7 @@ def measured(config: TrainConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
 def train_briefly(config: TrainConfig) -> dict[str, Any]:
     """Trains and keeps the loss of every step, the speed of the later ones, and the memory."""
-    if config.experts_layer != "blaze_jax":
-        grouped_product(config.experts_layer)  # to tell early if it is missing
+    experts_function(config.experts_layer)  # to tell early if it is missing
     corpus = Corpus(open_text(config.data), config.sequence_length)
     model, optimizer = make_model(config), make_optimizer(config)
     state = jax.jit(lambda: init_state(model, optimizer, jax.random.key(config.seed)))()
@@ -101,11 +101,7 @@ def train_briefly(config: TrainConfig) -> dict[str, Any]:
         losses.append(float(metrics.loss) / math.log(2))
         seconds.append(time.perf_counter() - start)
     last = max(1, config.steps // 20)
-    plan = compiled.memory_analysis()
-    planned = None
-    if plan is not None:
-        planned = plan.argument_size_in_bytes + plan.temp_size_in_bytes
-        planned = (planned + plan.output_size_in_bytes - plan.alias_size_in_bytes) / 2**30
+    plan = plan_of(compiled.memory_analysis())
     tokens = config.batch_size * config.sequence_length
     steady = seconds[min(_WARM_STEPS, len(seconds) - 1) :]
     return {
@@ -117,7 +113,7 @@ def train_briefly(config: TrainConfig) -> dict[str, Any]:
         "remat": config.remat,
         "tokens_per_second": tokens / statistics.median(steady),
         "peak_gib": peak_memory_gib(),
-        "planned_gib": planned,
+        "planned_gib": None if plan is None else plan.total / 2**30,
         "compile_seconds": compile_seconds,
         "final_loss": statistics.mean(losses[-last:]),
         "loss": losses,

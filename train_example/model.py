@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from blaze_jax import RESIDUAL_NAMES, MoE, MoEConfig
 from train_example.config import ModelConfig, Remat
 from train_example.data import VOCABULARY
-from train_example.experts_layer import ConventionalMoE, ExpertsLayer
+from train_example.experts_layer import ExpertsLayer, experts_function
 
 _ROTARY_BASE = 10_000.0
 
@@ -81,10 +81,7 @@ class Block(nn.Module):
         normed = nn.RMSNorm(dtype=self.dtype, name="feed_forward_norm")(x)
         if self.moe is None:
             return x + DenseFeedForward(self.config.dense_width, self.dtype, name="feed_forward")(normed), None
-        if self.experts_layer == "blaze_jax":
-            moe = MoE(self.moe, dtype=self.dtype, name="moe")
-        else:
-            moe = ConventionalMoE(self.moe, dtype=self.dtype, experts_layer=self.experts_layer, name="moe")
+        moe = MoE(self.moe, dtype=self.dtype, experts=experts_function(self.experts_layer), name="moe")
         return x + moe(normed, train=self.train), None
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,19 @@ class Ceilings(NamedTuple):
         """Microseconds below which that work cannot be done at these rates, and which of the two says so."""
         by_flops, by_bytes = flops / self.tflops / 1e6, num_bytes / self.gbs / 1e3
         return max((by_flops, DENSE), (by_bytes, COPY))
+
+    def pass_record(self, timing: Timing, flops: float) -> dict[str, Any]:
+        """Times and rates of a pass of so many operations, as they go into the JSON file."""
+        tflops = flops / timing.us / 1e6
+        return {
+            "clock": timing.clock,
+            "us": timing.us,
+            "spread": timing.spread,
+            "samples_us": timing.samples_us,
+            "tflops": tflops,
+            "share_of_dense": tflops / self.tflops,
+            "note": timing.note,
+        }
 
 
 class CeilingCalls:

@@ -20,7 +20,7 @@ from blaze_jax.benchmark.peers import (
     peer_variants,
 )
 from blaze_jax.benchmark.sizes import Sizes
-from blaze_jax.benchmark.timing import Call, Timing, time_calls
+from blaze_jax.benchmark.timing import Call, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import choose_implementation
 from blaze_jax.profiler.plan import MIB, MemoryPlan, plan_of
@@ -80,7 +80,7 @@ def compare(
             timings |= time_calls({name: call}, repeats=_SLOW_REPEATS)
         ceilings[phase] = ceiling_calls.rates(timings)
         for candidate in ready:
-            record = _pass_record(timings[candidate.name], factor * sizes.forward_flops, ceilings[phase])
+            record = ceilings[phase].pass_record(timings[candidate.name], factor * sizes.forward_flops)
             if OURS in timings:
                 record["ratio_to_ours"] = timings[candidate.name].us / timings[OURS].us
             records[candidate.name][phase] = record
@@ -207,19 +207,6 @@ def _saved(layer: Layer, sizes: Sizes, dtype) -> int:
         return saved_bytes(layer, *abstract_inputs(sizes, dtype))
     except Exception as error:  # whatever a peer raises is what there is to report
         raise UnavailableError(_failure("does not trace", "", error)) from error
-
-
-def _pass_record(timing: Timing, flops: float, ceilings: Ceilings) -> dict[str, Any]:
-    tflops = flops / timing.us / 1e6
-    return {
-        "clock": timing.clock,
-        "us": timing.us,
-        "spread": timing.spread,
-        "runs": len(timing.samples_us),
-        "tflops": tflops,
-        "share_of_dense": tflops / ceilings.tflops,
-        "note": timing.note,
-    }
 
 
 def _failure(what: str, phase: str, error: Exception) -> str:

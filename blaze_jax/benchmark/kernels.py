@@ -50,15 +50,7 @@ def measure_kernels(
 
 def pass_record(timing: Timing, long_run: Sustained | None, flops: float, ceilings: Ceilings) -> dict[str, Any]:
     """A pass's times and rates."""
-    record = {
-        "clock": timing.clock,
-        "us": timing.us,
-        "spread": timing.spread,
-        "samples_us": timing.samples_us,
-        "tflops": flops / timing.us / 1e6,
-        "share_of_dense": flops / timing.us / 1e6 / ceilings.tflops,
-        "note": timing.note,
-    }
+    record = ceilings.pass_record(timing, flops)
     if long_run is not None:
         us = _sustained_us(long_run)
         record["sustained"] = {

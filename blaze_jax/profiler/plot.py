@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from blaze_jax.profiler.layer_report import LayerMemory, LayerReport
+from blaze_jax.profiler.plan import MIB
 
-_MIB = 2**20
 _COLORS = (
     *("#2563a8", "#7fb3e0", "#d1495b", "#e8a33d", "#6aa56f", "#8f7bb5"),
     *("#4b5563", "#14b8a6", "#f0abc0", "#a16207", "#84cc16", "#c4b5fd"),
@@ -38,16 +38,16 @@ def draw_layers(reports: Sequence[LayerReport], path: Path) -> Path:
         for place, (_, memory) in enumerate(rows):
             left = 0.0
             for name, size in memory.kept.items():
-                bar = axes.barh(place, size / _MIB, left=left, color=colors[name], height=0.65)
+                bar = axes.barh(place, size / MIB, left=left, color=colors[name], height=0.65)
                 shown.setdefault(name, bar)
-                left += size / _MIB
+                left += size / MIB
             label = f"{left:,.1f}"
             if memory.transient is not None:
                 style = {"color": _TRANSIENT, "edgecolor": _HATCH, "hatch": "//", "linewidth": 0}
-                bar = axes.barh(place, memory.transient / _MIB, left=left, height=0.65, **style)
+                bar = axes.barh(place, memory.transient / MIB, left=left, height=0.65, **style)
                 shown.setdefault("transient", bar)
-                left += memory.transient / _MIB
-                label += f" + {memory.transient / _MIB:,.1f}"
+                left += memory.transient / MIB
+                label += f" + {memory.transient / MIB:,.1f}"
             else:
                 label += " + transient, not known"
             axes.text(left, place, f" {label}", va="center", fontsize=8)

@@ -3,11 +3,10 @@
 from typing import TYPE_CHECKING
 
 from blaze_jax.profiler.layer_report import LayerMemory, LayerReport
+from blaze_jax.profiler.plan import MIB
 
 if TYPE_CHECKING:
     from blaze_jax.profiler.memory_profiler import Profile
-
-_MIB = 2**20
 
 
 def render(profile: "Profile") -> str:
@@ -55,4 +54,4 @@ def _memory(name: str, memory: LayerMemory, total_flops: int) -> list[str]:
 
 
 def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:,.2f} MiB"
+    return f"{num_bytes / MIB:,.2f} MiB"

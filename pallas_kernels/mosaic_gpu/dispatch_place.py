@@ -22,9 +22,6 @@ WARPGROUPS = 4
 HELD = 6  # steps of a warp whose pairs stay in registers; 8 spilled where there are 256 experts
 STEPS_AT_ONCE = 8  # the same where there are more of them
 GATHERED_AT_ONCE = 4  # rows that a thread writes at a time
-GATHER = True
-ROTATE = True
-BALLOTS = True  # finds equal lanes bit by bit
 MOST_SHARED_WORDS = 50 * 1024
 _TOKEN_BITS = 20
 
@@ -80,7 +77,7 @@ class _Place:
         self.router_sums = None
         if has_sums:
             self.router_sums = RouterSums(self.num_tokens, self.slots, self.blocks, self.num_experts, self.threads)
-        self.gather = GATHER and self.num_experts < 2048 and self.tokens_per_block < 1 << _TOKEN_BITS
+        self.gather = self.num_experts < 2048 and self.tokens_per_block < 1 << _TOKEN_BITS
         self.gather = self.gather and sum(self.shared_words) <= MOST_SHARED_WORDS
 
     @property
@@ -125,7 +122,7 @@ class _Place:
         self.warp_end = minimum(self.warp_start + self.steps * WARP, block_end)
 
         held = [self.pair_at(simt.Int(i)) for i in range(self.steps)] if self.steps <= HELD else None
-        shares = self.sums.begin(counts, self.thread, self.block if ROTATE else None)
+        shares = self.sums.begin(counts, self.thread, self.block)
         loop(self.lane, self.counters, WARP, lambda i: self.mine.__setitem__(i, 0))
         warp_barrier()
         ranks = self.walk(held) if held else self.count_pairs()
@@ -175,10 +172,7 @@ class _Place:
         """What the warp's counters were before each pair, and counts the pairs."""
         lower_lanes = (simt.Int(1) << self.lane) - 1
         bits = self.num_experts.bit_length()
-        equal = [
-            simt.lanes_with_equal_bits(expert, bits) if BALLOTS else simt.lanes_equal_to_mine(expert)
-            for _, _, expert in pairs
-        ]
+        equal = [simt.lanes_with_equal_bits(expert, bits) for _, _, expert in pairs]
         out = []
         for (_, _, expert), mine in zip(pairs, equal, strict=True):
             rank = simt.count_bits(mine & lower_lanes)

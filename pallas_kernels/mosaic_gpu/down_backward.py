@@ -82,7 +82,7 @@ def down_backward(
         plgpu.commit_smem()
         columns = pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
         for buffer, output in zip(leaving, outputs[:-1], strict=True):
-            ragged_copy(buffer, output, where, (columns,))
+            ragged_copy(buffer, output, where, columns)
         plgpu.commit_smem_to_gmem_group()
         rows = pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)
         outputs[-1].at[where.row_tile, where.column_tile * PANELS + panel, rows][...] = d_weight
@@ -119,6 +119,6 @@ def down_backward(
 def _bias_part(dy: Float[Array, "T d"], b_down: Float[Array, "E d"], groups: RowGroups) -> Float[Array, " R"]:
     """`⟨dy, b_down⟩` of every row: a product for all experts is cheaper than gathering rows of dy for it."""
     products = jnp.dot(dy, b_down.astype(dy.dtype).T, preferred_element_type=jnp.float32)
-    row = jnp.arange(groups.num_rows, dtype=jnp.int32)
-    expert = jnp.searchsorted(groups.offsets[1:], row, side="right", method="compare_all").astype(jnp.int32)
+    of_tiles = jnp.broadcast_to(groups.tiles.expert[:, None], (groups.tiles.num_tiles, TILE_ROWS))
+    expert = rows_of_tiles(of_tiles, groups.tiles, groups.num_rows)
     return products.at[groups.token_indices, expert].get(mode="fill", fill_value=0)

@@ -206,7 +206,9 @@ class RowGather:
 
             base = utils.getelementptr(_global(source), [arith.muli(column, _c32(2))], _int(8))
             in_width = arith.cmpi(arith.CmpIPredicate.slt, column, _c32(self.width))
-            bytes_here = arith.select(in_width, _c32(CHUNK_BYTES), _c32(0)) if self.width % self.columns else _c32(16)
+            bytes_here = (
+                arith.select(in_width, _c32(CHUNK_BYTES), _c32(0)) if self.width % self.columns else _c32(CHUNK_BYTES)
+            )
             for i, register in enumerate(offsets.registers):
                 offset = llvm.extractelement(register, _c32(0))
                 reads = arith.cmpi(arith.CmpIPredicate.sge, offset, _c32(0))

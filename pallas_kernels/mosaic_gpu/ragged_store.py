@@ -8,14 +8,14 @@ from pallas_kernels.mosaic_gpu.inline import PANEL, SWIZZLED, end_ragged_copy, s
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, ROW_ALIGNMENT, TILE_COLUMNS, Where
 
 
-def ragged_copy(buffer, output, where: Where, columns: tuple) -> None:
-    """Starts copies of the valid rows of `buffer` (64, ...) to `output[where.row :, *columns]`.
+def ragged_copy(buffer, output, where: Where, columns) -> None:
+    """Starts copies of the valid rows of `buffer` (64, ...) to `output[where.row :, columns]`.
 
     One bulk copy of 64 rows, or, where fewer are valid, one for every 8: groups start at multiples of 8 rows.
     """
 
     def copy(first, rows):
-        target = output.at[pl.ds(where.row + first, rows), *columns]
+        target = output.at[pl.ds(where.row + first, rows), columns]
         plgpu.copy_smem_to_gmem(buffer.at[pl.ds(first, rows)], target, commit_group=False)
 
     @pl.when(where.rows == GROUP_ROWS)
@@ -39,7 +39,7 @@ def store_rows(values: jax.Array, buffer, output, where: Where, column) -> None:
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
     store_panels(buffer, values)
     plgpu.commit_smem()
-    ragged_copy(buffer, output, where, (pl.ds(column, values.shape[1]),))
+    ragged_copy(buffer, output, where, pl.ds(column, values.shape[1]))
     plgpu.commit_smem_to_gmem_group()
 
 

@@ -64,7 +64,7 @@ class RowMatmul(NamedTuple):
       store: `(held, chunk, where, inputs, outputs, scratch)`, one chunk of a tile, under the next's products.
       held: shapes, dtypes and layouts of what a finished tile keeps in registers.
       chunks: chunks of a tile.
-      scratch: shared memory for `start`, `finish` and `store`.
+      scratch: shared memory for `finish` and `store`.
       tuning: slots of the ring, and the order of the tiles.
       registers: a thread of the producer has, and one of a consumer. `setmaxnreg` shares out the 168 that the launch
         gave to each of three warpgroups; asking for more hangs.
@@ -132,6 +132,12 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
             def tokens_of(row):
                 return gather.load_tokens(inputs[1], row) if gather else ()
 
+            def free_slot(step):
+                """The slot of that step, once the consumers are done with it."""
+                slot = lax.rem(step, stages)
+                pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                return slot
+
             def produce_tile(i, carry):
                 step, tokens, (expert, row, valid), following = carry
                 column_tile = place_of(i)[1]
@@ -140,16 +146,14 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
                     offsets = gather.row_chunks(tokens, valid) if gather else None
 
                     def k_step(k, step):
-                        slot = lax.rem(step, stages)
-                        pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                        slot = free_slot(step)
                         op.load(inputs, expert, row, column_tile, k, lhs.at[slot], rhs.at[slot], full.at[slot])
                         if gather:
                             gather.copy(inputs[0], offsets, lhs.at[slot], landed, slot, k * K_STEP)
                         return step + 1
 
                     def panel(i, step):
-                        slot = lax.rem(step, stages)
-                        pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                        slot = free_slot(step)
                         op.load_panel(inputs, row, column_tile, i, rhs.at[slot], full.at[slot])
                         if gather:
                             gather.arrive(landed, slot)

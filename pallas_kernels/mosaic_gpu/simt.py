@@ -34,7 +34,6 @@ __all__ = [
     "exclusive_warp_sum",
     "exp2",
     "interpreted",
-    "lanes_equal_to_mine",
     "lanes_where",
     "lanes_with_equal_bits",
     "log2",
@@ -378,13 +377,11 @@ def warp_barrier() -> None:
     _machine.get().warp_barrier()
 
 
-def lanes_equal_to_mine(x: Int) -> Int:
-    """Bit mask of the warp's lanes that hold the same value."""
-    return Int(_machine.get().match(x.value))
-
-
 def lanes_with_equal_bits(x: Int, bits: int) -> Int:
-    """The same, of the last few bits alone and bit by bit: faster, since no lane waits for other values' turn."""
+    """Bit mask of the warp's lanes whose last few bits are the same.
+
+    Found bit by bit, which is faster than the instruction for it: there, lanes wait for other values' turn.
+    """
     same = Int(-1)
     for bit in range(bits):
         mine = (x >> bit) & 1

@@ -180,10 +180,6 @@ class Code:
     def warp_barrier(self):
         nvvm.bar_warp_sync(self.constant("int32", _ALL_LANES))
 
-    def match(self, x):
-        # nvvm.match_sync loses its kind when serialised.
-        return self._ptx("match.any.sync.b32 $0, $1, 0xffffffff;", x, has_side_effects=True, convergent=True)
-
     def ballot(self, x):
         return nvvm.vote_sync(self.constant("int32", _ALL_LANES), x, nvvm.VoteSyncKind.ballot)
 
@@ -203,5 +199,5 @@ class Code:
     def function(self, name, x):
         return self._ptx(f"{name}.approx.ftz.f32 $0, $1;", x)
 
-    def _ptx(self, text, x, **options):
-        return mgpu.utils.inline_ptx(text, x, result_types=x.type, **options)
+    def _ptx(self, text, x):
+        return mgpu.utils.inline_ptx(text, x, result_types=x.type)

@@ -280,10 +280,6 @@ class Threads:
         """Masks of lanes from (..., 32) truth values."""
         return (lanes.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)).sum(-1, dtype=np.uint32).view(np.int32)
 
-    def match(self, x):
-        lanes = self._lanes(x)
-        return self._bits(lanes[:, :, None] == lanes[:, None, :]).reshape(-1)
-
     def ballot(self, x):
         return np.repeat(self._bits(self._lanes(x)), WARP)
 

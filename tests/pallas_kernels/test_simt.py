@@ -86,7 +86,7 @@ def test_operations_of_a_warp():
     assert_same_bits(of_threads(lambda x: simt.shuffle("idx", x, 5), INDEX), INDEX - lane + 5)
     assert (of_threads(simt.warp_maximum, x).reshape(4, 32) == warps.max(1, keepdims=True)).all()
     assert (of_threads(lambda x: simt.lanes_where(x % 2 > 0), INDEX) == np.int32(-0x55555556)).all()
-    assert_same_bits(of_threads(lambda x: simt.count_bits(simt.lanes_equal_to_mine(x)), lane // 4), INDEX * 0 + 4)
+    assert_same_bits(of_threads(lambda x: simt.count_bits(simt.lanes_with_equal_bits(x, 3)), lane // 4), INDEX * 0 + 4)
     groups = of_threads(lambda x: simt.combine_lanes(simt.maximum, x, 4), lane)
     assert_same_bits(groups, lane // 4 * 4 + 3)
 

@@ -15,7 +15,7 @@ from train_example import compare_layers
 from train_example.__main__ import main
 from train_example.compare_layers import measured, train_briefly
 from train_example.errors import UserError
-from train_example.experts_layer import grouped_product
+from train_example.experts_layer import experts_function
 from train_example.model import Decoder
 from train_example.presets import PRESETS
 
@@ -86,7 +86,7 @@ def test_a_layer_that_is_not_installed_is_reported(tmp_path, capsys, monkeypatch
 
     monkeypatch.setattr("blaze_jax.benchmark.peers.importlib.import_module", missing)
     with pytest.raises(UserError, match="sort\\+tokamax cannot run: tokamax is not installed"):
-        grouped_product("sort+tokamax")
+        experts_function("sort+tokamax")
     record, _ = measured(replace(CONFIG, experts_layer="sort+tokamax"))
     assert "tokamax is not installed" in record["error"]
     assert main(["--experts-layer", "sort+tokamax", "--out", str(tmp_path / "out")]) == 2
