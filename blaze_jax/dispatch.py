@@ -1,14 +1,17 @@
 """Dispatch: from the experts each token chose to the rows each expert computes."""
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Int
 
-from pallas_kernels import xla
+from blaze_jax.implementation import Implementation, choose_dispatch_implementation
+from pallas_kernels import mosaic_gpu, xla
 
 EMPTY_SLOT = -1
 _MAX_PAIRS = 2**31 - 2**24  # rows are numbered in int32, with room for the gaps of aligned groups
@@ -53,7 +56,13 @@ def check_experts(experts: Array, num_experts: int) -> None:
         )
 
 
-def build_dispatch(experts: Int[Array, "T K"], num_experts: int, *, row_alignment: int = 1) -> Dispatch:
+def build_dispatch(
+    experts: Int[Array, "T K"],
+    num_experts: int,
+    *,
+    row_alignment: int = 1,
+    implementation: Implementation | None = None,
+) -> Dispatch:
     """Groups (token, slot) pairs by expert, without a sort: linear in T·K, stable by token, the same bits on every run.
 
     Args:
@@ -61,6 +70,7 @@ def build_dispatch(experts: Int[Array, "T K"], num_experts: int, *, row_alignmen
         count as empty here, and `expert_ffn` turns the token's output into NaN.
       num_experts: E.
       row_alignment: every group starts at a multiple of this many rows; R grows to hold the gaps.
+      implementation: None for the best that can run here, or "mosaic_gpu" (two launches) or "xla": the same bits.
 
     Returns:
       The four index arrays. R is `T·K`, or for `row_alignment` above 1 the most that aligned groups can take.
@@ -68,11 +78,17 @@ def build_dispatch(experts: Int[Array, "T K"], num_experts: int, *, row_alignmen
     Raises:
       ValueError: `experts` is not an integer array `(T, K)` with K ≤ E, an id is out of range, or T·K rows are too many
         for int32.
+      NotImplementedError: the implementation demanded cannot run here.
     """
     if row_alignment < 1:
         raise ValueError(f"{row_alignment=} must be at least 1")
     experts = jnp.asarray(experts)
     check_experts(experts, num_experts)
     experts = experts.astype(jnp.int32)
-    groups, positions = xla.dispatch(experts, num_experts, row_alignment=row_alignment)
+    options = {"num_experts": num_experts, "row_alignment": row_alignment}
+    on_hopper = choose_dispatch_implementation(implementation, experts, num_experts) == "mosaic_gpu"
+    if on_hopper and experts.size:  # no kernel without work
+        groups, positions = sequential_vmap(partial(mosaic_gpu.dispatch, spare_rows=0, **options))(experts)
+    else:
+        groups, positions = xla.dispatch(experts, **options)
     return Dispatch(groups.token_indices, groups.offsets, experts, positions)

@@ -39,6 +39,13 @@ def choose_router_implementation(
     return _choose(implementation, mosaic_gpu.router_unsupported(logits, experts_per_token), logits)
 
 
+def choose_dispatch_implementation(
+    implementation: Implementation | None, experts: Array, num_experts: int
+) -> Implementation:
+    """The same for grouping rows by these experts."""
+    return _choose(implementation, mosaic_gpu.dispatch_unsupported(num_experts), experts)
+
+
 def _choose(implementation: Implementation | None, reason: str | None, arrays) -> Implementation:
     """The choice, given why the Hopper kernels cannot do it, or None."""
     check_implementation(implementation)

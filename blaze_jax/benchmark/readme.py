@@ -196,15 +196,24 @@ def _scaling(records: list[Record]) -> list[str]:
 
 
 def _routing(records: list[Record]) -> list[str]:
+    both = list(records[0]["calls"])[:2]  # ours and XLA's, from logits to indices; parts of them follow
+    walls = [name for name in both if all("wall_us" in r["calls"][name] for r in records)]
     rows = [
         [
             f"{r['num_tokens']:,}, {r['num_experts']}, {r['experts_per_token']}",
-            *(f"{r['calls'][name]['us']:.1f}" for name in r["calls"]),
+            *(f"{r['calls'][name]['us']:.1f}" for name in both),
             f"{r['speedup']:.1f}×",
+            *(f"{r['calls'][name]['wall_us']:.0f}" for name in walls),
         ]
         for r in records
     ]
-    return _table(("T, E, K", *(f"{name}, µs" for name in records[0]["calls"]), "faster by"), rows)
+    header = (
+        "T, E, K",
+        *(f"{name}, µs" for name in both),
+        "faster by",
+        *(f"{name}, called alone, µs" for name in walls),
+    )
+    return _table(header, rows)
 
 
 def _rounding(records: list[Record]) -> list[str]:
@@ -217,12 +226,14 @@ def _rounding(records: list[Record]) -> list[str]:
             f"{row['rows_of_tiles']:,}",
             f"{row['tflops']:.3g}",
             f"{row['speedup']:.2f}×",
+            _milliseconds(row["us_with_router"]),
+            f"{row['speedup_with_router']:.2f}×",
         ]
         for r in records
         for i, (name, row) in enumerate(r["routings"].items())
     ]
-    header = ("T, d, n, E, K", "routing", "forward+backward, ms", "pairs", "rows of whole tiles", "TFLOP/s", "speed-up")
-    return _table(header, rows)
+    header = ("T, d, n, E, K", "routing", "experts, ms", "pairs", "rows of whole tiles", "TFLOP/s", "speed-up")
+    return _table((*header, "with router, ms", "speed-up"), rows)
 
 
 def _training(records: list[Record]) -> list[str]:

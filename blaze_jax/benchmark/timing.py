@@ -106,6 +106,13 @@ def time_calls(
         return _wall_times(calls, repeats, progress, f"wall time, because {error}")
 
 
+def wall_times(calls: Mapping[str, Call], *, repeats: int = 20) -> dict[str, Timing]:
+    """Times until the result is there, launch included, of calls that take turns, each on an emptied L2 cache."""
+    for call in calls.values():
+        jax.block_until_ready(call())
+    return _wall_times(calls, repeats, lambda: None, "")
+
+
 def sustain(call: Call, *, seconds: float = 1.0, warm_seconds: float = 0.3) -> Sustained:
     """Times a call repeated back to back, with no flush or pause, for about `seconds` after `warm_seconds` of it."""
     jax.block_until_ready(call())

@@ -2,7 +2,7 @@
 
 from pallas_kernels.mosaic_gpu.column_block import column_block
 from pallas_kernels.mosaic_gpu.combine import combine
-from pallas_kernels.mosaic_gpu.dispatch import dispatch
+from pallas_kernels.mosaic_gpu.dispatch import dispatch, dispatch_unsupported
 from pallas_kernels.mosaic_gpu.down_backward import down_backward
 from pallas_kernels.mosaic_gpu.down_projection import down_projection
 from pallas_kernels.mosaic_gpu.interpreter import interpreted
@@ -20,6 +20,7 @@ __all__ = [
     "column_block",
     "combine",
     "dispatch",
+    "dispatch_unsupported",
     "down_backward",
     "down_projection",
     "down_weight_gradients",

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic_gpu import simt
-from pallas_kernels.mosaic_gpu.dispatch_place import known_expert, place
+from pallas_kernels.mosaic_gpu.dispatch_place import Size, known_expert, place
 from pallas_kernels.mosaic_gpu.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, RowGroups, TileSchedule
 from pallas_kernels.mosaic_gpu.simt import block_barrier, loop, minimum, select
 
+MAX_EXPERTS = 2048  # every warp counts them in shared memory
 BLOCKS = 128  # a power of two, and one SM left for the block that adds up the router's sums
 WARPGROUPS = 4
 THREADS = WARPGROUPS * 128
@@ -25,22 +26,27 @@ def dispatch(
     num_experts: int,
     *,
     counts: Int[Array, "blocks E"] | None = None,
+    row_alignment: int = ROW_ALIGNMENT,
+    spare_rows: int = SPARE_ROWS,
     blocks: int = BLOCKS,
 ) -> tuple[RowGroups, Int[Array, "T K"]]:
     """Rows grouped by expert, their tiles, and every pair's row; see the portable twin.
 
-    Groups start at multiples of 8 rows. An id outside `[0, num_experts)` marks an empty slot, whose row is R.
+    An id outside `[0, num_experts)` marks an empty slot, whose row is R. The expert kernels need the default alignment
+    and spare rows.
 
     Args:
       experts: int32, expert of each (token, slot).
       num_experts: E.
       counts: int32, pairs of each expert in each block's run of `ceil(T / blocks)` tokens, if they are known already
         (the router counts them); it saves the first launch.
+      row_alignment: groups start at multiples of so many rows.
+      spare_rows: rows past those that groups can take.
       blocks: thread blocks of a launch; no result depends on it.
     """
     if counts is None:
         counts = _count(experts, num_experts, blocks)
-    return _grouped(*place(experts, counts, *_sizes(experts.size, num_experts)))
+    return _grouped(*place(experts, counts, _size(experts.size, num_experts, row_alignment, spare_rows)))
 
 
 def dispatch_routed(
@@ -49,15 +55,20 @@ def dispatch_routed(
     sums: tuple[Float[Array, "blocks E"], Float[Array, "blocks 2"]],
 ) -> tuple[tuple[RowGroups, Int[Array, "T K"]], list[Array]]:
     """`dispatch` of what the router chose and counted; and its demand and losses, which the same launch adds up."""
-    arrays = place(experts, counts, *_sizes(experts.size, counts.shape[1]), sums)
+    arrays = place(experts, counts, _size(experts.size, counts.shape[1]), sums)
     return _grouped(*arrays[:6]), arrays[6:]
 
 
-def _sizes(num_pairs: int, num_experts: int) -> tuple[int, int]:
-    """Rows and tiles at most."""
-    max_rows = num_pairs + min(num_experts, num_pairs) * (ROW_ALIGNMENT - 1)
-    num_rows = -(-max_rows // ROW_ALIGNMENT) * ROW_ALIGNMENT + SPARE_ROWS
-    return num_rows, -(-num_pairs // TILE_ROWS) + min(num_experts, num_pairs)
+def dispatch_unsupported(num_experts: int) -> str | None:
+    """Why the kernels cannot group rows of so many experts, or None if they can."""
+    return None if num_experts <= MAX_EXPERTS else f"{num_experts=} must be at most {MAX_EXPERTS}"
+
+
+def _size(num_pairs: int, num_experts: int, row_alignment=ROW_ALIGNMENT, spare_rows=SPARE_ROWS) -> Size:
+    groups = min(num_experts, num_pairs)
+    max_rows = num_pairs + groups * (row_alignment - 1)
+    num_rows = -(-max_rows // row_alignment) * row_alignment + spare_rows
+    return Size(num_rows, -(-num_pairs // TILE_ROWS) + groups, row_alignment)
 
 
 def _grouped(token_indices, offsets, positions, *tiles) -> tuple[RowGroups, Int[Array, "T K"]]:

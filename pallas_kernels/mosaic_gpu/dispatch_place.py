@@ -8,6 +8,8 @@ The block gathers its token ids by expert in shared memory and then writes them 
 there would cost a sector of memory each.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.column_sums import ColumnSums
 from pallas_kernels.mosaic_gpu.router_sums import RouterSums
-from pallas_kernels.mosaic_gpu.row_groups import ROW_ALIGNMENT, TILE_ROWS
+from pallas_kernels.mosaic_gpu.row_groups import TILE_ROWS
 from pallas_kernels.mosaic_gpu.simt import WARP, block_barrier, loop, minimum, select, total, warp_barrier, when
 
 WARPGROUPS = 4
@@ -26,18 +28,25 @@ MOST_SHARED_WORDS = 50 * 1024
 _TOKEN_BITS = 20
 
 
+class Size(NamedTuple):
+    """Of the results: rows and tiles at most, and what every group's first row is a multiple of."""
+
+    num_rows: int
+    num_tiles: int
+    row_alignment: int
+
+
 def place(
     experts: Int[Array, "T K"],
     counts: Int[Array, "blocks E"],
-    num_rows: int,
-    num_tiles: int,
+    size: Size,
     sums: tuple[Float[Array, "blocks E"], Float[Array, "blocks 2"]] | None = None,
 ) -> list[Array]:
     """Token list, offsets, positions, and three arrays of tiles; with the router's sums also its demand and losses.
 
     Those are added up by a block of their own, beside the others.
     """
-    body = _Place(experts.shape, counts.shape, num_rows, num_tiles, sums is not None)
+    body = _Place(experts.shape, counts.shape, size, sums is not None)
     return simt.simt_kernel(
         body.run,
         name="moe_dispatch_place",
@@ -53,16 +62,12 @@ def known_expert(expert, num_experts: int):
     return select((expert >= 0) & (expert < num_experts), expert, num_experts)
 
 
-def _aligned(count):
-    return (count + ROW_ALIGNMENT - 1) // ROW_ALIGNMENT * ROW_ALIGNMENT
-
-
 class _Place:
     """What a thread does."""
 
-    def __init__(self, experts_shape, counts_shape, num_rows: int, num_tiles: int, has_sums: bool):
+    def __init__(self, experts_shape, counts_shape, size: Size, has_sums: bool):
         (self.num_tokens, self.slots), (self.blocks, self.num_experts) = experts_shape, counts_shape
-        self.num_rows, self.num_tiles = num_rows, num_tiles
+        self.num_rows, self.num_tiles, self.row_alignment = size
         self.num_pairs = self.num_tokens * self.slots
         self.threads = WARPGROUPS * 128
         self.warps = self.threads // WARP
@@ -145,6 +150,9 @@ class _Place:
             block_barrier()
             self.write_gathered()
 
+    def aligned(self, count):
+        return (count + self.row_alignment - 1) // self.row_alignment * self.row_alignment
+
     def pair_at(self, step):
         """A step's pair of this lane, whether there is one, and its expert; `num_experts` for none."""
         pair = self.warp_start + step * WARP + self.lane
@@ -200,7 +208,7 @@ class _Place:
             count = select(real, self.sums.read(self.sum, known), 0)
             here = total([self.next[known + w * self.counters] for w in range(self.warps)])
             tiles = (count + TILE_ROWS - 1) // TILE_ROWS
-            rows.append((_aligned(count), tiles, select(real, here, 0)))
+            rows.append((self.aligned(count), tiles, select(real, here, 0)))
             when(real)(lambda expert=expert, count=count: self.total.__setitem__(expert, count))
         for kind, result in enumerate((self.group_start, self.first_tile, self.first_gathered)):
             running, everything = simt.exclusive_warp_sum(total([row[kind] for row in rows]), self.lane)
@@ -238,7 +246,7 @@ class _Place:
 
         @when(expert.equals(self.num_experts - 1))
         def _():
-            self.group_start[self.num_experts] = row + _aligned(count)
+            self.group_start[self.num_experts] = row + self.aligned(count)
             self.first_tile[self.num_experts] = tile + (count + TILE_ROWS - 1) // TILE_ROWS
             self.first_gathered[self.num_experts] = gathered + total(here)
 
@@ -292,14 +300,14 @@ class _Place:
         self.shared_among_blocks(self.num_experts + 1, 1, write_offset)
 
         def pad(i):
-            expert = i // ROW_ALIGNMENT
-            row = self.group_start[expert] + self.total[expert] + i % ROW_ALIGNMENT
+            expert = i // self.row_alignment
+            row = self.group_start[expert] + self.total[expert] + i % self.row_alignment
 
             @when(row < self.group_start[expert + 1])
             def _():
                 self.token_indices[row] = self.num_tokens
 
-        self.shared_among_blocks(self.num_experts * ROW_ALIGNMENT, 2, pad)
+        self.shared_among_blocks(self.num_experts * self.row_alignment, 2, pad)
 
         def spare(row):
             self.token_indices[row] = self.num_tokens
@@ -317,7 +325,7 @@ class _Place:
             used = tile < self.first_tile[self.num_experts]
             expert = minimum(low, self.num_experts - 1)
             start = (tile - self.first_tile[expert]) * TILE_ROWS
-            rows = minimum(_aligned(self.total[expert]) - start, TILE_ROWS)
+            rows = minimum(self.aligned(self.total[expert]) - start, TILE_ROWS)
             for array, value in zip(self.tiles, (expert, self.group_start[expert] + start, rows), strict=True):
                 array[tile] = select(used, value, 0)
 

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels.mosaic_gpu.dispatch import dispatch_unsupported
+
 WIDTH_MULTIPLE = 8
 """Rows must be whole multiples of 16 bytes, what bulk copies and the gather move."""
 
@@ -19,7 +21,9 @@ def unsupported(
       weights: up weights `(E, d, n)`, then the down weights.
       biases: every bias there is.
     """
-    d, n = weights[0].shape[1:]
+    num_experts, d, n = weights[0].shape
+    if reason := dispatch_unsupported(num_experts):
+        return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"x has dtype {x.dtype}, the tensor cores take bfloat16 or float16"
     for array in (*weights, *biases):

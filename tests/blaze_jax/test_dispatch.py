@@ -9,14 +9,30 @@ import numpy as np
 import pytest
 
 from blaze_jax import EMPTY_SLOT, build_dispatch
+from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.xla.dispatch import tile_pairs
 from tests.numerics import assert_same_bits
 from tests.routings import ROUTINGS, experts_of_shape, random_experts, reference_dispatch, routings
 
 
-def assert_is_reference(experts, num_experts, row_alignment=1):
+def interpreted(*arguments, **options):
+    with simt.interpreted():
+        return build_dispatch(*arguments, implementation="mosaic_gpu", **options)
+
+
+over_builds = pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(partial(build_dispatch, implementation="xla"), id="xla"),
+        pytest.param(interpreted, id="interpreter"),
+        pytest.param(partial(build_dispatch, implementation="mosaic_gpu"), id="gpu", marks=pytest.mark.gpu),
+    ],
+)
+
+
+def assert_is_reference(experts, num_experts, row_alignment=1, build=build_dispatch):
     experts = np.asarray(experts, np.int32)
-    out = build_dispatch(experts, num_experts, row_alignment=row_alignment)
+    out = build(experts, num_experts, row_alignment=row_alignment)
     token_indices, offsets, positions = reference_dispatch(experts, num_experts, row_alignment)
     num_rows = out.expert_token_indices.size
     assert num_rows % row_alignment == 0
@@ -30,25 +46,28 @@ def assert_is_reference(experts, num_experts, row_alignment=1):
     assert_same_bits(out.token_index_map, np.where(positions == EMPTY_SLOT, num_rows, positions).astype(np.int32))
 
 
-def test_example_of_the_paper():
-    out = build_dispatch(jnp.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]), 4)
+@over_builds
+def test_example_of_the_paper(build):
+    out = build(jnp.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]), 4)
     assert out.expert_token_indices.tolist() == [1, 2, 4, 1, 3, 0, 3, 0, 2, 4]
     assert out.expert_token_offsets.tolist() == [0, 3, 5, 7, 10]
     assert out.token_expert_indices.tolist() == [[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]
     assert out.token_index_map.tolist() == [[5, 7], [0, 3], [1, 8], [4, 6], [2, 9]]
 
 
-def test_aligned_groups_by_hand():
-    out = build_dispatch(jnp.array([[1], [EMPTY_SLOT], [1], [0]]), 3, row_alignment=4)
+@over_builds
+def test_aligned_groups_by_hand(build):
+    out = build(jnp.array([[1], [EMPTY_SLOT], [1], [0]]), 3, row_alignment=4)
     assert out.expert_token_indices.tolist() == [3, 4, 4, 4, 0, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]
     assert out.expert_token_offsets.tolist() == [0, 4, 8, 8]
     assert out.token_index_map.tolist() == [[4], [16], [5], [0]]
 
 
+@over_builds
 @pytest.mark.parametrize("row_alignment", [1, 8])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_any_routing(routing, row_alignment):
-    assert_is_reference(*ROUTINGS[routing], row_alignment)
+def test_any_routing(routing, row_alignment, build):
+    assert_is_reference(*ROUTINGS[routing], row_alignment, build)
 
 
 @pytest.mark.parametrize("num_experts", [5, 1024])
@@ -70,8 +89,9 @@ def test_generated_shapes(case):
     assert_is_reference(*case)
 
 
-def test_no_tokens():
-    out = build_dispatch(jnp.zeros((0, 2), jnp.int32), 3)
+@over_builds
+def test_no_tokens(build):
+    out = build(jnp.zeros((0, 2), jnp.int32), 3)
     assert out.expert_token_indices.shape == (0,)
     assert out.expert_token_offsets.tolist() == [0, 0, 0, 0]
 
@@ -100,6 +120,20 @@ def test_ids_of_no_expert_count_as_empty_under_tracing(row_alignment):
     build = jax.jit(partial(build_dispatch, num_experts=6, row_alignment=row_alignment))
     out, ref = build(wrong), build(empty)
     assert_same_bits(out._replace(token_expert_indices=experts), ref._replace(token_expert_indices=experts))
+
+
+def test_more_experts_than_the_kernels_count():
+    experts = random_experts(20, 2, range(3000))
+    with pytest.raises(NotImplementedError, match="cannot run this: num_experts=3000 must be at most 2048"):
+        build_dispatch(experts, 3000, implementation="mosaic_gpu")
+    assert_is_reference(experts, 3000)
+
+
+def test_lowers_for_cuda_alone_and_under_vmap():
+    build = partial(build_dispatch, num_experts=6, implementation="mosaic_gpu")
+    for function, shape in ((build, (37, 3)), (jax.vmap(build), (2, 37, 3))):
+        traced = jax.jit(function).trace(jax.ShapeDtypeStruct(shape, jnp.int32))
+        assert "moe_dispatch_place" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_two_runs_give_the_same_bits():

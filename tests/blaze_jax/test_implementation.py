@@ -8,14 +8,14 @@ from blaze_jax.implementation import check_implementation, choose_implementation
 from pallas_kernels import mosaic_gpu, xla
 
 
-def operands(*, dtype=jnp.bfloat16, d=256, n=256, biases=0):
+def operands(*, dtype=jnp.bfloat16, d=256, n=256, num_experts=4, biases=0):
     """Tokens, weights and biases, by shape and dtype alone."""
 
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    weights = (array(4, d, n), array(4, d, n), array(4, n, d))
-    return array(16, d), weights, (array(4, n),) * biases
+    weights = (array(num_experts, d, n), array(num_experts, d, n), array(num_experts, n, d))
+    return array(16, d), weights, (array(num_experts, n),) * biases
 
 
 def test_every_name_has_its_kernels():
@@ -44,6 +44,7 @@ def test_portable_kernels_serve_everywhere():
         ({"dtype": jnp.float32}, "x has dtype float32, the tensor cores take"),
         ({"d": 100}, "d=100 must be a multiple of 8"),
         ({"n": 100}, "n=100 must be a multiple of 8"),
+        ({"num_experts": 2049}, "num_experts=2049 must be at most 2048"),
     ],
 )
 def test_kernels_that_cannot_run_it_say_why(changes, reason):

@@ -116,6 +116,7 @@ def test_every_kind_of_results_has_its_table():
     compared = {"kind": "compare", "sizes": sizes, "layers": [ours | {"forward": timed, BOTH: timed}, failed]}
     routing = {"kind": "routing", "num_tokens": 5000, "num_experts": 8, "experts_per_token": 2, "speedup": 2.5}
     rounded = {"us": 3000.0, "pairs": 77, "rows_of_tiles": 128, "tflops": 9.0, "speedup": 1.25}
+    rounded |= {"us_with_router": 4000.0, "speedup_with_router": 1.5}
     text = render(
         [
             result(compared, routing | {"calls": {"ours": {"us": 12.5}}}),
@@ -125,5 +126,5 @@ def test_every_kind_of_results_has_its_table():
     assert "| blaze_jax (xla) | 2.00 / 2.00 | 2% | 123 | 50% | 7 / 9 | 1.00× |" in text
     assert "| a peer | out of memory |" in text
     assert "| 5,000, 8, 2 | 12.5 | 2.5× |" in text
-    assert "| top-k | 3.00 | 77 | 128 | 9 | 1.25× |" in text
+    assert "| top-k | 3.00 | 77 | 128 | 9 | 1.25× | 4.00 | 1.50× |" in text
     assert text.count("A GPU, driver 1") == 3
