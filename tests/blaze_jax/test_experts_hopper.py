@@ -100,6 +100,13 @@ def test_transformations_lower_for_cuda(function):
     assert "moe_down_backward" in text
 
 
+def test_no_kernel_writes_through_the_pointer_of_an_operand():
+    """XLA may take the result from elsewhere; see `in_place.py`, and the scan over layers on the GPU below."""
+    problem = problem_of(ROUTINGS["random"])
+    step = jax.grad(lambda *a: on_kernels(*a, problem.experts).astype(jnp.float32).sum(), (0, 1, 2))
+    assert "new_ref" not in str(jax.make_jaxpr(step)(problem.x, problem.params, problem.weights))
+
+
 def test_vmap_lowers_for_cuda():
     *arguments, _ = stacked(problem_of(ROUTINGS["random"]), 3)
     assert "moe_down_backward" in lowered_for_cuda(jax.vmap(on_kernels), *arguments)
