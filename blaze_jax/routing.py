@@ -261,7 +261,10 @@ def _without_derivative(function):
 
 
 def _drop_beyond_capacity(routed: Routed, num_experts, capacity) -> Int[Array, "T K"]:
-    """The choice, with empty slots where an expert already has `capacity` tokens of lower id."""
+    """The choice, with empty slots where an expert already has `capacity` tokens of lower id.
+
+    A pair's rank is its row less its expert's first: the dispatch knows both, and nothing is selected or sorted.
+    """
     groups, positions = routed.dispatched or kernels_of("xla").dispatch(routed.experts, num_experts)
     return jnp.where(positions - groups.offsets[routed.experts] < capacity, routed.experts, EMPTY_SLOT)
 

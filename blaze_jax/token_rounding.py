@@ -31,6 +31,9 @@ def round_token_counts(
     among those that did not choose it. Equal scores prefer the lower token id. A token takes at most `extra_slots`
     experts it did not choose; an expert that would need more of it, or more tokens than there are, rounds down.
 
+    Costs int32 keys of shape (E, T) and a few passes over them, one that adds experts and up to two that find cut-offs:
+    three passes each by radix selection on Hopper, 31 by bisection elsewhere. Nothing is sorted.
+
     Args:
       scores: routing scores from 0 to 1, ranked in float32.
       selected: distinct experts of each token.
