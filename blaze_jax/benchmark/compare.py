@@ -142,7 +142,8 @@ def compile_pass(
     seconds = PASSES[phase] * estimated_flops(name, sizes) / rough.tflops / 1e12
     if seconds > limit_seconds:
         raise UnavailableError(f"not run: its arithmetic alone takes about {seconds:.0f} s a call ({phase})")
-    limit, needed = memory_limit(), estimated_bytes(name, sizes, inputs[0].dtype.itemsize)
+    limit = memory_limit()
+    needed = estimated_bytes(name, sizes, inputs[0].dtype.itemsize, backward=phase == BOTH)
     if limit is not None and needed[0] > limit:
         raise UnavailableError(
             f"out of memory: {needed[1]} takes {needed[0] / 2**30:.0f} GiB, there are {limit / 2**30:.0f}"

@@ -31,7 +31,7 @@ def measure_memory(sizes: Sizes, dtype, *, peers: Sequence[str]) -> dict[str, An
     rows = [_row(name, layer, inputs) for name, layer in layers.items()]
     for name in peers:
         try:
-            needed, what = estimated_bytes(name, sizes, jnp.dtype(dtype).itemsize)
+            needed, what = estimated_bytes(name, sizes, jnp.dtype(dtype).itemsize, backward=True)
             if needed > H200_BYTES:
                 raise UnavailableError(f"out of memory: {what} takes {needed / 2**30:.0f} GiB")
             rows += [

@@ -120,15 +120,18 @@ def tokamax_ragged_dot() -> Callable[..., Array]:
         raise UnavailableError(f"{missing} (pip install 'blaze_jax[benchmark]')") from error
 
 
-def estimated_bytes(name: str, sizes, itemsize: int) -> tuple[float, str]:
+def estimated_bytes(name: str, sizes, itemsize: int, *, backward: bool) -> tuple[float, str]:
     """Bytes below which a peer does not get along on a GPU, and what takes them; 0 where only compiling tells.
 
     XLA computes `jax.lax.ragged_dot` on NVIDIA GPUs as one dense product over all experts, from a copy of the rows for
-    each; compiling that takes minutes, so it is not tried where the copies cannot fit.
+    each, and in the backward pass from two in float32. Compiling that takes minutes: it is not tried where the copies
+    cannot fit.
     """
     if name == RAGGED_DOT:
-        copies = sizes.num_experts * sizes.pairs * max(sizes.model_width, sizes.expert_width) * itemsize
-        return float(copies), "a copy of all rows for each expert"
+        elements = float(sizes.num_experts * sizes.pairs * max(sizes.model_width, sizes.expert_width))
+        if backward:
+            return elements * 8, "two float32 copies of all rows for each expert"
+        return elements * itemsize, "a copy of all rows for each expert"
     if name == DENSE_DISPATCH:
         group = math.gcd(sizes.num_tokens, GROUP_TOKENS)
         places = sizes.num_experts * dense_dispatch_capacity(group, sizes.experts_per_token, sizes.num_experts)

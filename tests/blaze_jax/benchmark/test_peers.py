@@ -71,10 +71,11 @@ def test_what_would_take_too_long_is_not_compiled():
         prepare("ours", rough=Ceilings(1e-9, 1.0), limit_seconds=1e-3)
 
 
-def test_what_cannot_fit_is_not_compiled(monkeypatch):
+@pytest.mark.parametrize(("phase", "what"), [(FORWARD, "a copy of"), (BOTH, "two float32 copies of")])
+def test_what_cannot_fit_is_not_compiled(phase, what, monkeypatch):
     monkeypatch.setattr(compare, "memory_limit", lambda: 1000)
-    with pytest.raises(UnavailableError, match="out of memory: a copy of all rows for each expert takes"):
-        prepare(RAGGED_DOT)
+    with pytest.raises(UnavailableError, match=f"out of memory: {what} all rows for each expert takes"):
+        prepare(RAGGED_DOT, phase=phase)
 
 
 def test_what_does_not_fit_by_the_plan_is_not_run(monkeypatch):
