@@ -54,7 +54,6 @@ def round_token_counts(
     # The bits of floats that are not negative rank as the floats do.
     ranks = jax.lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.int32)
     keys = ranks.T.at[selected, token].add(_CHOSEN, mode="promise_in_bounds", unique_indices=True)
-
     own_keys = jnp.take_along_axis(ranks, selected, axis=1) + _CHOSEN
 
     def kept(cutoffs):
