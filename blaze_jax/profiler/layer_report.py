@@ -97,7 +97,7 @@ def _conventional(layer: TracedLayer, inputs) -> LayerMemory:
         return conventional(x, *(w.astype(x.dtype) for w in (w_gate, w_up, w_down)), weights, experts)
 
     kept = _by_name(saved_residuals(same_dtype, *inputs), _CONVENTIONAL_NAMES)
-    expansion, what = estimated_bytes(RAGGED_DOT, Sizes(*layer[:5]), jnp.dtype(layer.dtype).itemsize)
+    expansion, what = estimated_bytes(RAGGED_DOT, Sizes(*layer[:5]), jnp.dtype(layer.dtype).itemsize, backward=True)
     if expansion > _MAX_EXPANSION:
         note = f"jax.lax.ragged_dot makes {what} here, at least {expansion / 2**30:.0f} GiB: not compiled"
         return LayerMemory(kept, None, note)
