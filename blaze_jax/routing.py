@@ -174,7 +174,7 @@ def route(
         raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
 
     # Only by name: the Hopper kernels that round token counts have been interpreted and compiled, but not yet run.
-    rounds_on_hopper = implementation == "mosaic_gpu" and num_tokens > 0
+    rounds_on_hopper = implementation == "mosaic_gpu"
     implementation = choose_router_implementation(implementation, logits, experts_per_token)
     rule = router.rule(experts_per_token)
     on_hopper = implementation == "mosaic_gpu" and num_tokens > 0  # no kernel without work

@@ -55,7 +55,7 @@ def draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         own = [(result, records) for result, records in own if records]
         if own:
             figure = drawer([record for _, records in own for record in records])
-            figure.text(0.995, 0.004, _source(own[0][0]), ha="right", va="bottom", fontsize=8, color=_GREY)
+            figure.text(0.995, 0.004, source(own[0][0]), ha="right", va="bottom", fontsize=8, color=_GREY)
             _save(figure, folder / name)
             drawn.append(folder / name)
     if not drawn:
@@ -72,7 +72,8 @@ def sizes_label(sizes: dict[str, int]) -> str:
     )
 
 
-def _source(result: dict[str, Any]) -> str:
+def source(result: dict[str, Any]) -> str:
+    """What the results were measured on, and when."""
     e = result["environment"]
     driver = f", driver {e['driver']}, CUDA {e['cuda']}" if e["platform"] == "gpu" else ""
     return f"{e['device']}{driver}, jax {e['jax']}, {e['date']}"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from blaze_jax.benchmark.inputs import BOTH
-from blaze_jax.benchmark.plots import published_scaling, reason
+from blaze_jax.benchmark.plots import published_scaling, reason, source
 from blaze_jax.benchmark.results_file import RECORDED, Record, read_results
 from blaze_jax.benchmark.scaling import FLAT_FROM, flatness
 from blaze_jax.benchmark.sizes import GPU_SIZES
@@ -91,6 +91,7 @@ def render(results: Sequence[Result]) -> str:
         ("memory", _memory),
         ("kernels", _kernels),
     )
+    published = read_results(RECORDED / "published.json")["command"]
     lines: list[str] = []
     shown: set[str] = set()
     for kind, section in sections:
@@ -98,22 +99,11 @@ def render(results: Sequence[Result]) -> str:
             records = [r for r in result["records"] if r["kind"] == kind]
             if records:
                 if kind not in shown:
-                    lines += ["", _says(kind)]
+                    lines += ["", SAYS[kind].format(published=published)]
                     lines += [f"\n![{text}]({_FIGURES}/{name})" for name, text in FIGURES.get(kind, {}).items()]
                     shown.add(kind)
-                lines += ["", *section(records), "", _source(result)]
+                lines += ["", *section(records), "", f"{source(result)}: `{result['command']}`"]
     return "\n".join(lines).strip("\n")
-
-
-def _says(kind: str) -> str:
-    published = read_results(RECORDED / "published.json")
-    return SAYS[kind].format(published=published["command"])
-
-
-def _source(result: Result) -> str:
-    e = result["environment"]
-    driver = f", driver {e['driver']}, CUDA {e['cuda']}" if e["platform"] == "gpu" else ""
-    return f"{e['device']}{driver}, jax {e['jax']}, {e['date']}: `{result['command']}`"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic_gpu.interpreter import interpreter_parameters
 
 
-def kernel_in_place(
+def kernel(
     body: Callable,
     *,
     in_place: Mapping[int, int],
@@ -26,13 +26,17 @@ def kernel_in_place(
     **mesh,
 ) -> Callable:
     """`plgpu.kernel`, where result `in_place[i]` takes the memory of operand `i` if XLA can do so without a copy."""
+    if not in_place:
+        return plgpu.kernel(
+            body, out_type=out_type, scratch_types=scratch_types, compiler_params=compiler_params, **mesh
+        )
 
     def with_scratch(*refs):
         pl.run_scoped(partial(body, *refs), *scratch_types, collective_axes=mesh["thread_name"])
 
     return _mpmd_map(
         [(plgpu.Mesh(**mesh), with_scratch)],
-        list(out_type),
+        out_type,
         input_output_aliases=in_place,
         compiler_params=compiler_params,
         interpret=interpreter_parameters(),

@@ -7,7 +7,6 @@ next tile's first k steps run on the tensor cores.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,8 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import inline, interpreter
-from pallas_kernels.mosaic_gpu.in_place import kernel_in_place
+from pallas_kernels.mosaic_gpu import in_place, inline, interpreter
 from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, Where
 from pallas_kernels.mosaic_gpu.tuning import TileTuning
@@ -254,11 +252,9 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
             plgpu.wait_smem_to_gmem(0)
 
     kernel.__name__ = op.name
-    launcher = plgpu.kernel
-    if op.in_place:
-        launcher = partial(kernel_in_place, in_place={len(schedule) + i: o for i, o in op.in_place.items()})
-    return launcher(
+    return in_place.kernel(
         kernel,
+        in_place={len(schedule) + i: output for i, output in op.in_place.items()},
         out_type=list(op.outputs),
         scratch_types=[
             plgpu.SMEM((stages, TILE_ROWS, K_STEP), dtype, transforms=SWIZZLED),

@@ -2,7 +2,6 @@
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
 
-from pallas_kernels.mosaic_gpu.in_place import kernel_in_place
+from pallas_kernels.mosaic_gpu import in_place
 
 _ALL_LANES = 0xFFFFFFFF
 _GLOBAL, _SHARED = 1, 3
@@ -36,11 +35,9 @@ def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
             emit(*refs)
 
         body.__name__ = name
-        launcher = plgpu.kernel
-        if updated:
-            launcher = partial(kernel_in_place, in_place={first_updated + i: i for i in range(updated)})
-        return launcher(
+        return in_place.kernel(
             body,
+            in_place={first_updated + i: i for i in range(updated)},
             out_type=[*changed, *outputs],
             grid=(blocks,),
             grid_names=("block",),
