@@ -153,8 +153,7 @@ def route(
       selection_bias: added to the scores for selection only, not to the weights (loss-free balancing).
       implementation: None for the best that can run here, or "mosaic_gpu" or "xla". The Hopper kernel is one pass over
         the logits, but its scores can differ from XLA's in the last bits; where scores rank the experts (with a
-        selection bias, or with groups), nearly equal ones may then be chosen differently. Token rounding runs on Hopper
-        kernels of its own only if they are asked for by name.
+        selection bias, or with groups), nearly equal ones may then be chosen differently.
       **options: fields of `Router`.
 
     Raises:
@@ -173,8 +172,6 @@ def route(
     if selection_bias is not None and selection_bias.shape != (num_experts,):
         raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
 
-    # Only by name: the Hopper kernels that round token counts have been interpreted and compiled, but not yet run.
-    rounds_on_hopper = implementation == "mosaic_gpu"
     implementation = choose_router_implementation(implementation, logits, experts_per_token)
     rule = router.rule(experts_per_token)
     on_hopper = implementation == "mosaic_gpu" and num_tokens > 0  # no kernel without work
@@ -191,9 +188,9 @@ def route(
             mode=router.token_rounding,
             tile=router.rounding_tile,
             extra_slots=router.rounding_slots,
-            implementation="mosaic_gpu" if rounds_on_hopper else "xla",
+            implementation=implementation,
         )
-        if rounds_on_hopper:
+        if on_hopper:
             round_counts = sequential_vmap(round_counts)
         experts = _without_derivative(round_counts)(scores, selected, demand)
         weights = weights_of(logits, scores, selected, experts, rule)
