@@ -180,6 +180,7 @@ def route(
     experts, weights, tokens_per_expert, dropped = selected, routed.weights, demand, jnp.int32(0)
     if capacity := router.capacity(num_tokens, num_experts, experts_per_token):
         experts = _drop_beyond_capacity(routed, num_experts, capacity)
+        tokens_per_expert = jnp.minimum(demand, capacity)
     elif router.token_rounding is not None:
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         scores = scores_of(logits, rule)
@@ -192,11 +193,10 @@ def route(
         )
         if on_hopper:
             round_counts = sequential_vmap(round_counts)
-        experts = _without_derivative(round_counts)(scores, selected, demand)
+        experts, tokens_per_expert = _without_derivative(round_counts)(scores, selected, demand)
         weights = weights_of(logits, scores, selected, experts, rule)
     if experts is not selected:
         weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
-        tokens_per_expert = _count(experts, num_experts)
         dropped = selected.size - (experts[:, :experts_per_token] != EMPTY_SLOT).sum()
 
     return Routing(
@@ -246,13 +246,13 @@ _route_on_hopper.defvjp(_forward, _backward)
 
 
 def _without_derivative(function):
-    """`function`, whose result is whole numbers, shielded from differentiation, which kernels have no rule for."""
+    """`function`, whose results are whole numbers, shielded from differentiation, which kernels have no rule for."""
     shielded = jax.custom_jvp(function)
 
     @shielded.defjvp
     def _(primals, tangents):
         out = shielded(*primals)
-        return out, np.zeros(out.shape, jax.dtypes.float0)
+        return out, jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), out)
 
     return shielded
 
@@ -264,8 +264,3 @@ def _drop_beyond_capacity(routed: Routed, num_experts, capacity) -> Int[Array, "
     """
     groups, positions = routed.dispatched or kernels_of("xla").dispatch(routed.experts, num_experts)
     return jnp.where(positions - groups.offsets[routed.experts] < capacity, routed.experts, EMPTY_SLOT)
-
-
-def _count(experts, num_experts) -> Int[Array, " E"]:
-    ids = jnp.where(experts == EMPTY_SLOT, num_experts, experts)
-    return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")

@@ -23,7 +23,7 @@ def round_token_counts(
     tile: int,
     extra_slots: int,
     implementation: Implementation = "xla",
-) -> Int[Array, "T K_extra"]:
+) -> tuple[Int[Array, "T K_extra"], Int[Array, " E"]]:
     """Experts of every token after each expert's count went to a multiple of `tile`.
 
     An expert ranks the tokens that chose it before the others, and each kind by score, and takes as many as its new
@@ -44,7 +44,8 @@ def round_token_counts(
       implementation: whose kernels.
 
     Returns:
-      `selected` with -1 for the dropped, and, unless `mode` is "down", `extra_slots` more slots, -1 where unused.
+      `selected` with -1 for the dropped, and, unless `mode` is "down", `extra_slots` more slots, -1 where unused; and
+      the tokens that each expert takes.
     """
     num_tokens, num_experts = scores.shape
     kernels = kernels_of(implementation if num_tokens else "xla")  # no kernel without work
@@ -54,17 +55,19 @@ def round_token_counts(
     # The bits of floats that are not negative rank as the floats do.
     ranks = jax.lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.int32)
     keys = ranks.T.at[selected, token].add(_CHOSEN, mode="promise_in_bounds", unique_indices=True)
-    own_keys = jnp.take_along_axis(ranks, selected, axis=1) + _CHOSEN
+    own_keys = keys.at[selected, token].get(mode="promise_in_bounds")
 
     def kept(cutoffs):
         return jnp.where(cutoffs.take(own_keys, selected, token), selected, EMPTY_SLOT)
 
     down = demand // tile * tile
     if mode == "down" or not extra_slots:
-        return kept(kernels.token_cutoffs(keys, down))
+        return kept(kernels.token_cutoffs(keys, down)), down
     up = -(-demand // tile) * tile if mode == "up" else (demand + tile // 2) // tile * tile
-    cutoffs = kernels.token_cutoffs(keys, jnp.where(up <= num_tokens, up, down))
+    counts = jnp.where(up <= num_tokens, up, down)
+    cutoffs = kernels.token_cutoffs(keys, counts)
     added, crowded = kernels.experts_added(keys, cutoffs, _CHOSEN, extra_slots)
     lower = kernels.token_cutoffs(keys, jnp.where(crowded, down, 0))
     cutoffs = jax.tree.map(lambda new, old: jnp.where(crowded, new, old), lower, cutoffs)
-    return jnp.concatenate([kept(cutoffs), jnp.where(crowded[added], EMPTY_SLOT, added)], axis=1)
+    experts = jnp.concatenate([kept(cutoffs), jnp.where(crowded[added], EMPTY_SLOT, added)], axis=1)
+    return experts, jnp.where(crowded, down, counts)

@@ -1,11 +1,15 @@
 """Combine: the weighted sum of each token's rows, for a block of columns."""
 
+from functools import partial, reduce
+from itertools import zip_longest
+from operator import or_
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
-from pallas_kernels.mosaic_gpu.simt import Long, Vector, loop, minimum, select, when
+from pallas_kernels.mosaic_gpu.simt import Long, Vector, branch, loop, minimum, select, when
 from pallas_kernels.mosaic_gpu.tuning import CombineTuning, find_tuning, shape_key
 
 WARPGROUPS = 2
@@ -44,20 +48,28 @@ def combine(
 
         def work(item):
             token, column = item // pieces, item % pieces * COLUMNS
-            sums = Vector.zeros("float32", COLUMNS)
             nothing = Vector.zeros(rows.kind, COLUMNS)
+
+            def add(places, factors, sums):
+                loaded = []
+                for place in places:
+                    row = Long(minimum(place, num_rows - 1)) * width + column
+                    loaded.append(select(place < num_rows, rows.load_vector(row, COLUMNS), nothing))
+                for row, factor in zip_longest(loaded, factors):
+                    sums = sums + (row.wide() * factor if weights else row.wide())
+                return [sums]
+
+            sums = Vector.zeros("float32", COLUMNS)
             for start in range(0, slots, in_flight):
                 batch = range(start, min(start + in_flight, slots))
-                loaded = []
-                for slot in batch:
-                    position = positions[token * slots + slot]
-                    row = Long(minimum(position, num_rows - 1)) * width + column
-                    loaded.append(select(position < num_rows, rows.load_vector(row, COLUMNS), nothing))
-                for slot, row in zip(batch, loaded, strict=True):
-                    value = row.wide()
-                    if weights:
-                        value = value * weights[0][Long(token) * slots + slot]
-                    sums = sums + value
+                places = [positions[token * slots + slot] for slot in batch]
+                factors = [weights[0][Long(token) * slots + slot] for slot in batch] if weights else []
+                turn = partial(add, places, factors, sums)
+                if start == 0:
+                    (sums,) = turn()
+                else:  # slots that token rounding may fill, and mostly leaves empty
+                    counts = [place < num_rows for place in places] + [~f.equals(f) for f in factors]
+                    (sums,) = branch(reduce(or_, counts), turn, [sums])
             out.store_vector(Long(token) * out_width + (first_column + column), sums.to(out.kind))
 
         first_item = simt.block() * THREADS + simt.thread()

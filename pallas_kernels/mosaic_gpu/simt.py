@@ -103,6 +103,9 @@ class _Value:
             value = _machine.get().constant(self.kind, value)
         self.value = value
 
+    def of_same_type(self, value) -> Self:
+        return type(self)(value)
+
     def _apply(self, operation: str, other) -> Self:
         return type(self)(_operate(operation, self, type(self)(other)))
 
@@ -237,14 +240,15 @@ class Vector(_Value):
     def zeros(cls, kind: str, size: int) -> "Vector":
         return cls(_machine.get().zero_vector(kind, size), kind, size)
 
-    def _with(self, value, kind=None) -> "Vector":
-        return Vector(value, kind or self.kind, self.size)
+    def of_same_type(self, value) -> "Vector":
+        return Vector(value, self.kind, self.size)
 
     def __add__(self, other: "Vector"):
-        return self._with(_operate("addf", self, other))
+        return self.of_same_type(_operate("addf", self, other))
 
     def __mul__(self, factor: Float):
-        return self._with(_machine.get().operate("mulf", self.value, _machine.get().broadcast(factor.value, self.size)))
+        factors = _machine.get().broadcast(factor.value, self.size)
+        return self.of_same_type(_machine.get().operate("mulf", self.value, factors))
 
     def wide(self) -> "Vector":
         return self.to("float32")
@@ -254,7 +258,7 @@ class Vector(_Value):
         if kind == self.kind:
             return self
         operation = "extf" if kind == "float32" else "truncf"
-        return self._with(_machine.get().convert_vector(operation, kind, self.value), kind)
+        return Vector(_machine.get().convert_vector(operation, kind, self.value), kind, self.size)
 
     def elements(self) -> list:
         """Its scalars."""
@@ -316,7 +320,7 @@ def select(condition: Bool, a, b) -> Any:
     """`a` where the condition holds, else `b`; one of them has a type, and a Python number takes it."""
     like = a if isinstance(a, _Value) else b
     if isinstance(like, Vector):
-        return like._with(_machine.get().select(condition.value, a.value, b.value))
+        return like.of_same_type(_machine.get().select(condition.value, a.value, b.value))
     of = type(like) if isinstance(like, _Value) else Int
     return of(_machine.get().select(condition.value, of(a).value, of(b).value))
 
@@ -332,11 +336,10 @@ def when(condition: Bool):
 
 def branch(condition: Bool, body: Callable, otherwise: Sequence) -> list:
     """What `body()` returns in the threads where the condition holds, `otherwise` in the others: a branch taken."""
-    kinds = [type(v) for v in otherwise]
     out = _machine.get().branch(
         condition.value, lambda: [v.value for v in (body() or ())], [v.value for v in otherwise]
     )
-    return [of(v) for of, v in zip(kinds, out, strict=True)]
+    return [v.of_same_type(x) for v, x in zip(otherwise, out, strict=True)]
 
 
 def loop(start, stop, step, body: Callable, carry: Sequence = ()) -> list:

@@ -236,7 +236,7 @@ class Threads:
     def branch(self, condition, body, otherwise):
         with self._only(condition) as taken:
             out = body() if taken.any() else otherwise
-        return [np.where(taken, a, b) for a, b in zip(out, otherwise, strict=True)]
+        return [self.select(taken, a, b) for a, b in zip(out, otherwise, strict=True)]
 
     def loop(self, start, stop, step, body, carry):
         i, carry = np.broadcast_to(start, self.index.shape), [np.broadcast_to(c, self.index.shape) for c in carry]

@@ -1,11 +1,13 @@
 """Experts choose tokens: the cut-off of each expert's list by radix selection, and the experts that take each token."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.mosaic_gpu import simt
-from pallas_kernels.mosaic_gpu.simt import WARP, Long, block_barrier, loop, minimum, select, total, when
+from pallas_kernels.mosaic_gpu.simt import WARP, Long, block_barrier, branch, loop, minimum, select, total, when
 from pallas_kernels.xla.token_selection import KEY_BITS, Cutoffs
 
 WARPGROUPS = 4
@@ -164,19 +166,21 @@ def experts_added(
             # The last turn reaches back to experts that have been looked at, which then do not count.
             first = minimum(start, num_experts - at_once)
             loaded = [column[Long(first + i) * num_tokens] for i in range(at_once)]
-            for i, key in enumerate(loaded):
-                expert = first + i
-                cutoff = cutoff_keys[expert]
-                taken = (key > cutoff) | (key.equals(cutoff) & (token <= cutoff_tokens[expert]))
-                added = real & (expert >= start) & taken & (key < chosen_key)
-
-                @when(added & (used < slots))
-                def _(expert=expert, used=used):
-                    experts[Long(token) * slots + used] = expert
-
-                when(added & (used >= slots))(lambda expert=expert: crowded_here.add(expert, 1))
-                used = used + select(added, 1, 0)
+            cutoffs = [cutoff_keys[first + i] for i in range(at_once)]
+            for i, (key, cutoff) in enumerate(zip(loaded, cutoffs, strict=True)):
+                take = partial(take_expert, first + i, start, key > cutoff, used)
+                (used,) = branch((key >= cutoff) & (key < chosen_key), take, [used])  # rare
             return [used]
+
+        def take_expert(expert, start, above, used):
+            added = real & (expert >= start) & (above | (token <= cutoff_tokens[expert]))
+
+            @when(added & (used < slots))
+            def _():
+                experts[Long(token) * slots + used] = expert
+
+            when(added & (used >= slots))(lambda: crowded_here.add(expert, 1))
+            return [used + select(added, 1, 0)]
 
         (used,) = loop(0, num_experts, at_once, look, [0])
         for slot in range(slots):

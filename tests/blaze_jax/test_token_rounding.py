@@ -1,5 +1,7 @@
 """Token rounding: counts are multiples of a tile, at the expense of the lowest scores."""
 
+from functools import partial
+
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,18 @@ def demand(selected):
     return jnp.asarray(reference.counts(selected, E), jnp.int32)
 
 
+@partial(jax.jit, static_argnums=3, static_argnames=("tile", "extra_slots"))
+def round_jitted(*arguments, **options):
+    return round_token_counts(*arguments, **options)
+
+
+def rounded(scores, selected, *arguments, **options):
+    """The experts, whose tokens must be as many as is said."""
+    experts, counts = round_jitted(scores, selected, demand(selected), *arguments, **options)
+    assert_same_bits(counts, reference.counts(np.asarray(experts), E).astype(np.int32))
+    return np.asarray(experts)
+
+
 def members(experts):
     return (np.asarray(experts)[:, :, None] == np.arange(E)).sum(1)
 
@@ -38,7 +52,7 @@ def members(experts):
 @pytest.mark.parametrize("mode", MODES)
 def test_matches_reference(mode, tile, levels):
     scores, selected = problem(levels=levels)
-    out = np.asarray(round_token_counts(scores, selected, demand(selected), mode, tile=tile, extra_slots=E))
+    out = rounded(scores, selected, mode, tile=tile, extra_slots=E)
     assert out.shape == (T, K if mode == "down" else E)
     assert_same_bits(members(out), reference.rounded_members(scores, selected, mode, tile).astype(int))
     own = out[:, :K]
@@ -53,9 +67,7 @@ def test_matches_reference(mode, tile, levels):
 )
 def test_rounding_within_few_slots(seed, levels, slots, mode):
     scores, selected = problem(seed, levels)
-    out = jax.jit(round_token_counts, static_argnums=3, static_argnames=("tile", "extra_slots"))(
-        scores, selected, demand(selected), mode, tile=8, extra_slots=slots
-    )
+    out = rounded(scores, selected, mode, tile=8, extra_slots=slots)
     mask, own = members(out), members(selected)
     counts, wanted = mask.sum(0), reference.target_counts(own.sum(0), T, mode, 8)
     ideal = reference.rounded_members(scores, selected, mode, 8)
@@ -73,8 +85,8 @@ def test_rounding_within_few_slots(seed, levels, slots, mode):
 
 def test_without_spare_slots_counts_go_down():
     scores, selected = problem()
-    out = round_token_counts(scores, selected, demand(selected), "up", tile=8, extra_slots=0)
-    down = round_token_counts(scores, selected, demand(selected), "down", tile=8, extra_slots=0)
+    out = rounded(scores, selected, "up", tile=8, extra_slots=0)
+    down = rounded(scores, selected, "down", tile=8, extra_slots=0)
     assert_same_bits(out, down)
 
 
@@ -82,7 +94,7 @@ def test_nan_token_is_nobodys_favourite():
     scores, selected = problem()
     poisoned = scores.copy()
     poisoned[4] = np.nan
-    out = members(round_token_counts(poisoned, selected, demand(selected), "up", tile=8, extra_slots=E))
+    out = members(rounded(poisoned, selected, "up", tile=8, extra_slots=E))
     assert_same_bits(out[4], members(selected)[4])
     assert (out.sum(0) % 8 == 0).all()
 
