@@ -118,6 +118,7 @@ def test_expert_id_out_of_range_turns_its_token_to_nan_under_jit():
     assert np.flatnonzero(np.isnan(out).any(1)).tolist() == [4, 9]
 
 
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
 def test_gradients_are_those_of_finite_differences(activation):
     with jax.enable_x64(True):
         experts = random_experts(5, 2, range(3))
