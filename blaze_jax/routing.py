@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from blaze_jax.dispatch import EMPTY_SLOT
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
-from pallas_kernels.xla.router import Routed, Rule, Scoring, scores_of, weights_of
+from pallas_kernels.xla.router import Routed, Rule, Scoring, scores_for_ranking, scores_of, weights_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,8 @@ def route(
         )
         if on_hopper:
             round_counts = sequential_vmap(round_counts)
-        experts, tokens_per_expert = _without_derivative(round_counts)(scores, selected, demand)
+        ranked = scores_for_ranking(logits, rule)
+        experts, tokens_per_expert = _without_derivative(round_counts)(ranked, selected, demand)
         weights = weights_of(logits, scores, selected, experts, rule)
     if experts is not selected:
         weights = jnp.where(experts == EMPTY_SLOT, 0, weights)

@@ -79,20 +79,13 @@ def _int32(*shape) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _clear(array, size):
-    def clear(i):
-        array[i] = 0
-
-    loop(simt.thread(), size, THREADS, clear)
-
-
 def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Array, "blocks E"]:
     """Pairs of each expert in each block's run of tokens."""
     pairs_per_block = -(-experts.shape[0] // blocks) * experts.shape[1]
     at_once = min(IN_FLIGHT, -(-pairs_per_block // THREADS))
 
     def body(experts_ref, counts, histogram):
-        _clear(histogram, num_experts + 1)
+        simt.clear(histogram, num_experts + 1, THREADS)
         block_barrier()
         first = simt.block() * pairs_per_block
         last = minimum(first + pairs_per_block, experts.size)

@@ -19,6 +19,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.dispatch import BLOCKS, dispatch_routed
+from pallas_kernels.mosaic_gpu.router_keys import (
+    MINUS_INFINITY,
+    NOTHING,
+    key_of,
+    largest_of,
+    sorted_descending,
+    sorted_with_bytes,
+    value_of,
+)
 from pallas_kernels.mosaic_gpu.simt import (
     WARP,
     Long,
@@ -44,8 +53,6 @@ MAX_EXPERTS_PER_TOKEN = 32
 MAX_PAIRS = 2**31 - 2**24  # their rows, with gaps, are numbered in 32 bits
 
 _LIST = 4  # keys of a sorted list: their experts are the bytes of one word
-_NOTHING = -(1 << 31)  # below the key of -inf
-_MINUS_INFINITY = _NOTHING + (1 << 23) - 1  # its key
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2)
 _WARPGROUPS = ((8, 8), (4, 16), (2, 32))  # with at most so many experts to a lane
@@ -168,10 +175,7 @@ class _Body:
         group_start = self.lane - self.lane_of_row
         self.lower_lanes = ((simt.Int(1) << self.lane_of_row) - 1) << group_start
 
-        def clear(expert):
-            self.histogram[expert] = 0
-
-        loop(thread, self.num_experts, layout.threads, clear)
+        simt.clear(self.histogram, self.num_experts, layout.threads)
         block_barrier()
 
         first = block * self.rows_per_block
@@ -234,8 +238,8 @@ class _Body:
         """Chooses and writes; returns this lane's sums with the row's added."""
         layout, rule = self.layout, self.rule
         real = row < self.last
-        keys = [_key(x) for x in logits]
-        largest = _value(self.largest(_largest(keys)))
+        keys = [key_of(x) for x in logits]
+        largest = value_of(self.largest(largest_of(keys)))
 
         # Softmax, in powers of two.
         exponents = [maximum((x - largest) * _LOG2E, _LEAST) for x in logits]
@@ -262,17 +266,14 @@ class _Body:
             multiply_add(entropy, share, of_entropy),
         ]
 
-        if self.by_logits:
-
-            def whole_keys():  # read again: this is rare, and registers are not
-                return self.known([_key(x) for x in self.load(row)])
-        else:
+        if not self.by_logits:
             if rule.scoring != "sigmoid":
                 scores = [p * inverse for p in powers]
             keys = self.ranking(scores)
 
-            def whole_keys():
-                return self.known(keys)
+        def whole_keys():
+            """Logits are read again: this is rare, and registers are not."""
+            return self.known([key_of(x) for x in self.load(row)] if self.by_logits else keys)
 
         experts, chosen_logits = self.choose(row, self.known(keys), whole_keys)
         self.weigh(row, real, experts, chosen_logits, largest, inverse)
@@ -289,7 +290,7 @@ class _Body:
         if self.biased:
             bias = self.load_mine(self.bias, simt.Int(0), 0.0)
             scores = [s + b for s, b in zip(scores, bias, strict=True)]
-        keys = [_key(s) for s in scores]
+        keys = [key_of(s) for s in scores]
         return self.keep_best_groups(keys) if self.grouped else keys
 
     def keep_best_groups(self, keys):
@@ -310,8 +311,8 @@ class _Body:
                 key = members[select(turned < per_group, turned, turned - per_group)]
                 return [maximum(best, key), maximum(second, minimum(best, key))]
 
-            best, second = loop(0, per_group, 1, look, [_NOTHING, _NOTHING])
-            group_scores[group] = _key(_value(best) if per_group == 1 else _value(best) + _value(second))
+            best, second = loop(0, per_group, 1, look, [NOTHING, NOTHING])
+            group_scores[group] = key_of(value_of(best) if per_group == 1 else value_of(best) + value_of(second))
 
         loop(self.lane_of_row, num_groups, lanes, two_best)
         warp_barrier()
@@ -327,7 +328,7 @@ class _Body:
             (better,) = loop(0, num_groups, 1, compare, [0])
             excluded = better >= self.rule.groups_per_token
             members = ranks.at(group * per_group)
-            loop(0, select(excluded, per_group, 0), 1, lambda i: members.__setitem__(i, _MINUS_INFINITY))
+            loop(0, select(excluded, per_group, 0), 1, lambda i: members.__setitem__(i, MINUS_INFINITY))
 
         loop(self.lane_of_row, num_groups, lanes, exclude)
         warp_barrier()
@@ -339,7 +340,7 @@ class _Body:
         """`keys`, with the least of all past the last expert."""
         if not self.padded:
             return keys
-        return [select(self.first_expert + i < self.num_experts, k, _NOTHING) for i, k in enumerate(keys)]
+        return [select(self.first_expert + i < self.num_experts, k, NOTHING) for i, k in enumerate(keys)]
 
     def choose(self, row, keys, whole_keys):
         """Ids and logits of the slots this lane owns: lane i of a row has slots i, i + lanes and so on."""
@@ -348,7 +349,7 @@ class _Body:
             (ranked,), (ids,) = self.sorted_lists(keys)
             experts = [(ids >> (8 * slot)) & 0xFF for slot in range(slots)]
             if self.by_logits:
-                return experts, [_value(key) for key in ranked[:slots]]
+                return experts, [value_of(key) for key in ranked[:slots]]
         elif self.layout.per_lane > 8 and not self.by_logits:
             experts = self.choose_by_keys(keys)  # for both words and keys there are not registers enough
         else:
@@ -363,9 +364,7 @@ class _Body:
         ids = _power_of_two(layout.lanes * layout.per_lane) - 1
         last = simt.Int(ids) - self.first_expert  # a lower id makes a larger word
         words = [(key & ~ids) | (last - i) for i, key in enumerate(keys)]
-        for i, j in _exchanges(len(words)):
-            words[i], words[j] = maximum(words[i], words[j]), minimum(words[i], words[j])
-        words.append(simt.Int(_NOTHING))
+        words = [*sorted_descending(words), simt.Int(NOTHING)]
 
         chosen = self.chosen.at(self.row_of_block * (slots + 1))
         rounds = min(slots + 1, self.num_experts)
@@ -413,7 +412,7 @@ class _Body:
                 def _(i=i, slot=slot):
                     chosen[slot] = (ids[i] & 0xFF) + (self.first_expert if self.wide_ids else 0)
 
-                longer = [*lists[i], simt.Int(_NOTHING)]
+                longer = [*lists[i], simt.Int(NOTHING)]
                 lists[i] = [select(hit, a, b) for a, b in zip(longer[1:], lists[i], strict=True)]
                 ids[i] = select(hit, ids[i] >> 8, ids[i])
         warp_barrier()
@@ -427,7 +426,7 @@ class _Body:
         lists, ids = [], []
         for start in range(0, self.layout.per_lane, self.layout.of_list):
             first = simt.Int(start) if self.wide_ids else self.first_expert + start
-            one, order = _sorted(keys[start : start + self.layout.of_list], first * 0x01010101 + 0x03020100)
+            one, order = sorted_with_bytes(keys[start : start + self.layout.of_list], first * 0x01010101 + 0x03020100)
             lists.append(one)
             ids.append(order)
         return lists, ids
@@ -443,7 +442,7 @@ class _Body:
         owned = [self.lane_of_row + i * lanes < slots if (i + 1) * lanes > slots else None for i in range(len(experts))]
         if rule.scoring == "softmax_selected" and not self.by_logits:
             # Slots past the last repeat it.
-            largest = _value(combine_lanes(maximum, _largest([_key(x) for x in logits]), lanes))
+            largest = value_of(combine_lanes(maximum, largest_of([key_of(x) for x in logits]), lanes))
         if rule.scoring == "sigmoid":
             raw = [_sigmoid(x) for x in logits]
         else:
@@ -495,50 +494,9 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _key(x):
-    """An integer that orders like the float. Adding zero makes -0 a 0 and any NaN the one with the largest key."""
-    bits = (x + 0.0).bits()
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def _value(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).as_float()
-
-
-def _largest(keys):
-    return functools.reduce(maximum, keys)
-
-
 def _dot(a, b):
     return functools.reduce(lambda sum_, ab: multiply_add(*ab, sum_), zip(a[1:], b[1:], strict=True), a[0] * b[0])
 
 
 def _sigmoid(x):
     return reciprocal(exp2(x * -_LOG2E) + 1.0)
-
-
-def _exchanges(n: int):
-    """Pairs of places whose exchange, larger one first, sorts n values (Batcher's merge exchange)."""
-    span = 1
-    while span < n:
-        apart = span
-        while apart:
-            for start in range(apart % span, n - apart, 2 * apart):
-                for i in range(start, min(start + apart, n - apart)):
-                    if i // (2 * span) == (i + apart) // (2 * span):
-                        yield i, i + apart
-            apart //= 2
-        span *= 2
-
-
-def _sorted(keys, bytes_):
-    """Keys in descending order, and the bytes that go with them; equals keep their order."""
-    keys = list(keys)
-    for turn in range(len(keys)):
-        for i in range(turn % 2, len(keys) - 1, 2):
-            swap = keys[i + 1] > keys[i]
-            keys[i], keys[i + 1] = maximum(keys[i], keys[i + 1]), minimum(keys[i], keys[i + 1])
-            order = [0, 1, 2, 3]
-            order[i], order[i + 1] = i + 1, i
-            bytes_ = select(swap, simt.permute_bytes(bytes_, order), bytes_)
-    return keys, bytes_

@@ -29,6 +29,7 @@ __all__ = [
     "block",
     "block_barrier",
     "branch",
+    "clear",
     "combine_lanes",
     "count_bits",
     "exclusive_warp_sum",
@@ -353,6 +354,15 @@ def loop(start, stop, step, body: Callable, carry: Sequence = ()) -> list:
 
     out = _machine.get().loop(Int(start).value, Int(stop).value, Int(step).value, once, [c.value for c in carry])
     return [of(v) for of, v in zip(kinds, out, strict=True)]
+
+
+def clear(array: Pointer, size: int, threads: int) -> None:
+    """Zeroes an array together with the block's other threads; a barrier must follow."""
+
+    def zero(i):
+        array[i] = 0
+
+    loop(thread(), size, threads, zero)
 
 
 def thread() -> Int:

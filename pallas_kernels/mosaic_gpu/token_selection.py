@@ -97,11 +97,7 @@ class _Cutoffs:
 
     def count_digits(self, value_of, prefix, shift, width):
         """Counts the values with the prefix by the digit that follows it."""
-
-        def clear(i):
-            self.histogram[i] = 0
-
-        loop(self.thread, BINS, THREADS, clear)
+        simt.clear(self.histogram, BINS, THREADS)
         block_barrier()
 
         def count(start):
@@ -155,11 +151,7 @@ def experts_added(
         token = simt.block() * threads + simt.thread()
         real = token < num_tokens
         column = keys.at(minimum(token, num_tokens - 1))
-
-        def clear(expert):
-            crowded_here[expert] = 0
-
-        loop(simt.thread(), num_experts, threads, clear)
+        simt.clear(crowded_here, num_experts, threads)
         block_barrier()
 
         def look(start, used):

@@ -122,6 +122,17 @@ def scores_of(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
     return jax.nn.sigmoid(logits) if rule.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
 
+def scores_for_ranking(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
+    """The same without a derivative, in passes that XLA fuses: by itself it writes all down twice to transpose them."""
+    logits = jax.lax.stop_gradient(logits)
+    if rule.scoring == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    largest = logits.max(-1, keepdims=True)
+    total = jnp.exp(logits - largest).sum(-1, keepdims=True)
+    largest, total = jax.lax.optimization_barrier((largest, total))
+    return jnp.exp(logits - largest) / total
+
+
 def weights_of(
     logits: Float[Array, "T E"],
     scores: Float[Array, "T E"],
