@@ -175,7 +175,9 @@ def route(
 
     implementation = choose_router_implementation(implementation, logits, experts_per_token)
     rule = router.rule(experts_per_token)
-    on_hopper = implementation == "mosaic_gpu" and num_tokens > 0  # no kernel without work
+    if not num_tokens:
+        implementation = "xla"  # no kernel without work
+    on_hopper = implementation == "mosaic_gpu"
     routed = (_route_on_hopper if on_hopper else kernels_of("xla").router)(logits, selection_bias, rule)
     selected, demand, losses = routed.experts, routed.demand, routed.losses
     experts, weights, tokens_per_expert, dropped = selected, routed.weights, demand, jnp.int32(0)

@@ -41,14 +41,14 @@ def round_token_counts(
       mode: "up", "down", or "nearest" (half a tile goes up).
       tile: rows of a kernel tile.
       extra_slots: slots added to every token, E - K at most; "down" uses none and adds none.
-      implementation: whose kernels.
+      implementation: whose kernels; those for Hopper need a token.
 
     Returns:
       `selected` with -1 for the dropped, and, unless `mode` is "down", `extra_slots` more slots, -1 where unused; and
       the tokens that each expert takes.
     """
     num_tokens, num_experts = scores.shape
-    kernels = kernels_of(implementation if num_tokens else "xla")  # no kernel without work
+    kernels = kernels_of(implementation)
     extra_slots = min(extra_slots, num_experts - selected.shape[1])
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     scores = jnp.where(jnp.isnan(scores), 0, scores)  # else a NaN token would be every expert's favourite

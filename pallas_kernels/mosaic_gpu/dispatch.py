@@ -86,7 +86,6 @@ def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Arr
 
     def body(experts_ref, counts, histogram):
         simt.clear(histogram, num_experts + 1, THREADS)
-        block_barrier()
         first = simt.block() * pairs_per_block
         last = minimum(first + pairs_per_block, experts.size)
 

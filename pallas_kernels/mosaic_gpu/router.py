@@ -176,7 +176,6 @@ class _Body:
         self.lower_lanes = ((simt.Int(1) << self.lane_of_row) - 1) << group_start
 
         simt.clear(self.histogram, self.num_experts, layout.threads)
-        block_barrier()
 
         first = block * self.rows_per_block
         self.last = minimum(first + self.rows_per_block, self.num_tokens)

@@ -319,11 +319,9 @@ def maximum(a, b) -> Any:
 
 def select(condition: Bool, a, b) -> Any:
     """`a` where the condition holds, else `b`; one of them has a type, and a Python number takes it."""
-    like = a if isinstance(a, _Value) else b
-    if isinstance(like, Vector):
-        return like.of_same_type(_machine.get().select(condition.value, a.value, b.value))
-    of = type(like) if isinstance(like, _Value) else Int
-    return of(_machine.get().select(condition.value, of(a).value, of(b).value))
+    like = a if isinstance(a, _Value) else b if isinstance(b, _Value) else Int(b)
+    a, b = like.of_same_type(a), like.of_same_type(b)
+    return like.of_same_type(_machine.get().select(condition.value, a.value, b.value))
 
 
 def when(condition: Bool):
@@ -346,23 +344,23 @@ def branch(condition: Bool, body: Callable, otherwise: Sequence) -> list:
 def loop(start, stop, step, body: Callable, carry: Sequence = ()) -> list:
     """`carry = body(i, *carry)` for i from `start` below `stop`; the body of an empty carry returns nothing."""
     carry = [c if isinstance(c, _Value) else Int(c) for c in carry]
-    kinds = [type(c) for c in carry]
 
     def once(i, *values):
-        out = body(Int(i), *(of(v) for of, v in zip(kinds, values, strict=True)))
-        return [of(v).value for of, v in zip(kinds, out or (), strict=True)]
+        out = body(Int(i), *(c.of_same_type(v) for c, v in zip(carry, values, strict=True)))
+        return [c.of_same_type(v).value for c, v in zip(carry, out or (), strict=True)]
 
     out = _machine.get().loop(Int(start).value, Int(stop).value, Int(step).value, once, [c.value for c in carry])
-    return [of(v) for of, v in zip(kinds, out, strict=True)]
+    return [c.of_same_type(v) for c, v in zip(carry, out, strict=True)]
 
 
 def clear(array: Pointer, size: int, threads: int) -> None:
-    """Zeroes an array together with the block's other threads; a barrier must follow."""
+    """Zeroes an array together with the block's other threads, and waits for them."""
 
     def zero(i):
         array[i] = 0
 
     loop(thread(), size, threads, zero)
+    block_barrier()
 
 
 def thread() -> Int:

@@ -98,7 +98,6 @@ class _Cutoffs:
     def count_digits(self, value_of, prefix, shift, width):
         """Counts the values with the prefix by the digit that follows it."""
         simt.clear(self.histogram, BINS, THREADS)
-        block_barrier()
 
         def count(start):
             tokens = [start + i * THREADS for i in range(IN_FLIGHT)]
@@ -152,7 +151,6 @@ def experts_added(
         real = token < num_tokens
         column = keys.at(minimum(token, num_tokens - 1))
         simt.clear(crowded_here, num_experts, threads)
-        block_barrier()
 
         def look(start, used):
             # The last turn reaches back to experts that have been looked at, which then do not count.

@@ -126,7 +126,7 @@ def scores_for_ranking(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, 
     """The same without a derivative, in passes that XLA fuses: by itself it writes all down twice to transpose them."""
     logits = jax.lax.stop_gradient(logits)
     if rule.scoring == "sigmoid":
-        return jax.nn.sigmoid(logits)
+        return scores_of(logits, rule)
     largest = logits.max(-1, keepdims=True)
     total = jnp.exp(logits - largest).sum(-1, keepdims=True)
     largest, total = jax.lax.optimization_barrier((largest, total))
