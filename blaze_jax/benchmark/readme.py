@@ -37,8 +37,14 @@ SAYS = {
         "**Training end to end.** The same model with each layer, from the same parameters and on the same batches, so "
         "that their losses should be equal but for rounding. The final loss is the mean of the last steps, a twentieth."
     ),
-    "routing": "**Routing.** From router logits to index arrays: our kernels beside XLA's top_k and sorts.",
-    "token_rounding": "**Token rounding.** Whole tiles of tokens for each expert, beside plain top-k.",
+    "routing": (
+        "**Routing.** From router logits to index arrays: our kernels beside XLA's top_k and sorts. Inside a jitted "
+        "step the kernels' time counts. A call alone waits for the host to launch it, which takes longer than they do."
+    ),
+    "token_rounding": (
+        "**Token rounding.** Whole tiles of tokens for each expert, beside plain top-k. Rounding down is faster "
+        "because it drops pairs; the work of a pair takes longer."
+    ),
     "memory": (
         "**Memory.** XLA's own plan of forward+backward, made without a GPU: what is kept, the temporaries, and the "
         "peak, which has the results in it."
