@@ -7,6 +7,7 @@ from typing import Any
 from blaze_jax.benchmark.inputs import BOTH
 from blaze_jax.benchmark.plots import published_scaling, reason, source
 from blaze_jax.benchmark.results_file import RECORDED, Record, read_results
+from blaze_jax.benchmark.routing import DECIDERS
 from blaze_jax.benchmark.scaling import FLAT_FROM, flatness
 from blaze_jax.benchmark.sizes import GPU_SIZES
 
@@ -194,12 +195,14 @@ def _scaling(records: list[Record]) -> list[str]:
 def _routing(records: list[Record]) -> list[str]:
     both = list(records[0]["calls"])[:2]  # ours and XLA's, from logits to indices; parts of them follow
     walls = [name for name in both if all("wall_us" in r["calls"][name] for r in records)]
+    deciders = [name for name in DECIDERS if all(name in r["calls"] for r in records)]
     rows = [
         [
             f"{r['num_tokens']:,}, {r['num_experts']}, {r['experts_per_token']}",
             *(f"{r['calls'][name]['us']:.1f}" for name in both),
             f"{r['speedup']:.1f}×",
             *(f"{r['calls'][name]['wall_us']:.0f}" for name in walls),
+            *(f"{r['calls'][name]['us']:.1f}" for name in deciders),
         ]
         for r in records
     ]
@@ -208,6 +211,7 @@ def _routing(records: list[Record]) -> list[str]:
         *(f"{name}, µs" for name in both),
         "faster by",
         *(f"{name}, called alone, µs" for name in walls),
+        *(f"ours, {name}, µs" for name in deciders),
     )
     return _table(header, rows)
 

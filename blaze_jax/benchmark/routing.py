@@ -14,6 +14,13 @@ from blaze_jax.routing import route
 OURS = "blaze_jax route + dispatch"
 XLA = "XLA top_k + argsort dispatch"
 
+DECIDERS: dict[str, dict[str, Any]] = {
+    "capacity factor 1": {"capacity_factor": 1.0},
+    "rounded to nearest": {"token_rounding": "nearest"},
+    "rounded down": {"token_rounding": "down"},
+}
+"""What else may decide which tokens an expert takes, each timed as `OURS` with it."""
+
 
 def measure_routing(
     num_tokens: int,
@@ -26,6 +33,8 @@ def measure_routing(
 ) -> dict[str, Any]:
     """Times of both ways from logits to the experts' index arrays, and of their parts, as in the JSON file.
 
+    Ours also with what else may decide which tokens an expert takes; its index arrays are built anew then.
+
     A call alone costs what the host needs to launch it, which hides the kernels' time; inside a step that counts.
     """
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
@@ -36,8 +45,8 @@ def measure_routing(
         routing = route(logits, slots, implementation=implementation)
         return routing.experts, routing.weights, routing.tokens_per_expert
 
-    def ours(logits):
-        routing = route(logits, slots, implementation=implementation)
+    def ours(logits, **options):
+        routing = route(logits, slots, implementation=implementation, **options)
         routed = routing.experts, routing.weights, routing.tokens_per_expert
         return routed, routing.dispatched or dispatch(routing.experts)
 
@@ -49,6 +58,7 @@ def measure_routing(
     calls = {
         OURS: partial(jax.jit(ours), logits),
         XLA: partial(jax.jit(xla), logits),
+        **{name: partial(jax.jit(partial(ours, **options)), logits) for name, options in DECIDERS.items()},
         "route": partial(jax.jit(ours_route), logits),
         "dispatch": partial(jax.jit(dispatch), experts),
         "XLA top_k": partial(jax.jit(partial(xla_route, slots=slots)), logits),

@@ -82,6 +82,8 @@ def test_the_other_studies(mode, kind, said, capsys, tmp_path, monkeypatch):
     records = json.loads(file.read_text(encoding="utf-8"))["records"]
     assert {record["kind"] for record in records} == {kind}
     assert len(records) == (2 if mode == "--scaling" else 1)
+    if mode == "--routing":
+        assert set(records[0]["calls"]) > {"capacity factor 1", "rounded to nearest", "rounded down"}
 
 
 @pytest.mark.parametrize(
