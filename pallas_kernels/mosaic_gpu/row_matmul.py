@@ -127,8 +127,24 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         def produce():
             plgpu.set_max_registers(op.registers[0], action="decrease")
 
-            def tokens_of(row):
-                return gather.load_tokens(inputs[1], row) if gather else ()
+            def tokens_of(row) -> tuple:
+                """Of the rows that this thread copies, and of the row whose lines it fetches ahead."""
+                if not gather:
+                    return ()
+                tokens = gather.load_tokens(inputs[1], row)
+                return (tokens, gather.load_line_token(inputs[1], row)) if op.tuning.fetch_ahead else (tokens,)
+
+            def fetch(gather: RowGather, k, token, valid, following_token, following_valid):
+                """Brings into the L2 what a later step copies, of the next tile if this one has no such step."""
+                later = k + min(op.tuning.fetch_ahead, op.k_steps)
+
+                @pl.when(later < op.k_steps)
+                def _():
+                    gather.fetch(inputs[0], token, valid, later * K_STEP)
+
+                @pl.when(later >= op.k_steps)
+                def _():
+                    gather.fetch(inputs[0], following_token, following_valid, (later - op.k_steps) * K_STEP)
 
             def free_slot(step):
                 """The slot of that step, once the consumers are done with it."""
@@ -141,13 +157,15 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
                 column_tile = place_of(i)[1]
 
                 def run(step):
-                    offsets = gather.row_chunks(tokens, valid) if gather else None
+                    offsets = gather.row_chunks(tokens[0], valid) if gather else None
 
                     def k_step(k, step):
                         slot = free_slot(step)
                         op.load(inputs, expert, row, column_tile, k, lhs.at[slot], rhs.at[slot], full.at[slot])
                         if gather:
                             gather.copy(inputs[0], offsets, lhs.at[slot], landed, slot, k * K_STEP)
+                        if gather and op.tuning.fetch_ahead:
+                            fetch(gather, k, tokens[1], valid, following_tokens[1], following[2])
                         return step + 1
 
                     def panel(i, step):

@@ -167,8 +167,17 @@ def _row_contraction(
                 step, tokens, (_, row_tile, column_tile, start, end), following = carry
                 steps = (end - start + K_STEP - 1) // K_STEP
 
+                def coming(k):
+                    """What step `k` fetches: the rows of a later step, of the next tile if this one has none."""
+                    ahead = jnp.minimum(tuning.fetch_ahead, steps)
+                    here = k + ahead < steps
+                    row = jnp.where(here, start + (k + ahead) * K_STEP, following[3] + (k + ahead - steps) * K_STEP)
+                    valid = jnp.where(here, end, following[4]) - row
+                    token = gather.load_line_token(indices, jnp.minimum(row, groups.num_rows - K_STEP))
+                    return token, valid, jnp.where(here, row_tile, following[1]) * TILE_ROWS
+
                 def k_step(k, carry):
-                    step, tokens = carry
+                    step, tokens, *fetched = carry
                     slot = lax.rem(step, stages)
                     row = start + k * K_STEP
                     pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
@@ -180,9 +189,13 @@ def _row_contraction(
                     offsets = gather.row_chunks(tokens, end - row)
                     gather.copy(gathered, offsets, lhs.at[slot], landed, slot, row_tile * TILE_ROWS)
                     following_row = jnp.where(k + 1 < steps, row + K_STEP, following[3])
-                    return step + 1, gather.load_tokens(indices, following_row)
+                    if fetched:
+                        gather.fetch(gathered, *fetched)
+                        fetched = coming(k + 1)
+                    return step + 1, gather.load_tokens(indices, following_row), *fetched
 
-                step, tokens = lax.fori_loop(0, steps, k_step, (step, tokens))
+                fetched = coming(zero) if tuning.fetch_ahead else ()
+                step, tokens, *_ = lax.fori_loop(0, steps, k_step, (step, tokens, *fetched))
                 after = tile_at(i + 2)
                 # An empty expert has no step to load the next tile's first tokens in.
                 tokens = lax.cond(steps > 0, lambda t: t, lambda _: gather.load_tokens(indices, following[3]), tokens)
