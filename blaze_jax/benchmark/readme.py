@@ -40,11 +40,11 @@ SAYS = {
     ),
     "routing": (
         "**Routing.** From router logits to index arrays: our kernels beside XLA's top_k and sorts. Inside a jitted "
-        "step the kernels' time counts. A call alone waits for the host to launch it, which takes longer than they do."
+        "step the kernels' time counts; a call alone waits for the host to launch it, too."
     ),
     "token_rounding": (
-        "**Token rounding.** Whole tiles of tokens for each expert, beside plain top-k. Rounding down is faster "
-        "because it drops pairs; the work of a pair takes longer."
+        "**Token rounding.** Whole tiles of tokens for each expert, beside plain top-k. Rounding down drops "
+        "pairs: TFLOP/s are of those that are left."
     ),
     "memory": (
         "**Memory.** XLA's own plan of forward+backward, made without a GPU: what is kept, the temporaries, and the "

@@ -149,9 +149,6 @@ class RowGather:
         self.per_thread = rows // self.rows_apart
         self.layout = plgpu.Layout.WG_STRIDED((self.per_thread * WARPGROUP,), vec_size=1)
         self.result = plgpu.ShapeDtypeStruct((self.per_thread * WARPGROUP,), jnp.int32, layout=self.layout)
-        self.lines = columns // 64  # of a row; there is one for each thread
-        self.line_layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
-        self.line_result = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, layout=self.line_layout)
 
     def _array(self, registers):
         registers = np.array([_register(r) for r in registers], dtype=object)
@@ -169,42 +166,6 @@ class RowGather:
             return self._array([llvm.load(_int(32), utils.getelementptr(pointer, [r], _int(32))) for r in rows])
 
         return run(indices, first_row)
-
-    @in_interpreter(forms.load_line_token)
-    def load_line_token(self, indices, first_row):
-        """Index of the row of which this thread fetches a line of 128 bytes."""
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=self.line_result)
-        def run(ctx, indices, first_row):
-            row = arith.addi(_scalar(first_row), arith.divui(_thread(), _c32(self.lines)))
-            token = _register(llvm.load(_int(32), utils.getelementptr(_global(indices), [row], _int(32))))
-            registers = np.array([token], dtype=object)
-            return mgpu.FragmentedArray(_registers=registers, _layout=self.line_layout.to_mgpu(), _is_signed=True)
-
-        return run(indices, first_row)
-
-    @in_interpreter(forms.fetch)
-    def fetch(self, source, token, valid_rows, first_column):
-        """Asks for the rows' part from `first_column` on to be brought into the L2; nothing waits for it."""
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.line_layout, _SCALAR, _SCALAR))
-        def run(ctx, source, token, valid_rows, first_column):
-            token = llvm.extractelement(token.registers.item(), _c32(0))
-            line = arith.remui(_thread(), _c32(self.lines))
-            column = arith.addi(_scalar(first_column), arith.muli(line, _c32(64)))
-            wanted = arith.cmpi(arith.CmpIPredicate.slt, arith.divui(_thread(), _c32(self.lines)), _scalar(valid_rows))
-            wanted = arith.andi(wanted, arith.cmpi(arith.CmpIPredicate.ult, token, _c32(self.num_tokens)))
-            wanted = arith.andi(wanted, arith.cmpi(arith.CmpIPredicate.slt, column, _c32(self.width)))
-            start = arith.muli(arith.extui(_int(64), token), arith.constant(_int(64), self.width))
-            start = arith.addi(start, arith.extui(_int(64), column))
-            _ptx(
-                "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }",
-                utils.getelementptr(_global(source), [start], _int(16)),
-                arith.extui(_int(32), wanted),
-                constraints="l,r",
-            )
-
-        run(source, token, valid_rows, first_column)
 
     @in_interpreter(forms.row_chunks)
     def row_chunks(self, tokens, valid_rows):
@@ -275,6 +236,40 @@ class RowGather:
             _ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier, constraints="r")
 
         run(landed, slot)
+
+
+class RowFetch(RowGather):
+    """Brings the rows that `gather` is going to copy into the L2; nothing waits for it.
+
+    Thread t asks for line `t % l` of row `t // l`, l lines of 128 bytes to a row, where a gather copies chunks.
+    """
+
+    def __init__(self, gather: RowGather):
+        lines = gather.columns // 64
+        super().__init__(rows=gather.rows, columns=8 * lines, num_tokens=gather.num_tokens, width=gather.width)
+
+    @in_interpreter(forms.fetch)
+    def fetch(self, source, tokens, valid_rows, first_column):
+        """Asks for the part of the rows from `first_column` on."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.layout, _SCALAR))
+        def run(ctx, source, offsets, first_column):
+            line = arith.remui(_thread(), _c32(self.chunks))
+            column = arith.addi(_scalar(first_column), arith.muli(line, _c32(64)))
+            base = utils.getelementptr(_global(source), [arith.muli(column, _c32(2))], _int(8))
+            in_width = arith.cmpi(arith.CmpIPredicate.slt, column, _c32(self.width))
+            for register in offsets.registers:
+                offset = llvm.extractelement(register, _c32(0))
+                reads = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, offset, _c32(0)), in_width)
+                start = arith.shli(arith.extui(_int(64), offset), arith.constant(_int(64), 4))
+                _ptx(
+                    "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }",
+                    utils.getelementptr(base, [start], _int(8)),
+                    arith.extui(_int(32), reads),
+                    constraints="l,r",
+                )
+
+        run(source, self.row_chunks(tokens, valid_rows), first_column)
 
 
 @in_interpreter(forms.zero_rows)

@@ -28,14 +28,6 @@ def load_tokens(gather, indices, first_row):
     return jnp.repeat(rows, gather.chunks)
 
 
-def load_line_token(gather, indices, first_row):
-    return jnp.repeat(indices.at[pl.ds(first_row, gather.rows)][...], gather.lines)
-
-
-def fetch(gather, source, token, valid_rows, first_column):
-    """Nothing: it brings nothing that is not loaded again."""
-
-
 def row_chunks(gather, tokens, valid_rows):
     row = jnp.arange(tokens.size) // gather.chunks
     reads = (tokens >= 0) & (tokens < gather.num_tokens) & (row < valid_rows)
@@ -55,6 +47,10 @@ def copy_rows(gather, source, offsets, panel, landed, slot, first_column):
 
 def arrive(gather, landed, slot):
     """Nothing: nobody waits for rows in a slot without any, and of Pallas barriers every completion must be seen."""
+
+
+def fetch(gather, source, tokens, valid_rows, first_column):
+    """Nothing: what is fetched ahead is loaded again."""
 
 
 def end_ragged_copy():

@@ -57,8 +57,8 @@ class TileTuning:
 
     def __post_init__(self):
         widths = tuple(1 << i for i in range(9))
-        _check(self, stages=tuple(range(2, MOST_STAGES + 1)), minor_dim=(0, 1), tile_width=widths)
-        _check(self, fetch_ahead=tuple(range(33)))
+        stages, steps = tuple(range(2, MOST_STAGES + 1)), tuple(range(33))
+        _check(self, stages=stages, minor_dim=(0, 1), tile_width=widths, fetch_ahead=steps)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic_gpu import inline, interpreter
-from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
+from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowFetch, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
 from pallas_kernels.mosaic_gpu.support import WIDTH_MULTIPLE
@@ -137,6 +137,7 @@ def _row_contraction(
     chunks = TILE_COLUMNS // chunk_columns
     held_dtype = jnp.float32 if wide else dtypes[0]
     gather = RowGather(rows=K_STEP, columns=TILE_ROWS, num_tokens=tokens.shape[0], width=tokens.shape[1])
+    ahead = RowFetch(gather)
 
     def kernel(offsets, indices, gathered, *refs):
         stored, refs = refs[:num_stored], refs[num_stored:]
@@ -169,12 +170,12 @@ def _row_contraction(
 
                 def coming(k):
                     """What step `k` fetches: the rows of a later step, of the next tile if this one has none."""
-                    ahead = jnp.minimum(tuning.fetch_ahead, steps)
-                    here = k + ahead < steps
-                    row = jnp.where(here, start + (k + ahead) * K_STEP, following[3] + (k + ahead - steps) * K_STEP)
+                    later = k + jnp.minimum(tuning.fetch_ahead, steps)
+                    here = later < steps
+                    row = jnp.where(here, start + later * K_STEP, following[3] + (later - steps) * K_STEP)
                     valid = jnp.where(here, end, following[4]) - row
-                    token = gather.load_line_token(indices, jnp.minimum(row, groups.num_rows - K_STEP))
-                    return token, valid, jnp.where(here, row_tile, following[1]) * TILE_ROWS
+                    tokens = ahead.load_tokens(indices, jnp.minimum(row, groups.num_rows - K_STEP))
+                    return tokens, valid, jnp.where(here, row_tile, following[1]) * TILE_ROWS
 
                 def k_step(k, carry):
                     step, tokens, *fetched = carry
@@ -190,7 +191,7 @@ def _row_contraction(
                     gather.copy(gathered, offsets, lhs.at[slot], landed, slot, row_tile * TILE_ROWS)
                     following_row = jnp.where(k + 1 < steps, row + K_STEP, following[3])
                     if fetched:
-                        gather.fetch(gathered, *fetched)
+                        ahead.fetch(gathered, *fetched)
                         fetched = coming(k + 1)
                     return step + 1, gather.load_tokens(indices, following_row), *fetched
 

@@ -126,11 +126,7 @@ def test_a_folder_in_the_files_place_is_a_warning(user_file):
         ("up_projection", TILES | {"minor_dim": True}, "minor_dim=True must be one of 0, 1"),
         ("up_projection", TILES | {"tile_width": 3}, "tile_width=3 must be one of 1, 2, 4"),
         ("up_projection", TILES | {"fetch_ahead": -1}, "fetch_ahead=-1 must be one of 0, 1"),
-        (
-            "up_projection",
-            {"stages": 4},
-            "the parameters of up_projection must be stages, minor_dim, tile_width",
-        ),
+        ("up_projection", {"stages": 4}, "the parameters of up_projection must be stages, minor_dim, tile_width"),
         ("up_projection", None, "got None"),
         ("combine", {"blocks_per_sm": 0, "rows_in_flight": 8}, "blocks_per_sm=0 must be one of 1, 2"),
         ("column_block", {"columns": 1024}, "columns=1024 must be one of 128, 256, 512"),
