@@ -26,9 +26,6 @@ _ACTIVATION = get_activation("swiglu").function
 _ORDERS = ((0, 4), (0, 8), (1, 8), (0, 16), (1, 4), (1, 16), (1, 1))
 """`minor_dim` and `tile_width`, the more likely ones first. Rings are left full: fewer slots only wait more."""
 
-_FETCHES = (4, 8, 16)
-"""`fetch_ahead` of kernels that gather."""
-
 _COMBINES = (CombineTuning(8, 8), CombineTuning(2, 8), CombineTuning(4, 4), CombineTuning(8, 4), CombineTuning(4, 16))
 _COLUMN_BLOCKS = (ColumnBlock(256),)
 
@@ -90,22 +87,19 @@ def tuning_cases(operands: Operands) -> list[Case]:
     layer = shape_key(num_rows, dtype, d=d, n=n, E=num_experts)
     combined = shape_key(num_tokens * slots, dtype, d=d, columns=columns, K=slots)
 
-    def tiled(kernel, run, by_row, *tiles, gathers=True):
-        default = heuristic(TileTuning, kernel, layer)
-        fetches = [replace(default, fetch_ahead=steps) for steps in _FETCHES] if gathers else []
-        _, *other_orders = orders(default, *tiles)
-        return Case(kernel, layer, run, by_row, (default, *fetches, *other_orders))
+    def tiled(kernel, run, by_row, *tiles):
+        return Case(kernel, layer, run, by_row, orders(heuristic(TileTuning, kernel, layer), *tiles))
 
     combines = _combines(heuristic(CombineTuning, "combine", combined), slots)
     column_blocks = _column_blocks(heuristic(ColumnBlock, "column_block", layer), d)
     cases = [
         tiled("up_projection", _up_projection, True, tiles, narrow),
-        tiled("down_projection", partial(_down_projection, columns), True, tiles, block_tiles, gathers=False),
+        tiled("down_projection", partial(_down_projection, columns), True, tiles, block_tiles),
         Case("combine", combined, _combine, False, combines),
         tiled("down_backward", _down_backward, True, tiles, wide),
         tiled("down_weight_gradients", _down_weight_gradients, False, row_tiles, wide),
         tiled("up_weight_gradients", _up_weight_gradients, False, row_tiles, narrow),
-        tiled("up_backward", partial(_up_backward, columns), True, tiles, block_tiles, gathers=False),
+        tiled("up_backward", partial(_up_backward, columns), True, tiles, block_tiles),
         Case("column_block", layer, _column_block, False, column_blocks),
     ]
     return [case for case in cases if len(case.candidates) > 1]

@@ -238,40 +238,6 @@ class RowGather:
         run(landed, slot)
 
 
-class RowFetch(RowGather):
-    """Brings the rows that `gather` is going to copy into the L2; nothing waits for it.
-
-    Thread t asks for line `t % l` of row `t // l`, l lines of 128 bytes to a row, where a gather copies chunks.
-    """
-
-    def __init__(self, gather: RowGather):
-        lines = gather.columns // 64
-        super().__init__(rows=gather.rows, columns=8 * lines, num_tokens=gather.num_tokens, width=gather.width)
-
-    @in_interpreter(forms.fetch)
-    def fetch(self, source, tokens, valid_rows, first_column):
-        """Asks for the part of the rows from `first_column` on."""
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.layout, _SCALAR))
-        def run(ctx, source, offsets, first_column):
-            line = arith.remui(_thread(), _c32(self.chunks))
-            column = arith.addi(_scalar(first_column), arith.muli(line, _c32(64)))
-            base = utils.getelementptr(_global(source), [arith.muli(column, _c32(2))], _int(8))
-            in_width = arith.cmpi(arith.CmpIPredicate.slt, column, _c32(self.width))
-            for register in offsets.registers:
-                offset = llvm.extractelement(register, _c32(0))
-                reads = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, offset, _c32(0)), in_width)
-                start = arith.shli(arith.extui(_int(64), offset), arith.constant(_int(64), 4))
-                _ptx(
-                    "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }",
-                    utils.getelementptr(base, [start], _int(8)),
-                    arith.extui(_int(32), reads),
-                    constraints="l,r",
-                )
-
-        run(source, self.row_chunks(tokens, valid_rows), first_column)
-
-
 @in_interpreter(forms.zero_rows)
 def zero_rows(panel, panels, first_row):
     """Zeroes rows `first_row` to 64 of `panels` panels (64, 64), for wgmma issued after this by any warpgroup."""

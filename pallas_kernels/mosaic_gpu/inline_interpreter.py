@@ -49,10 +49,6 @@ def arrive(gather, landed, slot):
     """Nothing: nobody waits for rows in a slot without any, and of Pallas barriers every completion must be seen."""
 
 
-def fetch(gather, source, tokens, valid_rows, first_column):
-    """Nothing: what is fetched ahead is loaded again."""
-
-
 def end_ragged_copy():
     """The interpreter counts copies, not groups of them, so what is not one copy must not be waited for by number."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

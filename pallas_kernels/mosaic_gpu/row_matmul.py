@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu import in_place, inline, interpreter
-from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowFetch, RowGather
+from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, Where
 from pallas_kernels.mosaic_gpu.tuning import TileTuning
 
@@ -96,11 +96,10 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
     num_inputs, num_outputs = len(op.inputs), len(op.outputs)
     total = schedule.num_tiles * op.num_column_tiles
     stages, dtype, blocks = op.tuning.stages, op.inputs[0].dtype, interpreter.blocks(NUM_SMS)
-    gather = ahead = None
+    gather = None
     if op.gathers:
         num_tokens, width = op.inputs[0].shape
         gather = RowGather(rows=TILE_ROWS, columns=K_STEP, num_tokens=num_tokens, width=width)
-        ahead = RowFetch(gather) if op.tuning.fetch_ahead else None
 
     def kernel(*refs):
         expert_ref, row_ref, valid_ref, *refs = refs
@@ -129,15 +128,7 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
             plgpu.set_max_registers(op.registers[0], action="decrease")
 
             def tokens_of(row):
-                """Of the rows that this thread copies, and of those that it fetches ahead."""
-                return tuple(g.load_tokens(inputs[1], row) for g in (gather, ahead) if g)
-
-            def fetch(ahead: RowFetch, k, tile, following):
-                """Fetches what a later step copies, of the next tile if this one has no such step."""
-                later = k + min(op.tuning.fetch_ahead, op.k_steps)
-                pl.when(later < op.k_steps)(lambda: ahead.fetch(inputs[0], tile[0], tile[1], later * K_STEP))
-                beyond = later - op.k_steps
-                pl.when(beyond >= 0)(lambda: ahead.fetch(inputs[0], following[0], following[1], beyond * K_STEP))
+                return gather.load_tokens(inputs[1], row) if gather else ()
 
             def free_slot(step):
                 """The slot of that step, once the consumers are done with it."""
@@ -150,15 +141,13 @@ def row_matmul(op: RowMatmul, schedule: TileSchedule) -> tuple[jax.Array, ...]:
                 column_tile = place_of(i)[1]
 
                 def run(step):
-                    offsets = gather.row_chunks(tokens[0], valid) if gather else None
+                    offsets = gather.row_chunks(tokens, valid) if gather else None
 
                     def k_step(k, step):
                         slot = free_slot(step)
                         op.load(inputs, expert, row, column_tile, k, lhs.at[slot], rhs.at[slot], full.at[slot])
                         if gather:
                             gather.copy(inputs[0], offsets, lhs.at[slot], landed, slot, k * K_STEP)
-                        if ahead:
-                            fetch(ahead, k, (tokens[1], valid), (following_tokens[1], following[2]))
                         return step + 1
 
                     def panel(i, step):

@@ -43,8 +43,6 @@ class TileTuning:
         one the tensor cores would wait for themselves.
       minor_dim: 0 or 1, the stripes cut the tiles' rows or columns.
       tile_width: tiles across a stripe, a power of two, so that finding a tile takes no slow division.
-      fetch_ahead: k steps that gathered rows are brought into the L2 before they are copied, 0 for not at all. Kernels
-        that gather nothing have no use for it.
 
     Raises:
       ValueError: a value is none of these.
@@ -53,12 +51,10 @@ class TileTuning:
     stages: int = MOST_STAGES
     minor_dim: int = 0
     tile_width: int = 1
-    fetch_ahead: int = 0
 
     def __post_init__(self):
         widths = tuple(1 << i for i in range(9))
-        stages, steps = tuple(range(2, MOST_STAGES + 1)), tuple(range(33))
-        _check(self, stages=stages, minor_dim=(0, 1), tile_width=widths, fetch_ahead=steps)
+        _check(self, stages=tuple(range(2, MOST_STAGES + 1)), minor_dim=(0, 1), tile_width=widths)
 
 
 @dataclass(frozen=True)

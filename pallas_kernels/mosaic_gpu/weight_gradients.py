@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic_gpu import inline, interpreter
-from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowFetch, RowGather
+from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
 from pallas_kernels.mosaic_gpu.support import WIDTH_MULTIPLE
@@ -137,7 +137,6 @@ def _row_contraction(
     chunks = TILE_COLUMNS // chunk_columns
     held_dtype = jnp.float32 if wide else dtypes[0]
     gather = RowGather(rows=K_STEP, columns=TILE_ROWS, num_tokens=tokens.shape[0], width=tokens.shape[1])
-    ahead = RowFetch(gather)
 
     def kernel(offsets, indices, gathered, *refs):
         stored, refs = refs[:num_stored], refs[num_stored:]
@@ -168,17 +167,8 @@ def _row_contraction(
                 step, tokens, (_, row_tile, column_tile, start, end), following = carry
                 steps = (end - start + K_STEP - 1) // K_STEP
 
-                def coming(k):
-                    """What step `k` fetches: the rows of a later step, of the next tile if this one has none."""
-                    later = k + jnp.minimum(tuning.fetch_ahead, steps)
-                    here = later < steps
-                    row = jnp.where(here, start + later * K_STEP, following[3] + (later - steps) * K_STEP)
-                    valid = jnp.where(here, end, following[4]) - row
-                    tokens = ahead.load_tokens(indices, jnp.minimum(row, groups.num_rows - K_STEP))
-                    return tokens, valid, jnp.where(here, row_tile, following[1]) * TILE_ROWS
-
                 def k_step(k, carry):
-                    step, tokens, *fetched = carry
+                    step, tokens = carry
                     slot = lax.rem(step, stages)
                     row = start + k * K_STEP
                     pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
@@ -190,13 +180,9 @@ def _row_contraction(
                     offsets = gather.row_chunks(tokens, end - row)
                     gather.copy(gathered, offsets, lhs.at[slot], landed, slot, row_tile * TILE_ROWS)
                     following_row = jnp.where(k + 1 < steps, row + K_STEP, following[3])
-                    if fetched:
-                        ahead.fetch(gathered, *fetched)
-                        fetched = coming(k + 1)
-                    return step + 1, gather.load_tokens(indices, following_row), *fetched
+                    return step + 1, gather.load_tokens(indices, following_row)
 
-                fetched = coming(zero) if tuning.fetch_ahead else ()
-                step, tokens, *_ = lax.fori_loop(0, steps, k_step, (step, tokens, *fetched))
+                step, tokens = lax.fori_loop(0, steps, k_step, (step, tokens))
                 after = tile_at(i + 2)
                 # An empty expert has no step to load the next tile's first tokens in.
                 tokens = lax.cond(steps > 0, lambda t: t, lambda _: gather.load_tokens(indices, following[3]), tokens)

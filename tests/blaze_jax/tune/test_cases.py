@@ -65,8 +65,7 @@ def test_every_candidate_is_another_program(kernel):
 @pytest.mark.compile_only
 @pytest.mark.parametrize("kernel", [name for name, kind in KINDS.items() if kind is TileTuning])
 def test_tuned_kernels_fit_shared_memory_and_registers(kernel):
-    tuning = TileTuning(minor_dim=1, tile_width=8, fetch_ahead=8)
-    program = compile_for_h200(partial(CASES[kernel].run, tuning), OPERANDS)
+    program = compile_for_h200(partial(CASES[kernel].run, TileTuning(minor_dim=1, tile_width=8)), OPERANDS)
     assert [k.name for k in program.kernels if kernel in k.name]
     assert program.spill_bytes == {}
 

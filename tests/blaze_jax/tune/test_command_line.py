@@ -73,8 +73,7 @@ def test_what_is_found_is_printed_and_written(capsys, monkeypatch, tmp_path):
         monkeypatch.setenv("BLAZE_JAX_TUNING", str(tmp_path / "user.json"))
         assert main([*CONFIG, *options]) == 0
         assert line("up_projection", found) in capsys.readouterr().out
-    said = "100.0 us ->      90.0 us -10.0%, best of 5: stages=4, minor_dim=0, tile_width=8, fetch_ahead=0"
-    assert said in line("x", found)
+    assert "100.0 us ->      90.0 us -10.0%, best of 5: stages=4, minor_dim=0, tile_width=8" in line("x", found)
     for name in ("user.json", "own.json"):
         tunings, problems = read_tunings(tmp_path / name, parse)
         assert tunings == {("NVIDIA H200", "up_projection", "rows=2^11,d=8"): TileTuning(tile_width=8)}
