@@ -53,8 +53,7 @@ SAYS = {
     "kernels": (
         "**Kernel by kernel.** Bursts are runs on an emptied L2 cache; back to back is a second without a pause, at "
         "the clocks of a long run. In the figure each kernel has its share of the rate of a dense matmul or a copy in "
-        "the same run; it can pass 100%, as XLA's matmul is not the chip's peak. A size measured again after tuning "
-        "has a table of its own, and the figure shows the later."
+        "the same run; it can pass 100%, as XLA's matmul is not the chip's peak."
     ),
 }
 """What each kind of results shows."""
@@ -110,6 +109,8 @@ def render(results: Sequence[Result]) -> str:
                     lines += [f"\n![{text}]({_FIGURES}/{name})" for name, text in FIGURES.get(kind, {}).items()]
                     shown.add(kind)
                 lines += ["", *section(records), "", f"{source(result)}: `{result['command']}`"]
+        if kind == "compare":
+            lines += _sizes_left_out(results)
     return "\n".join(lines).strip("\n")
 
 
@@ -161,12 +162,17 @@ def _comparison(records: list[Record]) -> list[str]:
         "saved / peak, MiB",
         "time to ours",
     )
-    lines = _table(header, rows)
-    defaults, measured = [sizes._asdict() for sizes in GPU_SIZES], [record["sizes"] for record in records]
+    return _table(header, rows)
+
+
+def _sizes_left_out(results: Sequence[Result]) -> list[str]:
+    """Which of the default sizes no comparison has, if they are of default sizes."""
+    measured = [record["sizes"] for result in results for record in result["records"] if record["kind"] == "compare"]
+    defaults = [sizes._asdict() for sizes in GPU_SIZES]
     missing = [_name(sizes) for sizes in defaults if sizes not in measured]
-    if missing and len(missing) + len(measured) == len(defaults):
-        lines += ["", f"Default sizes not in this run: {'; '.join(missing)}."]
-    return lines
+    if not missing or not any(sizes in defaults for sizes in measured):
+        return []
+    return ["", f"Default sizes not compared: {'; '.join(missing)}."]
 
 
 def _scaling(records: list[Record]) -> list[str]:

@@ -11,10 +11,14 @@ TIMED = {"us": 2000.0, "spread": 0.02, "tflops": 123.4, "share_of_dense": 0.5, "
 OURS = {"layer": "blaze_jax", "backend": "xla", "status": "ok", "saved_mib": 7.0, FORWARD: TIMED, BOTH: TIMED}
 
 
-def table(sizes, *layers):
+def result(sizes, *layers):
     environment = {"platform": "cpu", "device": "a CPU", "jax": "0", "date": "2026-11-21"}
     records = [{"kind": "compare", "sizes": s._asdict(), "layers": layers} for s in sizes]
-    return render([{"environment": environment, "command": "made up for a test", "records": records}])
+    return {"environment": environment, "command": "made up for a test", "records": records}
+
+
+def table(sizes, *layers):
+    return render([result(sizes, *layers)])
 
 
 def test_a_peer_that_fails_in_the_backward_pass_keeps_its_forward_time():
@@ -24,11 +28,12 @@ def test_a_peer_that_fails_in_the_backward_pass_keeps_its_forward_time():
     assert "| a peer (XLA) | out of memory |  |  |  | 1,730 / – |  |" in table(GPU_SIZES, OURS, peer)
 
 
-def test_sizes_that_a_run_did_not_come_to_are_named():
+def test_sizes_that_no_run_came_to_are_named():
     *measured, last = GPU_SIZES
-    assert f"Default sizes not in this run: {', '.join(map(str, last))}." in table(measured, OURS)
-    assert "not in this run" not in table(GPU_SIZES, OURS)
-    assert "not in this run" not in table([Sizes(8, 8, 8, 2, 1)], OURS)
+    assert f"Default sizes not compared: {', '.join(map(str, last))}." in table(measured, OURS)
+    assert "not compared" not in table(GPU_SIZES, OURS)
+    assert "not compared" not in table([Sizes(8, 8, 8, 2, 1)], OURS)
+    assert "not compared" not in render([result(measured, OURS), result([last], OURS)])
 
 
 @pytest.mark.parametrize(
