@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from blaze_jax.activations import Activation, get_activation
+from blaze_jax.checks import check_integers
 from blaze_jax.experts import Save
 from blaze_jax.implementation import Implementation, check_implementation
 from blaze_jax.routing import Router
@@ -65,6 +66,7 @@ class MoEConfig:
         check_implementation(self.implementation)
         if self.save not in get_args(Save):
             raise ValueError(f"save={self.save!r} must be one of {', '.join(get_args(Save))}")
+        check_integers(expert_width=self.expert_width, shared_width=self.shared_width)
         if self.expert_width < 1:
             raise ValueError(f"expert_width={self.expert_width} must be at least 1")
         for name in ("shared_width", "load_balancing_weight", "z_loss_weight", "bias_update_rate"):

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Int
 
+from blaze_jax.checks import check_integers
 from blaze_jax.implementation import Implementation, choose_dispatch_implementation
 from pallas_kernels import mosaic_gpu, xla
 
@@ -36,6 +37,7 @@ class Dispatch(NamedTuple):
 
 def check_experts(experts: Array, num_experts: int) -> None:
     """Raises ValueError unless `experts` is an integer array `(T, K)` with K ≤ E, of expert ids (where known)."""
+    check_integers(num_experts=num_experts)
     if num_experts < 1:
         raise ValueError(f"{num_experts=} must be at least 1")
     if experts.ndim != 2 or not jnp.issubdtype(experts.dtype, jnp.integer):
@@ -76,10 +78,11 @@ def build_dispatch(
       The four index arrays. R is `T·K`, or for `row_alignment` above 1 the most that aligned groups can take.
 
     Raises:
-      ValueError: `experts` is not an integer array `(T, K)` with K ≤ E, an id is out of range, or T·K rows are too many
-        for int32.
+      ValueError: `experts` is not an integer array `(T, K)` with K ≤ E, an id is out of range, T·K rows are too many
+        for int32, or a number is not an integer of at least 1.
       NotImplementedError: the implementation demanded cannot run here.
     """
+    check_integers(row_alignment=row_alignment)
     if row_alignment < 1:
         raise ValueError(f"{row_alignment=} must be at least 1")
     experts = jnp.asarray(experts)

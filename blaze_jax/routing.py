@@ -11,6 +11,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
+from blaze_jax.checks import check_integers
 from blaze_jax.dispatch import EMPTY_SLOT
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
@@ -54,12 +55,16 @@ class Router:
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
 
+        check_integers(num_experts=num_experts, experts_per_token=experts_per_token)
+        counts = ("num_groups", "groups_per_token", "expert_capacity", "rounding_tile", "rounding_slots")
+        check_integers(**{name: value for name in counts if (value := getattr(self, name)) is not None})
         if num_experts < 1:
             raise ValueError(f"{num_experts=} must be at least 1")
         if not 1 <= experts_per_token <= num_experts:
             raise ValueError(f"{experts_per_token=} must be from 1 to {num_experts=}")
         require(self.scoring in get_args(Scoring), "scoring", f"one of {', '.join(get_args(Scoring))}")
-        require(self.weight_scale > 0, "weight_scale", "positive")
+        require(self.normalize_weights in (True, False), "normalize_weights", "True or False")
+        require(0 < self.weight_scale < math.inf, "weight_scale", "positive and finite")
         require(
             self.num_groups >= 1 and num_experts % self.num_groups == 0, "num_groups", f"a divisor of {num_experts=}"
         )
@@ -73,7 +78,11 @@ class Router:
             f"enough to choose {experts_per_token=} from {choice} experts",
         )
         require(self.expert_capacity is None or self.expert_capacity >= 1, "expert_capacity", "None or at least 1")
-        require(self.capacity_factor is None or self.capacity_factor > 0, "capacity_factor", "None or positive")
+        require(
+            self.capacity_factor is None or 0 < self.capacity_factor < math.inf,
+            "capacity_factor",
+            "None or positive and finite",
+        )
         allowed = get_args(TokenRounding)
         require(self.token_rounding in (None, *allowed), "token_rounding", f"None or one of {', '.join(allowed)}")
         require(self.rounding_tile >= 1, "rounding_tile", "at least 1")
@@ -100,9 +109,10 @@ class Router:
 
     def capacity(self, num_tokens: int, num_experts: int, experts_per_token: int) -> int | None:
         """Tokens an expert takes at most, None for no limit."""
-        if self.capacity_factor is None:
-            return self.expert_capacity
-        return math.ceil(self.capacity_factor * num_tokens * experts_per_token / num_experts)
+        capacity = self.expert_capacity
+        if self.capacity_factor is not None:
+            capacity = math.ceil(self.capacity_factor * num_tokens * experts_per_token / num_experts)
+        return None if capacity is None else min(capacity, num_tokens)
 
 
 class Routing(NamedTuple):
@@ -170,8 +180,12 @@ def route(
         raise ValueError(f"logits must be a floating array (T, E), got {logits.dtype} of shape {logits.shape}")
     num_tokens, num_experts = logits.shape
     router.check(num_experts, experts_per_token)
-    if selection_bias is not None and selection_bias.shape != (num_experts,):
-        raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
+    if selection_bias is not None:
+        selection_bias = jnp.asarray(selection_bias)
+        if not jnp.issubdtype(selection_bias.dtype, jnp.floating):
+            raise ValueError(f"selection_bias has dtype {selection_bias.dtype}, must be floating")
+        if selection_bias.shape != (num_experts,):
+            raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
 
     implementation = choose_router_implementation(implementation, logits, experts_per_token)
     rule = router.rule(experts_per_token)

@@ -169,6 +169,8 @@ def test_memory_is_linear_in_pairs_and_tiles():
         ([[0.0, 1.0]], 2, {}, "experts must be an integer array .* got float32"),
         ([[0]], 0, {}, "num_experts=0 must be at least 1"),
         ([[0]], 1, {"row_alignment": 0}, "row_alignment=0 must be at least 1"),
+        ([[0]], 1, {"row_alignment": 8.0}, "row_alignment=8.0 must be an integer"),
+        ([[0]], 1.5, {}, "num_experts=1.5 must be an integer"),
     ],
 )
 def test_misuse_is_named(experts, num_experts, options, message):

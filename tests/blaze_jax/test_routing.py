@@ -177,6 +177,8 @@ def test_bias_update_by_hand():
             {"selection_bias": jnp.zeros(2)},
             r"selection_bias has shape \(2,\), must be \(3,\)",
         ),
+        (jnp.zeros((2, 3)), 1, {"selection_bias": [0, 0, 0]}, "selection_bias has dtype int32, must be floating"),
+        (jnp.zeros((2, 3)), 2.0, {}, "experts_per_token=2.0 must be an integer"),
     ],
 )
 def test_misuse_is_named(logits, experts_per_token, options, message):

@@ -32,7 +32,10 @@ def test_first_tokens_are_kept(scoring, options):
     assert_same_bits(out.load_balancing_loss, plain.load_balancing_loss)
 
 
-@pytest.mark.parametrize("options", [{"expert_capacity": T}, {"capacity_factor": float(E)}])
+ROOMY = [{"expert_capacity": T}, {"expert_capacity": 2**40}, {"capacity_factor": E}, {"capacity_factor": 1e30}]
+
+
+@pytest.mark.parametrize("options", ROOMY)
 def test_room_for_all_changes_nothing(options):
     assert_same_bits(route(LOGITS, K, **options), route(LOGITS, K))
 
@@ -46,6 +49,6 @@ def test_dropped_choice_has_no_gradient():
     assert_same_bits(np.asarray(jax.grad(weights)(LOGITS)) != 0, used)
 
 
-@pytest.mark.parametrize(("factor", "capacity"), [(1.0, 3), (1.2, 4), (0.001, 1), (3.0, 8)])
+@pytest.mark.parametrize(("factor", "capacity"), [(1.0, 3), (1.2, 4), (0.001, 1), (3.0, 8), (9.0, 8)])
 def test_capacity_factor_rounds_up(factor, capacity):
     assert Router(capacity_factor=factor).capacity(8, 6, 2) == capacity
