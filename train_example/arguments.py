@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--preset", choices=PRESETS, help="the model and its defaults (tiny, which takes two minutes on two CPU cores)")
+    add("--preset", choices=PRESETS, help="the model and its defaults (tiny, which takes minutes on two CPU cores)")
     add("--data", metavar="PATH", help="a file or folder of text, of any size (half a megabyte that comes with Python)")
     add("--out", type=Path, default=None, metavar="FOLDER", help="of the run (runs/PRESET-TIME)")
     add("--resume", action="store_true", default=False, help="go on with the run in --out")

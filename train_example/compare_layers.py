@@ -27,6 +27,7 @@ from train_example.experts_layer import ExpertsLayer, experts_function
 from train_example.loop import peak_memory_gib
 from train_example.optimizer import learning_rate_schedule, make_optimizer
 from train_example.presets import PRESETS
+from train_example.run_once import jit_once
 from train_example.setup import make_model
 from train_example.step import init_state, make_train_step
 
@@ -83,7 +84,7 @@ def train_briefly(config: TrainConfig) -> dict[str, Any]:
     experts_function(config.experts_layer)  # to tell early if it is missing
     corpus = Corpus(open_text(config.data), config.sequence_length)
     model, optimizer = make_model(config), make_optimizer(config)
-    state = jax.jit(lambda: init_state(model, optimizer, jax.random.key(config.seed)))()
+    state = jit_once(lambda: init_state(model, optimizer, jax.random.key(config.seed)))()
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
     def batch(step: int):

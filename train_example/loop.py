@@ -14,6 +14,7 @@ from train_example.interrupt import Interrupt
 from train_example.metrics import MetricsLog, Record
 from train_example.optimizer import learning_rate_schedule, make_optimizer
 from train_example.progress import Progress
+from train_example.run_once import jit_once
 from train_example.setup import Setup
 from train_example.step import StepMetrics, TrainState, init_state, make_evaluation, make_train_step
 
@@ -71,7 +72,7 @@ def first_state(setup: Setup) -> TrainState:
 
     if setup.first_step:
         return setup.checkpoints.restore(setup.first_step, jax.eval_shape(init))
-    return jax.jit(init)()
+    return jit_once(init)()
 
 
 def _batch(setup: Setup, step: int) -> UInt8[np.ndarray, "A M S+1"]:

@@ -44,8 +44,14 @@ def assert_matches_oracle(problem, **options):
     return out
 
 
-@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
-@pytest.mark.parametrize(("param_dtype", "biases"), [("bfloat16", False), ("float32", True)])
+@pytest.mark.parametrize(
+    ("activation", "param_dtype", "biases"),
+    [
+        *((name, "float32", True) for name in ACTIVATION_NAMES),
+        ("swiglu", "bfloat16", False),
+        ("gelu", "bfloat16", False),
+    ],
+)
 def test_forward_and_backward_lower_for_cuda(activation, param_dtype, biases):
     problem = problem_of(ROUTINGS["random"], activation=activation, param_dtype=param_dtype, biases=biases)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pallas_kernels import mosaic_gpu, xla
-from tests.pallas_kernels.rows import HAS_INTERPRETER, NO_INTERPRETER, Rows
+from tests.pallas_kernels.rows import Rows, needs_interpreter
 
 SLOW_INTERPRETED = {"more_experts_than_rows"}  # its dozens of empty experts cost most; other routings have some, too
 
@@ -14,14 +14,12 @@ def detect_races():
     return True
 
 
-@pytest.fixture(params=["xla", "mosaic_gpu"])
+@pytest.fixture(params=["xla", pytest.param("mosaic_gpu", marks=needs_interpreter)])
 def kernels(request, detect_races):
     """A module of kernels; those for Hopper run in the interpreter, where a race is an error."""
     if request.param == "xla":
         yield xla
         return
-    if not HAS_INTERPRETER:
-        pytest.skip(NO_INTERPRETER)
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("dtype") == "float32":
         pytest.skip("the tensor cores take bfloat16 or float16")
     with mosaic_gpu.interpreted(detect_races=detect_races):

@@ -12,8 +12,10 @@ from tests.routings import ROUTINGS
 
 D, N = 72, 136
 
-HAS_INTERPRETER = jax.version.__version_info__ >= (0, 12)
-NO_INTERPRETER = "the interpreter of jax before 0.12 rejects barriers that are used right"
+needs_interpreter = pytest.mark.skipif(
+    jax.version.__version_info__ < (0, 12),
+    reason="the interpreter of jax before 0.12 rejects barriers that are used right",
+)
 
 ACTIVATIONS = {1: get_activation("gelu").function, 2: get_activation("swiglu").function}
 """By the number of projections."""

@@ -6,7 +6,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu
 from pallas_kernels.mosaic_gpu import inline
-from tests.pallas_kernels.rows import ACTIVATIONS, HAS_INTERPRETER, NO_INTERPRETER, D, N, Rows
+from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, needs_interpreter
 
 
 def run_up_projection():
@@ -18,7 +18,7 @@ def run_up_projection():
     )
 
 
-@pytest.mark.skipif(not HAS_INTERPRETER, reason=NO_INTERPRETER)
+@needs_interpreter
 @pytest.mark.parametrize(
     ("module", "name"),
     [(inline, "wait_landed"), (plgpu, "barrier_wait"), (plgpu, "wait_smem_to_gmem"), (plgpu, "commit_smem")],

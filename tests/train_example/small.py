@@ -14,6 +14,7 @@ from train_example.config import ModelConfig
 from train_example.model import Decoder
 from train_example.optimizer import learning_rate_schedule, make_optimizer
 from train_example.presets import PRESETS
+from train_example.run_once import jit_once
 from train_example.step import init_state, make_train_step
 
 ROOT = Path(train_example.__file__).parents[1]
@@ -38,12 +39,12 @@ def windows(*shape, seed=0):
 @lru_cache
 def initial_variables(config=MODEL):
     """Parameters and router state without their axis names."""
-    return nn.unbox(jax.jit(decoder(config).init)(jax.random.key(0), windows(1, 1)))
+    return nn.unbox(jit_once(decoder(config).init)(jax.random.key(0), windows(1, 1)))
 
 
 @lru_cache
 def train_step(config, model):
     """A jitted step and the state before the first."""
     optimizer = make_optimizer(config)
-    state = jax.jit(partial(init_state, model, optimizer))(jax.random.key(0))
+    state = jit_once(partial(init_state, model, optimizer))(jax.random.key(0))
     return jax.jit(make_train_step(model, optimizer, learning_rate_schedule(config))), state
