@@ -12,8 +12,6 @@ import pytest
 from tests.train_example.small import ROOT
 from train_example.__main__ import main
 
-pytestmark = pytest.mark.xdist_group("runs")  # which share one that nothing disturbed
-
 STEPS = 40
 OPTIONS = f"--steps {STEPS} --batch-size 4 --sequence-length 32 --accumulate 2".split()
 OPTIONS += ["--evaluate-every", "10", "--checkpoint-every", "6"]
