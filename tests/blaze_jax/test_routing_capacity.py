@@ -32,7 +32,7 @@ def test_first_tokens_are_kept(scoring, options):
     assert_same_bits(out.load_balancing_loss, plain.load_balancing_loss)
 
 
-ROOMY = [{"expert_capacity": T}, {"expert_capacity": 2**40}, {"capacity_factor": E}, {"capacity_factor": 1e30}]
+ROOMY = [{"expert_capacity": T}, {"expert_capacity": 2**40}, {"capacity_factor": float(E)}, {"capacity_factor": 1e30}]
 
 
 @pytest.mark.parametrize("options", ROOMY)
