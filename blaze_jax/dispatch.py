@@ -6,15 +6,17 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import P
 from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Int
 
 from blaze_jax.checks import check_integers
+from blaze_jax.explicit_mesh import explicit_mesh, per_device
 from blaze_jax.implementation import Implementation, choose_dispatch_implementation
 from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels.xla.router import EMPTY_SLOT
 
-EMPTY_SLOT = -1
 _MAX_PAIRS = 2**31 - 2**24  # rows are numbered in int32, with room for the gaps of aligned groups
 
 
@@ -25,7 +27,7 @@ class Dispatch(NamedTuple):
       expert_token_indices: `(R,)` int32, token ids concatenated by expert, ascending inside an expert. Rows past the
         last group (there are some if slots are empty) and rows that only align a group hold T.
       expert_token_offsets: `(E + 1,)` int32, where each expert's rows start and the last one's end.
-      token_expert_indices: `(T, K)` int32, the expert ids by token.
+      token_expert_indices: `(T, K)` int32, the expert ids by token; E in the place of an id out of range.
       token_index_map: `(T, K)` int32, position of (token, slot) in `expert_token_indices`; R for an empty slot.
     """
 
@@ -87,11 +89,25 @@ def build_dispatch(
         raise ValueError(f"{row_alignment=} must be at least 1")
     experts = jnp.asarray(experts)
     check_experts(experts, num_experts)
-    experts = experts.astype(jnp.int32)
     options = {"num_experts": num_experts, "row_alignment": row_alignment}
-    on_hopper = choose_dispatch_implementation(implementation, experts, num_experts) == "mosaic_gpu"
-    if on_hopper and experts.size:  # no kernel without work
-        groups, positions = sequential_vmap(partial(mosaic_gpu.dispatch, spare_rows=0, **options))(experts)
-    else:
-        groups, positions = xla.dispatch(experts, **options)
-    return Dispatch(groups.token_indices, groups.offsets, experts, positions)
+
+    def dispatch(experts, _=None) -> Dispatch:
+        experts = int32_experts(experts, num_experts)
+        on_hopper = choose_dispatch_implementation(implementation, experts, num_experts) == "mosaic_gpu"
+        if on_hopper and experts.size:  # no kernel without work
+            groups, positions = sequential_vmap(partial(mosaic_gpu.dispatch, spare_rows=0, **options))(experts)
+        else:
+            groups, positions = xla.dispatch(experts, **options)
+        return Dispatch(groups.token_indices, groups.offsets, experts, positions)
+
+    mesh = explicit_mesh(experts)
+    return dispatch(experts) if mesh is None else per_device(dispatch, mesh, (), experts, None, lambda _: P())
+
+
+def int32_experts(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "T K"]:
+    """Ids in int32, with E in the place of one out of range: a cast alone could make it an id, or an empty slot."""
+    largest = min(num_experts - 1, jnp.iinfo(experts.dtype).max)
+    known = experts <= largest
+    if jnp.issubdtype(experts.dtype, jnp.signedinteger):
+        known &= experts >= EMPTY_SLOT
+    return jnp.where(known, experts.astype(jnp.int32), num_experts)

@@ -13,7 +13,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
-from blaze_jax.dispatch import EMPTY_SLOT, check_experts
+from blaze_jax.dispatch import EMPTY_SLOT, check_experts, int32_experts
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from pallas_kernels.compat import vary_over, varying_axes
@@ -94,7 +94,7 @@ def expert_ffn(
     biases = up_biases if b_down is None else (*up_biases, b_down)
     implementation = choose_implementation(implementation, x, (*up_weights, w_down), biases)
     tell_observers(TracedLayer.of(x, up_weights, w_down, experts, act, save, implementation))
-    experts = experts.astype(jnp.int32)
+    experts = int32_experts(experts, w_down.shape[0])
     indices = _dispatch(experts, w_down.shape[0], implementation, dispatched)
     params = Parameters(up_weights, up_biases, w_down, b_down)
     args = (x, params, weights, experts)
@@ -184,9 +184,8 @@ def _down(settings: _Settings, hidden, params: Parameters, weights, experts, ind
     @sequential_vmap
     def run(hidden, params, weights, experts, indices):
         kernels = kernels_of(settings.implementation)
-        # An id that is no expert's cannot raise under tracing; it must not pass for an empty slot either.
-        known = (experts >= EMPTY_SLOT) & (experts < params.w_down.shape[0])
-        weights = jnp.where(known, weights, jnp.nan)
+        # An id out of range, E, cannot raise under tracing; it must not pass for an empty slot either.
+        weights = jnp.where(experts == EMPTY_SLOT, 0, jnp.where(experts < params.w_down.shape[0], weights, jnp.nan))
 
         def rows(first_column, num_columns):
             return kernels.down_projection(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
+from blaze_jax.dispatch import EMPTY_SLOT
 
 
 def dense_expert_ffn(
@@ -33,7 +34,8 @@ def dense_expert_ffn(
     x = _upcast(x)
     pre_activations = [project(x, w, b, "td,edn->ten") for w, b in ((w_gate, b_gate), (w_up, b_up)) if w is not None]
     expert_outputs = project(act.function(*pre_activations), w_down, b_down, "ten,end->ted")
-    share = jax.nn.one_hot(experts, w_down.shape[0], dtype=x.dtype) * _upcast(weights)[..., None]
+    weights = jnp.where(experts == EMPTY_SLOT, 0, _upcast(weights))
+    share = jax.nn.one_hot(experts, w_down.shape[0], dtype=x.dtype) * weights[..., None]
     return jnp.einsum("tke,ted->td", share, expert_outputs, precision=jax.lax.Precision.HIGHEST)
 
 

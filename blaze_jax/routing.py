@@ -2,20 +2,27 @@
 
 import math
 from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import P, lax
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.checks import check_integers
 from blaze_jax.dispatch import EMPTY_SLOT
+from blaze_jax.explicit_mesh import explicit_mesh, per_device, reshard, token_axes
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
-from pallas_kernels.xla.router import Routed, Rule, Scoring, scores_for_ranking, scores_of, weights_of
+from blaze_jax.warn import warn_once
+from pallas_kernels.xla.router import Losses, Routed, Rule, Scoring, balance_loss, prepared, ranking_scores, weights_of
+
+type AxisName = str | tuple[str, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,20 +32,26 @@ class Router:
     Attributes:
       scoring: "softmax" over all experts before selection, "softmax_selected" over the K selected logits after it, or
         "sigmoid" of each logit.
-      normalize_weights: divide a token's weights by their sum (already one after "softmax_selected").
+      normalize_weights: divide a token's weights by their sum (already one after "softmax_selected"). None does so for
+        K > 1. For K = 1 it would make every weight a constant 1, from which the router learns nothing, and raises.
       weight_scale: factor on the weights (routed_scaling_factor of DeepSeek-V3).
       num_groups: experts fall into this many equal groups of consecutive ids; 1 for no groups.
       groups_per_token: a token chooses only from this many groups, those with the largest sum of their two best scores.
       expert_capacity: an expert takes this many tokens, the first by id; the others lose that slot. None for no limit.
-      capacity_factor: the same as a multiple of an expert's even share, `T·K/E`, rounded up.
-      token_rounding: round each expert's token count to a multiple of `rounding_tile`: "up", "down" or "nearest". Worth
-        trying with few tokens to an expert; on an H200 "down" has paid for itself, "nearest" has not (README).
+      capacity_factor: the same as a multiple of an expert's even share, `T·K/E`, rounded up. The factor counts as the
+        decimal number that it is written as: 1.1 of 10 tokens are 11.
+      token_rounding: round each expert's token count to a multiple of `rounding_tile`: "up", "down" or "nearest" (half a
+        tile goes up). An expert that cannot fill its last tile, because too few other tokens may choose it or have a
+        slot to spare, keeps its count under "up" and goes down under "nearest". Only "down" and "nearest" drop tokens.
+        Rounding does not apply, with a warning, where an expert's even share `T·K/E` is less than a tile: most counts
+        would go to zero, or several times up. Worth trying with few tiles to an expert; on an H200 "down" has paid for
+        itself, "nearest" has not (README).
       rounding_tile: rows of a kernel tile.
-      rounding_slots: experts that rounding may add to one token; where more would be needed, counts go down instead.
+      rounding_slots: experts that rounding may add to one token.
     """
 
     scoring: Scoring = "softmax"
-    normalize_weights: bool = True
+    normalize_weights: bool | None = None
     weight_scale: float = 1.0
     num_groups: int = 1
     groups_per_token: int = 1
@@ -63,7 +76,10 @@ class Router:
         if not 1 <= experts_per_token <= num_experts:
             raise ValueError(f"{experts_per_token=} must be from 1 to {num_experts=}")
         require(self.scoring in get_args(Scoring), "scoring", f"one of {', '.join(get_args(Scoring))}")
-        require(self.normalize_weights in (True, False), "normalize_weights", "True or False")
+        require(self.normalize_weights in (None, True, False), "normalize_weights", "None, True or False")
+        learns = "where experts_per_token=1: every weight would be a constant 1, and the router would not learn"
+        require(experts_per_token > 1 or not self.normalize_weights, "normalize_weights", f"None or False {learns}")
+        require(experts_per_token > 1 or self.scoring != "softmax_selected", "scoring", f"softmax or sigmoid {learns}")
         require(0 < self.weight_scale < math.inf, "weight_scale", "positive and finite")
         require(
             self.num_groups >= 1 and num_experts % self.num_groups == 0, "num_groups", f"a divisor of {num_experts=}"
@@ -97,7 +113,7 @@ class Router:
         return Rule(
             experts_per_token=experts_per_token,
             scoring=self.scoring,
-            normalize=self.normalize_weights,
+            normalize=experts_per_token > 1 if self.normalize_weights is None else bool(self.normalize_weights),
             scale=self.weight_scale,
             num_groups=self.num_groups,
             groups_per_token=self.groups_per_token,
@@ -111,23 +127,43 @@ class Router:
         """Tokens an expert takes at most, None for no limit."""
         capacity = self.expert_capacity
         if self.capacity_factor is not None:
-            capacity = math.ceil(self.capacity_factor * num_tokens * experts_per_token / num_experts)
+            capacity = math.ceil(Fraction(str(self.capacity_factor)) * num_tokens * experts_per_token / num_experts)
         return None if capacity is None else min(capacity, num_tokens)
+
+    def treats_tokens_apart(self) -> bool:
+        """Whether the experts of a token depend on that token only."""
+        return self.expert_capacity is None and self.capacity_factor is None and self.token_rounding is None
+
+    def rounds(self, num_tokens: int, num_experts: int, experts_per_token: int) -> bool:
+        """Whether token rounding applies; warns once of sizes for which it does not."""
+        if self.token_rounding is None or num_tokens == 0:
+            return False
+        if num_tokens * experts_per_token >= num_experts * self.rounding_tile:
+            return True
+        warn_once(
+            f"token_rounding={self.token_rounding!r} does not apply: {num_tokens} tokens with {experts_per_token} of "
+            f"{num_experts} experts each are fewer than rounding_tile={self.rounding_tile} to an expert"
+        )
+        return False
 
 
 class Routing(NamedTuple):
     """What the router decided. K' is K, plus `rounding_slots` when token rounding adds experts to a token.
 
+    The counts, losses and shares are those of all tokens of the call; with an `axis_name`, of all devices along it.
+
     Attributes:
-      experts: `(T, K')` int32, best first; -1 marks an empty slot (dropped by capacity, or rounding).
+      experts: `(T, K')` int32, best first; -1 marks an empty slot (none possible, dropped by capacity, or rounding).
       weights: `(T, K')` float32, 0 in an empty slot. The gradient flows through them.
       tokens_per_expert: `(E,)` int32, tokens each expert computes.
       demand: `(E,)` int32, tokens that chose each expert, before any were dropped or added.
-      dropped_share: float32, the share of the T·K choices that were dropped.
+      dropped_share: float32, the share of the choices that were dropped.
       load_balancing_loss: float32, `E · Σ_e demand_e / (T·K) · mean_t probability_te` (Switch Transformer), 1 in
         perfect balance.
       z_loss: float32, mean of `logsumexp(logits)²` (ST-MoE).
       entropy: float32, mean entropy of a token's expert probabilities, in nats, at most `log E`.
+      weighted_losses: from `moe`, the losses above that its configuration gives a weight, times that weight, by name:
+        add their sum to the training loss. Empty from `route`.
       dispatched: rows that a kernel has grouped by these `experts`, for `expert_ffn(..., dispatched=...)`; or None.
     """
 
@@ -139,6 +175,7 @@ class Routing(NamedTuple):
     load_balancing_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     entropy: Float[Array, ""]
+    weighted_losses: Mapping[str, Float[Array, ""]]
     dispatched: Any = None
 
 
@@ -148,20 +185,24 @@ def route(
     *,
     router: Router | None = None,
     selection_bias: Float[Array, " E"] | None = None,
+    axis_name: AxisName = None,
     implementation: Implementation | None = None,
     **options,
 ) -> Routing:
     """Chooses `experts_per_token` experts for every token, in float32 (float64 logits stay).
 
-    Equal scores go to the lower expert id. A logit of -inf rules its expert out: it is chosen last and gets weight 0. A
-    row with NaN, or of -inf alone, gets valid, distinct experts and NaN weights. The weights and losses are
-    differentiable, the choice is not.
+    Equal scores go to the lower expert id. A logit of -inf rules its expert out, whatever the scoring, the selection
+    bias and the groups: a token with fewer than K possible experts has empty slots, and one without any adds nothing to
+    the losses. A row with NaN gets valid, distinct experts and NaN weights. The weights and losses are differentiable,
+    the choice is not.
 
     Args:
       logits: router logits.
       experts_per_token: K.
       router: how to choose; or give its fields as keywords, `route(logits, 2, scoring="sigmoid")`.
       selection_bias: added to the scores for selection only, not to the weights (loss-free balancing).
+      axis_name: inside `jax.shard_map`, the mesh axes (one or several) over which the tokens are split: demand, losses
+        and statistics are then those of all their devices. Capacity and token rounding are each device's own.
       implementation: None for the best that can run here, or "mosaic_gpu" or "xla". The Hopper kernel is one pass over
         the logits, but its scores can differ from XLA's in the last bits; where scores rank the experts (with a
         selection bias, or with groups), nearly equal ones may then be chosen differently.
@@ -178,7 +219,7 @@ def route(
     logits = jnp.asarray(logits)
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be a floating array (T, E), got {logits.dtype} of shape {logits.shape}")
-    num_tokens, num_experts = logits.shape
+    num_experts = logits.shape[1]
     router.check(num_experts, experts_per_token)
     if selection_bias is not None:
         selection_bias = jnp.asarray(selection_bias)
@@ -186,21 +227,50 @@ def route(
             raise ValueError(f"selection_bias has dtype {selection_bias.dtype}, must be floating")
         if selection_bias.shape != (num_experts,):
             raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
+    axes = axis_names(axis_name)
+    mesh = explicit_mesh(logits, selection_bias)
+    if mesh is None:
+        return _route(logits, selection_bias, experts_per_token, router, axes, implementation)
 
+    def route_here(by_token, shared):
+        return _route(*by_token, *shared, experts_per_token, router, (*axes, *split), implementation)
+
+    # Capacity and rounding look at all tokens: every device then routes them all.
+    of_token = token_axes(logits)
+    split = of_token if router.treats_tokens_apart() else ()
+    routing = per_device(
+        route_here, mesh, split, (logits,), (selection_bias,), lambda spec: Routing(spec, spec, *[P()] * 8)
+    )
+    return routing._replace(
+        experts=reshard(routing.experts, mesh, of_token), weights=reshard(routing.weights, mesh, of_token)
+    )
+
+
+def axis_names(axis_name: AxisName) -> tuple[str, ...]:
+    """The mesh axes as a tuple; none for None."""
+    if axis_name is None:
+        return ()
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{axis_name=} must be the name of a mesh axis, a tuple of names, or None")
+    return names
+
+
+def _route(logits, selection_bias, experts_per_token, router: Router, axes: tuple[str, ...], implementation) -> Routing:
+    num_tokens, num_experts = logits.shape
     implementation = choose_router_implementation(implementation, logits, experts_per_token)
     rule = router.rule(experts_per_token)
     if not num_tokens:
         implementation = "xla"  # no kernel without work
     on_hopper = implementation == "mosaic_gpu"
     routed = (_route_on_hopper if on_hopper else kernels_of("xla").router)(logits, selection_bias, rule)
-    selected, demand, losses = routed.experts, routed.demand, routed.losses
+    selected, demand = routed.experts, routed.demand
     experts, weights, tokens_per_expert, dropped = selected, routed.weights, demand, jnp.int32(0)
     if capacity := router.capacity(num_tokens, num_experts, experts_per_token):
         experts = _drop_beyond_capacity(routed, num_experts, capacity)
+        weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
         tokens_per_expert = jnp.minimum(demand, capacity)
-    elif router.token_rounding is not None:
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        scores = scores_of(logits, rule)
+    elif router.rounds(num_tokens, num_experts, experts_per_token):
         round_counts = partial(
             round_token_counts,
             mode=router.token_rounding,
@@ -210,24 +280,37 @@ def route(
         )
         if on_hopper:
             round_counts = sequential_vmap(round_counts)
-        ranked = scores_for_ranking(logits, rule)
-        experts, tokens_per_expert = _without_derivative(round_counts)(ranked, selected, demand)
-        weights = weights_of(logits, scores, selected, experts, rule)
+        wide = prepared(logits)
+        experts, tokens_per_expert = _without_derivative(round_counts)(ranking_scores(wide, rule), selected, demand)
+        weights = weights_of(wide, selected, experts, rule)
     if experts is not selected:
-        weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
-        dropped = selected.size - (experts[:, :experts_per_token] != EMPTY_SLOT).sum()
+        dropped = demand.sum() - (experts[:, :experts_per_token] != EMPTY_SLOT).sum()
 
+    losses = routed.losses
+    if axes:
+        losses = _losses_over_devices(routed, axes, num_tokens * experts_per_token)
+        demand, tokens_per_expert, dropped = lax.psum((demand, tokens_per_expert, dropped), axes)
     return Routing(
         experts=experts,
         weights=weights,
         tokens_per_expert=tokens_per_expert,
         demand=demand,
-        dropped_share=dropped.astype(weights.dtype) / max(selected.size, 1),
+        dropped_share=dropped.astype(weights.dtype) / jnp.maximum(demand.sum(), 1).astype(weights.dtype),
         load_balancing_loss=losses.balance,
         z_loss=losses.squared_log,
         entropy=losses.entropy,
+        weighted_losses={},
         dispatched=routed.dispatched if experts is selected else None,
     )
+
+
+def _losses_over_devices(routed: Routed, axes: tuple[str, ...], num_pairs: int) -> Losses:
+    """The losses of all devices' tokens; `num_pairs` are one device's."""
+    demand, devices = lax.psum((routed.demand, 1), axes)
+    probability, squared_log, entropy = lax.pmean(
+        (routed.probability, routed.losses.squared_log, routed.losses.entropy), axes
+    )
+    return Losses(balance_loss(demand, probability, max(num_pairs, 1) * devices), squared_log, entropy)
 
 
 def update_selection_bias(
@@ -256,7 +339,9 @@ def _forward(logits, bias, rule):
 def _backward(rule, residuals, cotangents: Routed):
     logits, bias, experts, demand = residuals
     backward = kernels_of("mosaic_gpu").router_backward
-    d_logits = backward(logits, experts, demand, cotangents.weights, cotangents.losses, rule)
+    d_logits = backward(
+        logits, experts, demand, cotangents.weights, cotangents.losses, cotangents.probability, rule
+    )
     return d_logits, None if bias is None else jnp.zeros_like(bias)
 
 

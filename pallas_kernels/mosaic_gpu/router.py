@@ -46,7 +46,7 @@ from pallas_kernels.mosaic_gpu.simt import (
     warp_barrier,
     when,
 )
-from pallas_kernels.xla.router import TINY, Losses, Routed, Rule
+from pallas_kernels.xla.router import EMPTY_SLOT, Losses, Routed, Rule
 
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32
@@ -134,7 +134,8 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     biases = () if bias is None else (bias.astype(jnp.float32),)
     experts, weights, counts, probabilities, logs = kernel(logits, *biases)
     dispatched, (demand, *losses) = dispatch_routed(experts, counts, (probabilities, logs))
-    return Routed(experts, weights, demand, Losses(*(loss.reshape(()) for loss in losses)), dispatched)
+    losses = Losses(*(loss.reshape(()) for loss in losses))
+    return Routed(experts, weights, demand, losses, probabilities.sum(0) / num_tokens, dispatched)
 
 
 class _Body:
@@ -239,36 +240,29 @@ class _Body:
         real = row < self.last
         keys = [key_of(x) for x in logits]
         largest = value_of(self.largest(largest_of(keys)))
+        # A token that has no possible expert adds zeros: its differences from 0 are -inf, and their powers 0.
+        blank = largest.equals(-math.inf)
+        base = select(blank, 0.0, largest)
 
-        # Softmax, in powers of two.
-        exponents = [maximum((x - largest) * _LOG2E, _LEAST) for x in logits]
-        powers = [exp2(t) for t in exponents]
-        power_sum = total(powers)
-        norm = combine_lanes(simt.add, power_sum, layout.lanes)
-        inverse, log_norm = reciprocal(norm), log2(norm)
-        log_sum = multiply_add(log_norm, _LN2, largest)
+        exponents = [self.log_ratio(x, base, "softmax") for x in logits]
+        powers, norm = self.powers(exponents, blank)
+        log_sum = multiply_add(log2(norm), _LN2, base)
         if rule.scoring == "sigmoid":
-            scores = [_sigmoid(x) for x in logits]
-            score_sum = total(scores)
-            norm = combine_lanes(simt.add, score_sum, layout.lanes) + TINY
-            share = select(real, reciprocal(norm), 0.0)
-            product = _dot(scores, [maximum(log2(s), _LEAST) for s in scores])
-            entropy = log2(norm) * score_sum - product
-        else:
-            scores = powers
-            share = select(real, inverse, 0.0)
-            entropy = log_norm * power_sum - _dot(powers, exponents)
+            exponents = [self.log_ratio(x, base, "sigmoid") for x in logits]
+            powers, norm = self.powers(exponents, blank)
+        inverse = reciprocal(norm)
+        share = select(real, inverse, 0.0)
+        entropy = log2(norm) * total(powers) - _dot(powers, exponents)
         *of_experts, of_logs, of_entropy = sums
         sums = [
-            *(multiply_add(score, share, p) for score, p in zip(scores, of_experts, strict=True)),
+            *(multiply_add(power, share, p) for power, p in zip(powers, of_experts, strict=True)),
             multiply_add(log_sum, select(real, log_sum, 0.0), of_logs),
             multiply_add(entropy, share, of_entropy),
         ]
 
         if not self.by_logits:
-            if rule.scoring != "sigmoid":
-                scores = [p * inverse for p in powers]
-            keys = self.ranking(scores)
+            scores = [_sigmoid(x) for x in logits] if rule.scoring == "sigmoid" else [p * inverse for p in powers]
+            keys = self.ranking(scores, keys)
 
         def whole_keys():
             """Logits are read again: this is rare, and registers are not."""
@@ -278,18 +272,30 @@ class _Body:
         self.weigh(row, real, experts, chosen_logits, largest, inverse)
         return sums
 
+    def log_ratio(self, x, base, scoring):
+        """Logarithm to base 2 of the score of `x` over that of `base`, at least `_LEAST`."""
+        if scoring == "sigmoid":
+            return maximum(_log_sigmoid(x) - _log_sigmoid(base), _LEAST)
+        return maximum((x - base) * _LOG2E, _LEAST)
+
+    def powers(self, exponents, blank):
+        """2 to these of this lane, and the row's sum of them; 1 of a blank row."""
+        powers = [exp2(t) for t in exponents]
+        return powers, select(blank, 1.0, combine_lanes(simt.add, total(powers), self.layout.lanes))
+
     def largest(self, key):
         """The largest of the row."""
         if self.layout.lanes == WARP:
             return simt.warp_maximum(key)
         return combine_lanes(maximum, key, self.layout.lanes)
 
-    def ranking(self, scores):
-        """Keys of the biased scores, of -inf in the groups that are not the row's best."""
+    def ranking(self, scores, logit_keys):
+        """Keys of the biased scores, of -inf where the logit is, and in the groups that are not the row's best."""
         if self.biased:
             bias = self.load_mine(self.bias, simt.Int(0), 0.0)
             scores = [s + b for s, b in zip(scores, bias, strict=True)]
-        keys = [key_of(s) for s in scores]
+        possible = [key > MINUS_INFINITY for key in logit_keys]
+        keys = [select(p, key_of(s), MINUS_INFINITY) for p, s in zip(possible, scores, strict=True)]
         return self.keep_best_groups(keys) if self.grouped else keys
 
     def keep_best_groups(self, keys):
@@ -311,7 +317,8 @@ class _Body:
                 return [maximum(best, key), maximum(second, minimum(best, key))]
 
             best, second = loop(0, per_group, 1, look, [NOTHING, NOTHING])
-            group_scores[group] = key_of(value_of(best) if per_group == 1 else value_of(best) + value_of(second))
+            both = key_of(value_of(best) + value_of(second))
+            group_scores[group] = select(second > MINUS_INFINITY, both, best)  # one that is ruled out counts for nothing
 
         loop(self.lane_of_row, num_groups, lanes, two_best)
         warp_barrier()
@@ -342,11 +349,14 @@ class _Body:
         return [select(self.first_expert + i < self.num_experts, k, NOTHING) for i, k in enumerate(keys)]
 
     def choose(self, row, keys, whole_keys):
-        """Ids and logits of the slots this lane owns: lane i of a row has slots i, i + lanes and so on."""
+        """Ids and logits of the slots this lane owns: lane i of a row has slots i, i + lanes and so on.
+
+        A slot for which no expert is left has the id -1 and no matter what logit.
+        """
         lanes, slots = self.layout.lanes, self.slots
         if lanes == 1:
             (ranked,), (ids,) = self.sorted_lists(keys)
-            experts = [(ids >> (8 * slot)) & 0xFF for slot in range(slots)]
+            experts = [_possible(ranked[slot], (ids >> (8 * slot)) & 0xFF) for slot in range(slots)]
             if self.by_logits:
                 return experts, [value_of(key) for key in ranked[:slots]]
         elif self.layout.per_lane > 8 and not self.by_logits:
@@ -355,7 +365,7 @@ class _Body:
             experts, doubtful = self.choose_by_words(keys)
             experts = branch(~simt.lanes_where(doubtful).equals(0), lambda: self.choose_by_keys(whole_keys()), experts)
         start = Long(minimum(row, self.num_tokens - 1)) * self.num_experts
-        return experts, [self.logits[start + expert] for expert in experts]
+        return experts, [self.logits[start + maximum(expert, 0)] for expert in experts]
 
     def choose_by_words(self, keys):
         """Ids of the slots this lane owns, and whether they are in doubt: words with key and id in one."""
@@ -383,10 +393,10 @@ class _Body:
             slot = minimum(self.lane_of_row + start, slots - 1)
             word = chosen[slot]
             following = chosen[minimum(slot + 1, rounds - 1)]
-            same = ((word ^ following) & ~ids).equals(0)
+            same = ((word ^ following) & ~ids).equals(0) & (word > MINUS_INFINITY)
             # Where every expert is chosen the last has none after it.
             doubtful = doubtful | (same & (slot + 1 < rounds) if rounds == slots else same)
-            experts.append(simt.Int(ids) - (word & ids))
+            experts.append(_possible(word, simt.Int(ids) - (word & ids)))
         warp_barrier()
         return experts, doubtful
 
@@ -408,8 +418,8 @@ class _Body:
                 wins = wins & ~beats[i - 1] if i else wins
 
                 @when(hit)
-                def _(i=i, slot=slot):
-                    chosen[slot] = (ids[i] & 0xFF) + (self.first_expert if self.wide_ids else 0)
+                def _(i=i, slot=slot, head=head):
+                    chosen[slot] = _possible(head, (ids[i] & 0xFF) + (self.first_expert if self.wide_ids else 0))
 
                 longer = [*lists[i], simt.Int(NOTHING)]
                 lists[i] = [select(hit, a, b) for a, b in zip(longer[1:], lists[i], strict=True)]
@@ -439,32 +449,36 @@ class _Body:
         """Writes this lane's slots, and counts them."""
         rule, lanes, slots = self.rule, self.layout.lanes, self.slots
         owned = [self.lane_of_row + i * lanes < slots if (i + 1) * lanes > slots else None for i in range(len(experts))]
-        if rule.scoring == "softmax_selected" and not self.by_logits:
-            # Slots past the last repeat it.
-            largest = value_of(combine_lanes(maximum, largest_of([key_of(x) for x in logits]), lanes))
-        if rule.scoring == "sigmoid":
-            raw = [_sigmoid(x) for x in logits]
-        else:
-            raw = [exp2((x - largest) * _LOG2E) for x in logits]
-            if rule.scoring == "softmax":
-                raw = [r * inverse for r in raw]
-        weights = raw
+        used = [expert >= 0 for expert in experts]
         if rule.normalize or rule.scoring == "softmax_selected":
-            counted = [r if o is None else select(o, r, 0.0) for r, o in zip(raw, owned, strict=True)]
+            base = largest
+            if not self.by_logits:  # the largest logit need not be among the chosen; slots past the last repeat it
+                keys = [select(u, key_of(x), MINUS_INFINITY) for u, x in zip(used, logits, strict=True)]
+                base = value_of(combine_lanes(maximum, largest_of(keys), lanes))
+            raw = [exp2(self.log_ratio(x, base, rule.scoring)) for x in logits]
+            counted = [u if o is None else u & o for u, o in zip(used, owned, strict=True)]
+            counted = [select(c, r, 0.0) for c, r in zip(counted, raw, strict=True)]
             # Lanes past the last slot add up something else, and own nothing.
-            norm = combine_lanes(simt.add, total(counted), min(lanes, _power_of_two(slots)))
-            factor = reciprocal(norm + TINY)
+            factor = reciprocal(combine_lanes(simt.add, total(counted), min(lanes, _power_of_two(slots))))
             weights = [r * factor for r in raw]
+        elif rule.scoring == "sigmoid":
+            weights = [_sigmoid(x) for x in logits]
+        else:
+            weights = [exp2((x - largest) * _LOG2E) * inverse for x in logits]
         if rule.scale != 1:
             weights = [w * rule.scale for w in weights]
         for i, (expert, weight) in enumerate(zip(experts, weights, strict=True)):
             mine = real if owned[i] is None else real & owned[i]
+            weight = select(used[i], select(largest.equals(largest), weight, largest), 0.0)  # a NaN is the whole row's
 
             @when(mine)
             def _(i=i, expert=expert, weight=weight):
                 at = row * slots + (self.lane_of_row + i * lanes)
                 self.experts[at] = expert
                 self.weights[at] = weight
+
+            @when(mine & used[i])
+            def _(expert=expert):
                 self.histogram.add(expert, 1)
 
     def reduce(self, partials, sums):
@@ -497,5 +511,16 @@ def _dot(a, b):
     return functools.reduce(lambda sum_, ab: multiply_add(*ab, sum_), zip(a[1:], b[1:], strict=True), a[0] * b[0])
 
 
+def _possible(key, expert):
+    """The expert, or an empty slot where its key is that of one that is ruled out."""
+    return select(key > MINUS_INFINITY, expert, EMPTY_SLOT)
+
+
 def _sigmoid(x):
     return reciprocal(exp2(x * -_LOG2E) + 1.0)
+
+
+def _log_sigmoid(x):
+    """To base 2, without underflow."""
+    minus = x * -1.0
+    return maximum(minus, 0.0) * -_LOG2E - log2(exp2(maximum(x, minus) * -_LOG2E) + 1.0)

@@ -1,17 +1,16 @@
 """Router: the experts of every token, their weights, and what its losses are made of."""
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.compat import top_k
 
 Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
 
-TINY = 1e-20  # keeps 0/0 away when every selected sigmoid underflows
+EMPTY_SLOT = -1
 
 
 class Rule(NamedTuple):
@@ -36,7 +35,7 @@ class Rule(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Means over tokens, of the weights' dtype; zero of no tokens.
+    """Means over tokens, of the weights' dtype; zero of no tokens. A token of -inf alone adds nothing to them.
 
     Attributes:
       balance: `E · Σ_e demand_e / (T·K) · mean_t probability_te`, one in perfect balance.
@@ -53,10 +52,12 @@ class Routed(NamedTuple):
     """What the router returns.
 
     Attributes:
-      experts: `(T, K)` int32, distinct, best first.
-      weights: `(T, K)`.
+      experts: `(T, K)` int32, distinct, best first; -1 in the slots of a token that has fewer possible experts.
+      weights: `(T, K)`, zero in an empty slot.
       demand: `(E,)` int32, tokens of each expert.
       losses: what may be added to a training loss, unweighted.
+      probability: `(E,)`, mean over tokens of each expert's probability; with it and the demand, the balance loss can be
+        taken over several devices' tokens.
       dispatched: what `dispatch` of the same module makes of `experts`, where that was no further work; else None.
     """
 
@@ -64,6 +65,7 @@ class Routed(NamedTuple):
     weights: Float[Array, "T K"]
     demand: Int[Array, " E"]
     losses: Losses
+    probability: Float[Array, " E"]
     dispatched: Any = None
 
 
@@ -71,7 +73,8 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     """Chooses and weighs experts.
 
     Logits rank the experts; with a bias, or with groups, their scores do. Equal ranks go to the lower id. A logit of
-    -inf is chosen last, with weight 0. A row with NaN, or of -inf alone, gets valid, distinct experts and NaN weights.
+    -inf rules its expert out; a token with fewer than K experts left has empty slots. A row with NaN gets valid,
+    distinct experts and NaN weights.
 
     Args:
       logits: float32 or float64; narrower ones are widened.
@@ -79,14 +82,13 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
       rule: how to choose and weigh.
 
     Returns:
-      What `Routed` says. Weights and losses are differentiable in the logits.
+      What `Routed` says. Weights, losses and probability are differentiable in the logits.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    scores = scores_of(logits, rule)
-    experts = _select(logits, scores, bias, rule)
-    demand = jnp.zeros(logits.shape[1], jnp.int32).at[experts].add(1)
-    weights = weights_of(logits, scores, experts, experts, rule)
-    return Routed(experts, weights, demand, _losses(logits, scores, demand, rule))
+    logits = prepared(logits)
+    experts = _select(logits, bias, rule)
+    demand = jnp.zeros(logits.shape[1], jnp.int32).at[_past_the_last(experts, logits.shape[1])].add(1, mode="drop")
+    losses, probability = _losses(logits, log_scores_of(logits, rule), demand, rule)
+    return Routed(experts, weights_of(logits, experts, experts, rule), demand, losses, probability)
 
 
 def router_backward(
@@ -95,112 +97,166 @@ def router_backward(
     demand: Int[Array, " E"],
     d_weights: Float[Array, "T K"],
     d_losses: Losses,
+    d_probability: Float[Array, " E"],
     rule: Rule,
 ) -> Float[Array, "T E"]:
-    """Gradient of `router`'s weights and losses with respect to the logits.
+    """Gradient of `router`'s weights, losses and probability with respect to the logits.
 
     The logits, the choice and the demand are all it needs of the forward pass. The gradient of the gathered scores is
     spread by comparing ids, in the same elementwise passes as the rest, and not by a scatter. In all it is a few passes
     over `(T, E)`.
     """
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    scores, scores_vjp = jax.vjp(lambda l: scores_of(l, rule), wide)
-    gathered = _take(_weight_source(wide, scores, rule), experts)
-    _, weights_vjp = jax.vjp(lambda g: _weights(g, g, rule), gathered)
-    _, losses_vjp = jax.vjp(lambda l, s: _losses(l, s, demand, rule), wide, scores)
-    d_logits, d_scores = losses_vjp(d_losses)
-    d_gathered = _spread(weights_vjp(d_weights)[0], experts, logits.shape[1])
-    if rule.scoring == "softmax_selected":
-        d_logits += d_gathered
-    else:
-        d_scores += d_gathered
-    return (d_logits + scores_vjp(d_scores)[0]).astype(logits.dtype)
+    wide = prepared(logits)
+    log_scores, log_scores_vjp = jax.vjp(lambda l: log_scores_of(l, rule), wide)
+    gathered, log_total = _take(log_scores, experts), _log_total(wide, rule)
+    _, weights_vjp = jax.vjp(lambda g, t: _weights(g, g, t, rule), gathered, log_total)
+    d_gathered, d_log_total = weights_vjp(d_weights)
+    _, losses_vjp = jax.vjp(lambda l, s: _losses(l, s, demand, rule), wide, log_scores)
+    d_logits, d_log_scores = losses_vjp((d_losses, d_probability))
+    d_log_scores += _spread(d_gathered, experts, logits.shape[1])
+    if log_total is not None:
+        d_logits += jax.vjp(lambda l: _log_total(l, rule), wide)[1](d_log_total)[0]
+    return (d_logits + log_scores_vjp(d_log_scores)[0]).astype(logits.dtype)
 
 
-def scores_of(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
-    """Scores of all experts, at least 0."""
-    return jax.nn.sigmoid(logits) if rule.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+def prepared(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    """The logits in float32 at least; a NaN spreads over its row, or the experts chosen might not show it."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    poison = jnp.where(jnp.isnan(logits).any(-1, keepdims=True), jnp.nan, 0).astype(logits.dtype)
+    return jnp.where(logits == -jnp.inf, logits, logits + poison)
 
 
-def scores_for_ranking(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
-    """The same without a derivative, in passes that XLA fuses: by itself it writes all down twice to transpose them."""
+def log_scores_of(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
+    """Logarithms of the scores; of a softmax without the term that all experts of a token share.
+
+    Quotients of scores are differences here, which neither overflow nor lose their derivative where scores underflow.
+    """
+    return jax.nn.log_sigmoid(logits) if rule.scoring == "sigmoid" else logits
+
+
+def ranking_scores(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
+    """Scores of all experts, 0 to 1, without a derivative; -inf where an expert is ruled out.
+
+    The softmax is written in passes that XLA fuses: its own writes all of it twice if it is transposed next.
+    """
     logits = jax.lax.stop_gradient(logits)
     if rule.scoring == "sigmoid":
-        return scores_of(logits, rule)
-    largest = logits.max(-1, keepdims=True)
-    total = jnp.exp(logits - largest).sum(-1, keepdims=True)
-    largest, total = jax.lax.optimization_barrier((largest, total))
-    return jnp.exp(logits - largest) / total
+        scores = jax.nn.sigmoid(logits)
+    else:
+        largest = logits.max(-1, keepdims=True)
+        total = jnp.exp(logits - largest).sum(-1, keepdims=True)
+        largest, total = jax.lax.optimization_barrier((largest, total))
+        scores = jnp.exp(logits - largest) / total
+    return jnp.where(logits == -jnp.inf, -jnp.inf, scores)
 
 
 def weights_of(
-    logits: Float[Array, "T E"],
-    scores: Float[Array, "T E"],
-    selected: Int[Array, "T K"],
-    experts: Int[Array, "T slots"],
-    rule: Rule,
+    logits: Float[Array, "T E"], selected: Int[Array, "T K"], experts: Int[Array, "T slots"], rule: Rule
 ) -> Float[Array, "T slots"]:
-    """Weights of any `experts`; what normalises them is the token's choice `selected`. An id of -1 gets garbage."""
-    source = _weight_source(logits, scores, rule)
-    return _weights(_take(source, experts), _take(source, selected), rule)
+    """Weights of any `experts`, zero of -1; what normalises them is the token's choice `selected`."""
+    log_scores = log_scores_of(logits, rule)
+    chosen = _take(log_scores, selected)
+    values = chosen if experts is selected else _take(log_scores, experts)
+    return _weights(values, chosen, _log_total(logits, rule), rule)
 
 
-def _weight_source(logits, scores, rule):
-    return logits if rule.scoring == "softmax_selected" else scores
+def _normalized(rule: Rule) -> bool:
+    return rule.normalize or rule.scoring == "softmax_selected"
 
 
-def _weights(values, selected_values, rule):
-    """Weights from the logits or scores of experts and of the selected ones."""
-    raw: Callable = lambda x: x  # noqa: E731
-    if rule.scoring == "softmax_selected":
-        largest = jax.lax.stop_gradient(selected_values.max(-1, keepdims=True))
-        raw = lambda x: jnp.exp(x - largest)  # noqa: E731
-    weights = rule.scale * raw(values)
-    if rule.normalize or rule.scoring == "softmax_selected":
-        weights = weights / (raw(selected_values).sum(-1, keepdims=True) + TINY)
-    return weights
+def _log_total(logits, rule) -> Float[Array, "T 1"] | None:
+    """What a softmax over all experts divides by, in logarithms, where weights are its values; else None."""
+    if rule.scoring != "softmax" or _normalized(rule):
+        return None
+    return jax.nn.logsumexp(_without_blank_rows(logits), axis=-1, keepdims=True)
 
 
-def _select(logits, scores, bias, rule) -> Int[Array, "T K"]:
-    """Ids of the best experts, best first, ties to the lower id."""
+def _weights(values, selected_values, log_total, rule):
+    """Weights from log scores of experts and of the selected ones: -inf in an empty slot, which gets weight 0."""
+    if not _normalized(rule):
+        return rule.scale * jnp.exp(values if log_total is None else values - log_total)
+    largest = jax.lax.stop_gradient(selected_values.max(-1, keepdims=True))
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    total = jnp.exp(selected_values - largest).sum(-1, keepdims=True)
+    return rule.scale * jnp.exp(values - largest) / jnp.where(total == 0, 1, total)
+
+
+def _select(logits, bias, rule) -> Int[Array, "T K"]:
+    """Ids of the best experts, best first, ties to the lower id; -1 where none is left."""
     # Scores rank as logits do, only that they can underflow or saturate into ties; they serve where they are added up.
-    ranking = logits if bias is None and rule.num_groups == 1 else scores
+    ranking = jax.lax.stop_gradient(logits)
+    if bias is not None or rule.num_groups > 1:
+        ranking = ranking_scores(logits, rule)
     if bias is not None:
-        ranking = ranking + bias.astype(ranking.dtype)
-    ranking = jax.lax.stop_gradient(jnp.where(ranking == 0, 0, ranking))  # -0 ties with +0
+        biased = ranking + jax.lax.stop_gradient(bias).astype(ranking.dtype)[None]
+        ranking = jnp.where(ranking == -jnp.inf, -jnp.inf, biased)
+    ranking = jnp.where(ranking == 0, 0, ranking)  # -0 ties with +0
+    ranking = jnp.where(jnp.isnan(ranking), jnp.nan, ranking)  # a negative NaN would come last
     if rule.num_groups > 1:
         ranking = _keep_best_groups(ranking, rule.num_groups, rule.groups_per_token)
-    return top_k(ranking, rule.experts_per_token)[1].astype(jnp.int32)
+    best, experts = top_k(ranking, rule.experts_per_token)
+    return jnp.where(best == -jnp.inf, EMPTY_SLOT, experts.astype(jnp.int32))
 
 
 def _keep_best_groups(ranking, num_groups, groups_per_token):
-    """`ranking` with -inf outside a token's best groups, judged by the sum of their two best entries."""
+    """`ranking` with -inf outside a token's best groups, judged by the sum of their two best entries that are left."""
     grouped = ranking.reshape(ranking.shape[0], num_groups, ranking.shape[1] // num_groups)
-    group_score = top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+    best_two = top_k(grouped, min(2, grouped.shape[-1]))[0]
+    group_score = jnp.where(best_two == -jnp.inf, 0, best_two).sum(-1)
+    group_score = jnp.where(best_two[..., 0] == -jnp.inf, -jnp.inf, group_score)
     best = top_k(group_score, groups_per_token)[1]
-    keep = (best[:, :, None] == jnp.arange(num_groups)).any(1)
+    keep = (best[:, :, None] == jnp.arange(num_groups)[None, None]).any(1)
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(ranking.shape)
 
 
-def _losses(logits, scores, demand, rule) -> Losses:
+def _losses(logits, log_scores, demand, rule) -> tuple[Losses, Float[Array, " E"]]:
+    """The losses, and the mean probability of each expert."""
     tokens, num_experts = max(logits.shape[0], 1), logits.shape[1]
-    probabilities = scores / (scores.sum(-1, keepdims=True) + TINY) if rule.scoring == "sigmoid" else scores
-    log_probabilities = jnp.log(jnp.where(probabilities > 0, probabilities, 1))
-    share = demand.astype(logits.dtype) / (tokens * rule.experts_per_token)
-    return Losses(
-        balance=num_experts * jnp.vdot(share, probabilities.sum(0) / tokens),
-        squared_log=jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum() / tokens,
+    blank = _blank_rows(logits)
+    logits, log_scores = jnp.where(blank, 0, logits), jnp.where(blank, 0, log_scores)
+    log_probabilities = log_scores - jax.nn.logsumexp(log_scores, axis=-1, keepdims=True)
+    probabilities = jnp.where(blank, 0, jnp.exp(log_probabilities))
+    log_probabilities = jnp.where(probabilities > 0, log_probabilities, 0)
+    squared_log = jnp.where(blank[:, 0], 0, jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+    probability = probabilities.sum(0) / tokens
+    losses = Losses(
+        balance=balance_loss(demand, probability, tokens * rule.experts_per_token),
+        squared_log=squared_log.sum() / tokens,
         entropy=-jnp.sum(jnp.sum(probabilities * log_probabilities, axis=-1)) / tokens,
     )
+    return losses, probability
 
 
-def _take(array, experts):
-    return jnp.take_along_axis(array, jnp.maximum(experts, 0), axis=-1)
+def balance_loss(demand: Int[Array, " E"], probability: Float[Array, " E"], num_pairs: int) -> Float[Array, ""]:
+    """Load-balancing loss from the demand of `num_pairs` pairs and the mean probability of each expert."""
+    share = demand.astype(probability.dtype) / num_pairs
+    return demand.shape[0] * jnp.vdot(share, probability)
+
+
+def _blank_rows(logits) -> Bool[Array, "T 1"]:
+    """Tokens that have no possible expert."""
+    return (logits == -jnp.inf).all(-1, keepdims=True)
+
+
+def _without_blank_rows(logits):
+    """`logits` with zeros in the rows of -inf alone, whose softmax does not exist."""
+    return jnp.where(_blank_rows(logits), 0, logits)
+
+
+def _past_the_last(experts, num_experts: int):
+    """Ids with E in an empty slot, which a scatter drops; it would take -1 for the last expert."""
+    return jnp.where(experts == EMPTY_SLOT, num_experts, experts)
+
+
+def _take(log_scores, experts):
+    """Log scores of the experts, -inf of an empty slot."""
+    taken = jnp.take_along_axis(log_scores, jnp.maximum(experts, 0), axis=-1)
+    return jnp.where(experts == EMPTY_SLOT, -jnp.inf, taken)
 
 
 def _spread(values: Float[Array, "T K"], experts: Int[Array, "T K"], num_experts: int) -> Float[Array, "T E"]:
     """The transpose of `_take` for distinct experts."""
-    ids = jnp.arange(num_experts, dtype=jnp.int32)
+    ids = jnp.arange(num_experts, dtype=jnp.int32)[None]
     out = jnp.zeros((experts.shape[0], num_experts), values.dtype)
     for slot in range(experts.shape[1]):
         out = jnp.where(experts[:, slot, None] == ids, values[:, slot, None], out)

@@ -1,0 +1,89 @@
+"""Meshes with explicit axes, where an array's sharding is part of its type: the layer runs on each device's tokens.
+
+There, loops and kernels would need a sharding for everything they make. Inside `jax.shard_map` they need none.
+"""
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+
+def explicit_mesh(*arrays) -> AbstractMesh | None:
+    """The mesh with explicit axes that one of `arrays` is on, or that `jax.set_mesh` has set; None without one."""
+    meshes = [jax.typeof(array).sharding.mesh for array in jax.tree.leaves(arrays)]
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+        if _explicit_axes(mesh):
+            return mesh
+    return None
+
+
+def token_axes(*arrays: Array) -> tuple[str, ...]:
+    """The explicit mesh axes that split the first dimension of the first of `arrays` that is split there."""
+    for array in arrays:
+        spec = jax.typeof(array).sharding.spec
+        if len(spec) and spec[0] is not None:
+            return spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+    return ()
+
+
+def reshard(tree, mesh: AbstractMesh, axes: tuple[str, ...] = ()):
+    """Every array with its first dimension split over `axes`, and no other."""
+
+    def one(array):
+        rest = [None] * (array.ndim - 1)
+        return jax.sharding.reshard(array, NamedSharding(mesh, P(axes or None, *rest) if array.ndim else P()))
+
+    return jax.tree.map(one, tree)
+
+
+def per_device(function: Callable, mesh: AbstractMesh, axes: tuple[str, ...], by_token, shared, out_specs: Callable):
+    """`function(by_token, shared)` on each device, on its own part of `by_token` and all of `shared`.
+
+    Args:
+      function: what a device does; its collectives may use `axes`.
+      mesh: with explicit axes.
+      axes: those that split the tokens.
+      by_token: tree of arrays whose first dimension counts tokens.
+      shared: tree of arrays, the same on every device. Their gradients are summed over the devices.
+      out_specs: specs of the results, from the spec of what is split by tokens.
+    """
+    spec = P(axes or None)
+    run = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(spec, P()),
+        out_specs=out_specs(spec),
+        axis_names=_explicit_axes(mesh),
+        check_vma=False,  # the Hopper kernels have no rule for it
+    )
+    return run(reshard(by_token, mesh, axes), reshard(shared, mesh))
+
+
+def flatten_tokens(x, num_tokens: int):
+    """`x (..., d)` as `(T, d)`, split over the devices as its first dimension is."""
+    shape = (num_tokens, x.shape[-1])
+    mesh = explicit_mesh(x)
+    if mesh is None:
+        return x.reshape(shape)
+    axes = token_axes(x) if x.ndim > 1 else ()
+    return jax.lax.reshape(reshard(x, mesh, axes), shape, out_sharding=NamedSharding(mesh, P(axes or None, None)))
+
+
+def restore_shape(y, x):
+    """The tokens `y (T, d)` in the shape of `x`, and split as it is."""
+    mesh = explicit_mesh(x)
+    if mesh is None:
+        return y.reshape(x.shape)
+    axes = token_axes(x) if x.ndim > 1 else ()
+    split = NamedSharding(mesh, P(axes or None, *[None] * (x.ndim - 1)))
+    y = jax.lax.reshape(y, x.shape, out_sharding=split)
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(y, NamedSharding(mesh, P(*spec)))
+
+
+def _explicit_axes(mesh) -> set[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind == AxisType.Explicit}
