@@ -6,13 +6,16 @@ from tests.routings import EMPTY
 
 
 def softmax(logits):
-    shifted = np.exp(logits - logits.max(-1, keepdims=True))
-    return shifted / shifted.sum(-1, keepdims=True)
+    """Zeros for a row of -inf alone."""
+    largest = logits.max(-1, keepdims=True)
+    shifted = np.exp(logits - np.where(largest == -np.inf, 0, largest))
+    total = shifted.sum(-1, keepdims=True)
+    return shifted / np.where(total == 0, 1, total)
 
 
 def scores_of(logits, scoring: str):
     logits = np.asarray(logits, np.float64)
-    return 1 / (1 + np.exp(-logits)) if scoring == "sigmoid" else softmax(logits)
+    return np.exp(-np.logaddexp(0, -logits)) if scoring == "sigmoid" else softmax(logits)
 
 
 def best_first(values, count: int):
@@ -20,24 +23,40 @@ def best_first(values, count: int):
     return np.argsort(-values, kind="stable")[:count]
 
 
-def choose(scores, experts_per_token: int, bias=0.0, num_groups: int = 1, groups_per_token: int = 1):
-    """Experts of every token: the best biased scores within the groups whose two best add up to most."""
+def choose(scores, experts_per_token: int, bias=0.0, num_groups: int = 1, groups_per_token: int = 1, possible=True):
+    """Experts of every token: the best biased scores within the groups whose two best add up to most.
+
+    Where too few are `possible`, slots stay empty.
+    """
     chosen = []
-    for ranking in scores + bias:
-        groups = np.split(ranking, num_groups)
-        strength = np.array([np.sort(group)[-2:].sum() for group in groups])
+    for ranking in np.where(possible, scores + bias, -np.inf):
+        groups = [np.sort(group[group > -np.inf]) for group in np.split(ranking, num_groups)]
+        strength = np.array([group[-2:].sum() if group.size else -np.inf for group in groups])
         kept = np.isin(np.arange(num_groups), best_first(strength, groups_per_token))
         ranking = np.where(np.repeat(kept, ranking.size // num_groups), ranking, -np.inf)
-        chosen.append(best_first(ranking, experts_per_token))
+        best = best_first(ranking, experts_per_token)
+        chosen.append(np.where(ranking[best] == -np.inf, EMPTY, best))
     return np.array(chosen, np.int32)
 
 
+def log_scores_of(logits, scoring: str):
+    """Logarithms of the scores; quotients of them survive where the scores themselves underflow."""
+    logits = np.asarray(logits, np.float64)
+    return -np.logaddexp(0, -logits) if scoring == "sigmoid" else logits - log_sum(logits)
+
+
+def log_sum(values):
+    return np.logaddexp.reduce(values, axis=-1, keepdims=True)
+
+
 def weights_of(logits, experts, scoring: str, normalize: bool, scale: float):
-    """Weights of the chosen experts."""
-    if scoring == "softmax_selected":
-        return scale * softmax(np.take_along_axis(np.asarray(logits, np.float64), experts, axis=1))
-    chosen = np.take_along_axis(scores_of(logits, scoring), experts, axis=1)
-    return scale * (chosen / chosen.sum(-1, keepdims=True) if normalize else chosen)
+    """Weights of the chosen experts, 0 in an empty slot."""
+    with np.errstate(invalid="ignore"):  # rows that have no possible expert
+        chosen = np.take_along_axis(log_scores_of(logits, scoring), np.maximum(experts, 0), axis=1)
+        chosen = np.where(experts == EMPTY, -np.inf, chosen)
+        if normalize or scoring == "softmax_selected":
+            chosen = chosen - log_sum(chosen)
+    return np.where(experts == EMPTY, 0, scale * np.exp(chosen))
 
 
 def drop_beyond_capacity(experts, num_experts: int, capacity: int):
@@ -56,11 +75,11 @@ def counts(experts, num_experts: int):
 
 
 def target_counts(count, num_tokens: int, mode: str, tile: int):
-    """Multiples of `tile` to round each count to; down where there are too few tokens to round up."""
+    """Multiples of `tile` to round each count to; where there are too few tokens for that, down, or the count itself."""
     down, rest = count - count % tile, count % tile
     up = down + tile * (rest > 0)
     wanted = {"down": down, "up": up, "nearest": np.where(2 * rest >= tile, up, down)}[mode]
-    return np.where(wanted > num_tokens, down, wanted)
+    return np.where(wanted > num_tokens, count if mode == "up" else down, wanted)
 
 
 def rounded_members(scores, selected, mode: str, tile: int):

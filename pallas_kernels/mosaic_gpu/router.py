@@ -274,9 +274,11 @@ class _Body:
 
     def log_ratio(self, x, base, scoring):
         """Logarithm to base 2 of the score of `x` over that of `base`, at least `_LEAST`."""
-        if scoring == "sigmoid":
-            return maximum(_log_sigmoid(x) - _log_sigmoid(base), _LEAST)
-        return maximum((x - base) * _LOG2E, _LEAST)
+        if scoring != "sigmoid":
+            return maximum((x - base) * _LOG2E, _LEAST)
+        # log sigmoid(x) = min(x, 0) - log(1 + exp(-|x|)); the differences of the first terms are exact.
+        steps = maximum(base * -1.0, 0.0) - maximum(x * -1.0, 0.0)
+        return maximum(steps * _LOG2E + (_log_of_one_and_power(base) - _log_of_one_and_power(x)), _LEAST)
 
     def powers(self, exponents, blank):
         """2 to these of this lane, and the row's sum of them; 1 of a blank row."""
@@ -520,7 +522,6 @@ def _sigmoid(x):
     return reciprocal(exp2(x * -_LOG2E) + 1.0)
 
 
-def _log_sigmoid(x):
-    """To base 2, without underflow."""
-    minus = x * -1.0
-    return maximum(minus, 0.0) * -_LOG2E - log2(exp2(maximum(x, minus) * -_LOG2E) + 1.0)
+def _log_of_one_and_power(x):
+    """Of 1 + exp(-|x|), to base 2."""
+    return log2(exp2(maximum(x, x * -1.0) * -_LOG2E) + 1.0)

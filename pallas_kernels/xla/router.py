@@ -108,14 +108,10 @@ def router_backward(
     """
     wide = prepared(logits)
     log_scores, log_scores_vjp = jax.vjp(lambda l: log_scores_of(l, rule), wide)
-    gathered, log_total = _take(log_scores, experts), _log_total(wide, rule)
-    _, weights_vjp = jax.vjp(lambda g, t: _weights(g, g, t, rule), gathered, log_total)
-    d_gathered, d_log_total = weights_vjp(d_weights)
+    _, weights_vjp = jax.vjp(lambda g: _weights(g, g, rule), _take(log_scores, experts))
     _, losses_vjp = jax.vjp(lambda l, s: _losses(l, s, demand, rule), wide, log_scores)
     d_logits, d_log_scores = losses_vjp((d_losses, d_probability))
-    d_log_scores += _spread(d_gathered, experts, logits.shape[1])
-    if log_total is not None:
-        d_logits += jax.vjp(lambda l: _log_total(l, rule), wide)[1](d_log_total)[0]
+    d_log_scores += _spread(weights_vjp(d_weights)[0], experts, logits.shape[1])
     return (d_logits + log_scores_vjp(d_log_scores)[0]).astype(logits.dtype)
 
 
@@ -127,11 +123,12 @@ def prepared(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
 
 
 def log_scores_of(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
-    """Logarithms of the scores; of a softmax without the term that all experts of a token share.
+    """Logarithms of the scores: they keep their differences and derivatives where scores underflow.
 
-    Quotients of scores are differences here, which neither overflow nor lose their derivative where scores underflow.
+    A token that has no possible expert gets finite ones, for the sake of derivatives; nobody takes them.
     """
-    return jax.nn.log_sigmoid(logits) if rule.scoring == "sigmoid" else logits
+    logits = jnp.where(_blank_rows(logits), 0, logits)
+    return jax.nn.log_sigmoid(logits) if rule.scoring == "sigmoid" else jax.nn.log_softmax(logits, axis=-1)
 
 
 def ranking_scores(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
@@ -157,24 +154,13 @@ def weights_of(
     log_scores = log_scores_of(logits, rule)
     chosen = _take(log_scores, selected)
     values = chosen if experts is selected else _take(log_scores, experts)
-    return _weights(values, chosen, _log_total(logits, rule), rule)
+    return _weights(values, chosen, rule)
 
 
-def _normalized(rule: Rule) -> bool:
-    return rule.normalize or rule.scoring == "softmax_selected"
-
-
-def _log_total(logits, rule) -> Float[Array, "T 1"] | None:
-    """What a softmax over all experts divides by, in logarithms, where weights are its values; else None."""
-    if rule.scoring != "softmax" or _normalized(rule):
-        return None
-    return jax.nn.logsumexp(_without_blank_rows(logits), axis=-1, keepdims=True)
-
-
-def _weights(values, selected_values, log_total, rule):
+def _weights(values, selected_values, rule):
     """Weights from log scores of experts and of the selected ones: -inf in an empty slot, which gets weight 0."""
-    if not _normalized(rule):
-        return rule.scale * jnp.exp(values if log_total is None else values - log_total)
+    if not (rule.normalize or rule.scoring == "softmax_selected"):
+        return rule.scale * jnp.exp(values)
     largest = jax.lax.stop_gradient(selected_values.max(-1, keepdims=True))
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     total = jnp.exp(selected_values - largest).sum(-1, keepdims=True)
@@ -213,8 +199,8 @@ def _losses(logits, log_scores, demand, rule) -> tuple[Losses, Float[Array, " E"
     """The losses, and the mean probability of each expert."""
     tokens, num_experts = max(logits.shape[0], 1), logits.shape[1]
     blank = _blank_rows(logits)
-    logits, log_scores = jnp.where(blank, 0, logits), jnp.where(blank, 0, log_scores)
-    log_probabilities = log_scores - jax.nn.logsumexp(log_scores, axis=-1, keepdims=True)
+    logits = jnp.where(blank, 0, logits)
+    log_probabilities = jax.nn.log_softmax(log_scores, axis=-1) if rule.scoring == "sigmoid" else log_scores
     probabilities = jnp.where(blank, 0, jnp.exp(log_probabilities))
     log_probabilities = jnp.where(probabilities > 0, log_probabilities, 0)
     squared_log = jnp.where(blank[:, 0], 0, jnp.square(jax.nn.logsumexp(logits, axis=-1)))
@@ -236,11 +222,6 @@ def balance_loss(demand: Int[Array, " E"], probability: Float[Array, " E"], num_
 def _blank_rows(logits) -> Bool[Array, "T 1"]:
     """Tokens that have no possible expert."""
     return (logits == -jnp.inf).all(-1, keepdims=True)
-
-
-def _without_blank_rows(logits):
-    """`logits` with zeros in the rows of -inf alone, whose softmax does not exist."""
-    return jnp.where(_blank_rows(logits), 0, logits)
 
 
 def _past_the_last(experts, num_experts: int):

@@ -1,5 +1,7 @@
 """Choice and weights of experts against numpy references."""
 
+from functools import partial
+
 import chex
 import hypothesis
 import jax
@@ -68,16 +70,78 @@ def test_saturated_scores_rank_as_their_logits(scoring):
     assert out.experts.tolist() == [[2, 1, 3, 4, 0]]
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("num_groups", "groups_per_token"), GROUPS)
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_minus_infinity_is_chosen_last_at_weight_zero(scoring):
-    logits = jnp.array([[-jnp.inf, 1.0, -jnp.inf, 2.0]])
-    out = route(logits, 3, scoring=scoring)
-    assert out.experts.tolist() == [[3, 1, 0]]
-    assert out.weights[0, 2] == 0
-    assert_close(out.weights.sum(), 1.0)
-    chex.assert_tree_all_finite(out)
-    gradient = jax.grad(lambda l: jnp.square(route(l, 3, scoring=scoring).weights).sum())(logits)
-    chex.assert_tree_all_finite(gradient)
+def test_minus_infinity_rules_an_expert_out(scoring, num_groups, groups_per_token, biased):
+    rng = np.random.default_rng(3)
+    possible = rng.random((T, E)) < rng.random((T, 1))
+    possible[:2] = [[False], [True]]
+    logits = np.where(possible, random_logits(), -np.inf).astype(np.float32)
+    bias = random_logits(E, seed=1, scale=9) if biased else None
+    options = {"num_groups": num_groups, "groups_per_token": groups_per_token}
+    scores = reference.scores_of(logits, scoring)
+    experts = reference.choose(scores, K, 0 if bias is None else bias, **options, possible=possible)
+    for normalize in (True, False):
+        options |= {"scoring": scoring, "normalize_weights": normalize, "selection_bias": bias}
+        out = route(logits, K, **options)
+        assert_same_bits(out.experts, experts)
+        assert_close(out.weights, reference.weights_of(logits, experts, scoring, normalize, 1.0))
+        assert_same_bits(out.demand, reference.counts(experts, E).astype(np.int32))
+        assert out.dropped_share == 0
+        chex.assert_tree_all_finite(out)
+        gradient = jax.grad(partial(total, **options))(logits)
+        chex.assert_tree_all_finite(gradient)
+        assert not gradient[~possible].any()
+
+
+def total(logits, slots=K, **options):
+    """Something that depends on all that is differentiable."""
+    out = route(logits, slots, **options)
+    factors = jnp.sin(1 + jnp.arange(out.weights.size, dtype=jnp.float32)).reshape(out.weights.shape)
+    return (factors * out.weights).sum() + out.load_balancing_loss + out.z_loss + out.entropy
+
+
+def test_a_token_without_experts_is_as_if_it_were_not_there():
+    logits = random_logits()
+    blank = logits.copy()
+    blank[10:] = -np.inf
+    out, ref = route(blank, K), route(logits[:10], K)
+    assert (out.experts[10:] == -1).all()
+    assert_same_bits((out.experts[:10], out.weights[:10], out.demand), (ref.experts, ref.weights, ref.demand))
+    means = (ref.load_balancing_loss * 10 / T, ref.z_loss, ref.entropy)  # the balance loss is a product of two means
+    assert_close((out.load_balancing_loss, out.z_loss, out.entropy), tuple(mean * 10 / T for mean in means))
+
+
+@pytest.mark.parametrize("level", [-1e4, -300.0, -60.0, -45.0, 0.0, 60.0, 1e4])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_sigmoid_and_its_gradient_at_any_level(level, normalize):
+    logits = np.float32(level) + random_logits()
+    options = {"scoring": "sigmoid", "normalize_weights": normalize}
+    out = route(logits, K, **options)
+    experts = np.asarray(out.experts)
+    expected = reference.weights_of(logits, experts, "sigmoid", normalize, 1.0)
+    assert_close(np.append(out.weights, 1), np.append(expected, 1), 1e-5)  # beside 1, for weights of 0
+    gradient = jax.grad(lambda l: route(l, K, **options).weights[:, 0].sum())(logits)
+    # The derivative of a log score is the sigmoid of the negative logit.
+    slopes = reference.scores_of(-np.take_along_axis(logits, experts, 1), "sigmoid")
+    first = expected[:, :1] * ((np.arange(K) == 0) - (expected if normalize else 0)) * slopes
+    wanted = np.zeros((T, E))
+    np.put_along_axis(wanted, experts, first, 1)
+    assert_close(np.append(gradient, 1), np.append(wanted, 1), 1e-5)
+    chex.assert_tree_all_finite(jax.grad(partial(total, **options))(logits))
+
+
+def test_weights_of_one_expert_per_token_are_not_normalised():
+    logits = random_logits()
+    out = route(logits, 1)
+    assert_close(out.weights[:, 0], reference.softmax(logits).max(1))
+    gradient = jax.grad(lambda l: jnp.sin(route(l, 1).weights).sum())(logits)
+    assert (np.abs(gradient).max(1) > 1e-6).all()
+    for options in ({"normalize_weights": True}, {"scoring": "softmax_selected"}):
+        with pytest.raises(ValueError, match="where experts_per_token=1: every weight would be a constant 1"):
+            route(logits, 1, **options)
+    assert route(logits, 1, scoring="sigmoid").weights.shape == (T, 1)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -52,3 +52,17 @@ def test_dropped_choice_has_no_gradient():
 @pytest.mark.parametrize(("factor", "capacity"), [(1.0, 3), (1.2, 4), (0.001, 1), (3.0, 8), (9.0, 8)])
 def test_capacity_factor_rounds_up(factor, capacity):
     assert Router(capacity_factor=factor).capacity(8, 6, 2) == capacity
+
+
+@pytest.mark.parametrize("factor", [1.1, np.float32(1.1), np.float64(1.1)])
+def test_capacity_factor_is_the_decimal_number_that_is_written(factor):
+    assert Router(capacity_factor=factor).capacity(20, 4, 2) == 11
+    assert Router(capacity_factor=factor).capacity(100, 10, 1) == 11
+
+
+def test_ruled_out_experts_are_not_dropped():
+    logits = np.where(np.arange(E) < 1, LOGITS, -np.inf).astype(np.float32)
+    out = route(logits, K, expert_capacity=10)
+    assert out.experts[:, 1].tolist() == [EMPTY] * T
+    assert out.demand.tolist() == [T, 0, 0, 0, 0, 0]
+    assert_same_bits(out.dropped_share, np.float32(30 / 40))

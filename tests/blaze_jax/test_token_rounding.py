@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from blaze_jax import route
+from blaze_jax import Router, route
 from blaze_jax.token_rounding import round_token_counts
+from blaze_jax.warn import warn_once
 from tests import routing_reference as reference
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import EMPTY, random_experts
@@ -38,7 +39,8 @@ def round_jitted(*arguments, **options):
 
 def rounded(scores, selected, *arguments, **options):
     """The experts, whose tokens must be as many as is said."""
-    experts, counts = round_jitted(scores, selected, demand(selected), *arguments, **options)
+    selected = jnp.asarray(selected, jnp.int32)
+    experts, counts = round_jitted(scores, selected, demand(np.asarray(selected)), *arguments, **options)
     assert_same_bits(counts, reference.counts(np.asarray(experts), E).astype(np.int32))
     return np.asarray(experts)
 
@@ -74,8 +76,8 @@ def test_rounding_within_few_slots(seed, levels, slots, mode):
 
     assert mask.max() <= 1
     assert (mask > own).sum(1).max(initial=0) <= slots
-    assert (counts % 8 == 0).all()
-    assert np.isin(counts - wanted, [0, -8]).all()
+    otherwise = own.sum(0) if mode == "up" else own.sum(0) // 8 * 8
+    assert ((counts == wanted) | (counts == otherwise)).all()
     reached = counts == wanted
     assert_same_bits(mask[:, reached], ideal[:, reached].astype(int))
     assert (mask <= own)[:, ~reached].all()  # an expert short of slots takes nobody in
@@ -83,11 +85,60 @@ def test_rounding_within_few_slots(seed, levels, slots, mode):
     assert ((ideal > own)[crowded].any(0) | reached).all()  # and some token that it wanted was crowded
 
 
-def test_without_spare_slots_counts_go_down():
+def test_without_spare_slots_counts_stay_or_go_down():
     scores, selected = problem()
-    out = rounded(scores, selected, "up", tile=8, extra_slots=0)
-    down = rounded(scores, selected, "down", tile=8, extra_slots=0)
-    assert_same_bits(out, down)
+    up, nearest, down = (rounded(scores, selected, mode, tile=8, extra_slots=0) for mode in ("up", "nearest", "down"))
+    assert_same_bits(up, selected)
+    assert_same_bits(nearest, down)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 43, 44, 45])
+def test_counts_around_every_boundary(count, mode):
+    """One expert has `count` of 45 tokens, and the others share what is left."""
+    scores, _ = problem()
+    selected = np.stack([np.where(np.arange(T) < count, 0, 1 + np.arange(T) % 2), 3 + np.arange(T) % 3], 1)
+    out = rounded(scores, selected.astype(np.int32), mode, tile=8, extra_slots=E)
+    down, up = count // 8 * 8, -(-count // 8) * 8
+    up = up if up <= T else count if mode == "up" else down
+    expected = {"down": down, "up": up, "nearest": up if count % 8 >= 4 else down}[mode]
+    assert members(out)[:, 0].sum() == expected
+    if mode == "up":
+        assert_same_bits(out[:, :K], selected.astype(np.int32))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_expert_takes_nobody_for_whom_it_is_ruled_out(mode):
+    scores, selected = problem()
+    possible = np.random.default_rng(1).random((T, E)) < 0.6
+    possible[:, 0] = np.arange(T) < 20  # its 20 tokens cannot fill a third tile
+    selected = np.where(np.take_along_axis(possible, selected, 1), selected, EMPTY)
+    selected[:, 0] = np.where(np.arange(T) < 20, 0, np.where(selected[:, 0] == 0, EMPTY, selected[:, 0]))
+    selected[:, 1] = np.where(selected[:, 1] == selected[:, 0], EMPTY, selected[:, 1])
+    out = rounded(np.where(possible, scores, -np.inf), selected, mode, tile=8, extra_slots=E)
+    mask = members(out)
+    assert mask.max() == 1
+    assert not mask[~possible].any()
+    own = members(selected).sum(0)
+    assert mask.sum(0)[0] == {"up": 20, "nearest": 16, "down": 16}[mode]
+    if mode == "up":
+        assert (mask >= members(selected)).all()
+    counts = reference.target_counts(own, possible.sum(0), mode, 8)
+    assert mask.sum(0).tolist() == counts.tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fewer_tokens_than_a_tile_to_an_expert_are_not_rounded(mode):
+    logits = np.random.default_rng(0).standard_normal((64, E)).astype(np.float32)
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"token_rounding='{mode}' does not apply: 64 tokens with 2 of 6 experts"):
+        out = route(logits, K, token_rounding=mode)
+    assert_same_bits(out, route(logits, K))  # and there is one warning only
+    assert_same_bits(out, route(logits, K, token_rounding=mode))
+    share = 64 * K / E
+    assert Router(token_rounding=mode, rounding_tile=int(share)).rounds(64, E, K)
+    with pytest.warns(UserWarning, match="are fewer than rounding_tile=22 to an expert"):
+        assert not Router(token_rounding=mode, rounding_tile=int(share) + 1).rounds(64, E, K)
 
 
 def test_nan_token_is_nobodys_favourite():

@@ -39,14 +39,14 @@ def random_logits(*shape, dtype="float32", seed=0):
 
 
 def assert_matches(run, logits, bias, rule):
-    """Equal experts, demand and rows; close weights and losses, NaN where the twin has NaN."""
+    """Equal experts, demand and rows; close weights, losses and probability, NaN where the twin has NaN."""
     out, expected = run(logits, bias, rule), xla.router(logits, bias, rule)
     assert_same_bits(out.experts, expected.experts)
     assert_same_bits(out.demand, expected.demand)
     assert_same_as_portable(expected.experts, logits.shape[1], *out.dispatched)
     # A mean may cancel to zero: it is as close as numbers near one can be.
     means = [(np.append(a, 1), np.append(b, 1)) for a, b in zip(out.losses, expected.losses, strict=True)]
-    for ours, theirs in [(out.weights, expected.weights), *means]:
+    for ours, theirs in [(out.weights, expected.weights), (out.probability, expected.probability), *means]:
         ours, theirs = np.asarray(ours), np.asarray(theirs)
         assert_same_bits(np.isnan(ours), np.isnan(theirs))
         assert_close(np.nan_to_num(ours), np.nan_to_num(theirs), TOLERANCE)
@@ -105,15 +105,34 @@ def test_infinite_logits(run, scoring, num_experts):
     logits = np.array(random_logits(24, num_experts))
     logits[:, 1 : num_experts - 1] = -np.inf  # two remain to be chosen
     logits[3] = -np.inf
+    logits[4] = random_logits(num_experts)
+    bias = 9 * random_logits(num_experts, seed=1)
+    for normalize in (True, False):
+        rule = Rule(3, scoring, normalize)
+        out = assert_matches(run, jnp.asarray(logits), None, rule)
+        assert (out.experts[:, 2] == -1).sum() == 23
+        assert out.experts[3].tolist() == [-1] * 3
+        assert np.isfinite(out.weights).all()
+        assert (out.weights[out.experts == -1] == 0).all()
+        biased = assert_matches(run, jnp.asarray(logits), bias, rule._replace(num_groups=2, groups_per_token=2))
+        assert biased.experts[3].tolist() == [-1] * 3
     logits[5, 2] = np.inf
-    finite = np.delete(logits, [3, 5], 0)
-    out = assert_matches(run, jnp.asarray(finite), None, Rule(3, scoring))
-    assert (out.weights[:, 2] == 0).all()
-    out = run(jnp.asarray(logits), None, Rule(3, scoring))
-    assert out.experts[3].tolist() == [0, 1, 2]
     if scoring != "sigmoid":
-        assert np.isnan(out.weights[3]).all()
-        assert np.isnan(out.weights[5, 0])
+        assert np.isnan(run(jnp.asarray(logits), None, Rule(3, scoring)).weights[5, 0])
+
+
+@over_runs
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("num_experts", [4, 60])
+def test_logits_of_any_level(run, scoring, num_experts):
+    levels = np.float32([-1e4, -300, -60, -45, 0, 60, 1e4])
+    logits = levels.repeat(3)[:, None] + np.asarray(random_logits(21, num_experts))
+    bias = 0.1 * random_logits(num_experts, seed=1)
+    for normalize in (True, False):
+        out = assert_matches(run, jnp.asarray(logits), None, Rule(3, scoring, normalize))
+        assert np.isfinite(out.weights).all()
+    # Scores that tie at 0 or 1 in one form need not in the other, so the bias decides alone.
+    assert_matches(run, jnp.asarray(logits), bias + 10 * jnp.arange(num_experts), Rule(3, scoring))
 
 
 @over_runs
@@ -153,13 +172,21 @@ def test_two_runs_give_the_same_bits(run):
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_backward_is_the_derivative_of_the_portable_form(scoring, normalize, scale):
     logits, rule = random_logits(30, 12), Rule(4, scoring, normalize, scale)
-    out, vjp = jax.vjp(lambda l: xla.router(l, None, rule)[1:4:2], logits)
-    d_weights, d_losses = jax.tree.map(lambda a: random_logits(*a.shape, seed=a.size), out)
+    logits = jnp.where(jnp.arange(12) < jnp.arange(30)[:, None], logits, -jnp.inf)  # none are possible, one, and so on
+    out, vjp = jax.vjp(lambda l: (lambda r: (r.weights, r.losses, r.probability))(xla.router(l, None, rule)), logits)
+    names = ("d_weights", "d_losses", "d_probability")
+    cotangents = jax.tree.map(lambda a: random_logits(*a.shape, seed=a.size), out)
     chosen = xla.router(logits, None, rule)
-    backward = partial(xla.router_backward, experts=chosen.experts, demand=chosen.demand, rule=rule)
-    assert_close(backward(logits, d_weights=d_weights, d_losses=d_losses), vjp((d_weights, d_losses))[0])
-    narrow = backward(logits.astype(jnp.bfloat16), d_weights=d_weights, d_losses=d_losses)
-    assert narrow.dtype == jnp.bfloat16
+    backward = partial(
+        xla.router_backward,
+        experts=chosen.experts,
+        demand=chosen.demand,
+        rule=rule,
+        **dict(zip(names, cotangents, strict=True)),
+    )
+    assert_close(backward(logits), vjp(cotangents)[0])
+    assert np.isfinite(backward(logits)).all()
+    assert backward(logits.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(("num_experts", "slots"), [(1, 1), (4, 1), (16, 4), (128, 8), (256, 8), (1024, 32)])
