@@ -5,7 +5,7 @@ from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
 from blaze_jax.config import MoEConfig
 from blaze_jax.dispatch import EMPTY_SLOT, Dispatch, build_dispatch
 from blaze_jax.experts import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAMES, expert_ffn
-from blaze_jax.layer import moe
+from blaze_jax.layer import auxiliary_losses, init, moe, statistics
 from blaze_jax.linen import MoE
 from blaze_jax.routing import Router, Routing, route, update_selection_bias
 from blaze_jax.version import __version__
@@ -23,11 +23,14 @@ __all__ = [
     "Router",
     "Routing",
     "__version__",
+    "auxiliary_losses",
     "build_dispatch",
     "clamped_swiglu",
     "expert_ffn",
+    "init",
     "moe",
     "nnx",
     "route",
+    "statistics",
     "update_selection_bias",
 ]

@@ -40,7 +40,10 @@ class MoEConfig:
       router: how experts are chosen and weighted.
       load_balancing_weight: weight of the load-balancing loss that the modules report.
       z_loss_weight: weight of the router's z-loss that the modules report.
-      bias_update_rate: step of the selection bias in training (loss-free balancing); 0 for no selection bias.
+      bias_update_rate: step of the selection bias in training (loss-free balancing); 0 for one that does not move.
+      selection_bias: whether the modules hold a selection bias, as one with an update rate always does. Without a rate
+        it is frozen: zero, or what a checkpoint says.
+      router_bias: whether the router's logits have a learnable bias, the parameter `b_router` (gpt-oss).
       save: what the experts' backward pass keeps, see `expert_ffn`.
       implementation: of the kernels, see `expert_ffn`.
 
@@ -57,6 +60,8 @@ class MoEConfig:
     load_balancing_weight: float = 0.01
     z_loss_weight: float = 0.0
     bias_update_rate: float = 0.0
+    selection_bias: bool = False
+    router_bias: bool = False
     save: Save = "pre_activations"
     implementation: Implementation | None = None
 
@@ -69,15 +74,24 @@ class MoEConfig:
         check_integers(expert_width=self.expert_width, shared_width=self.shared_width)
         if self.expert_width < 1:
             raise ValueError(f"expert_width={self.expert_width} must be at least 1")
+        for name in ("selection_bias", "router_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("shared_width", "load_balancing_weight", "z_loss_weight", "bias_update_rate"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative or infinite")
+
+    @property
+    def has_selection_bias(self) -> bool:
+        return self.selection_bias or self.bias_update_rate > 0
 
     def parameters(self, model_width: int, *, use_bias: bool = False) -> dict[str, Parameter]:
         """Every parameter of the layer for tokens of that width, by name; `use_bias` adds the experts' biases."""
         experts, width = self.num_experts, self.expert_width
         projections = ("gate", "up") if get_activation(self.activation).gated else ("up",)
         parameters = {"w_router": Parameter((model_width, experts), ("embed", "expert"), "router")}
+        if self.router_bias:
+            parameters["b_router"] = Parameter((experts,), ("expert",), "bias")
         for name in projections:
             parameters[f"w_{name}"] = Parameter(
                 (experts, model_width, width), ("expert", "embed", "expert_mlp"), "kernel"

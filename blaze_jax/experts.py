@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.dispatch import EMPTY_SLOT, check_experts, int32_experts
+from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from pallas_kernels.compat import vary_over, varying_axes
@@ -91,16 +92,29 @@ def expert_ffn(
     if x.shape[0] == 0:
         return x
 
-    biases = up_biases if b_down is None else (*up_biases, b_down)
-    implementation = choose_implementation(implementation, x, (*up_weights, w_down), biases)
-    tell_observers(TracedLayer.of(x, up_weights, w_down, experts, act, save, implementation))
-    experts = int32_experts(experts, w_down.shape[0])
-    indices = _dispatch(experts, w_down.shape[0], implementation, dispatched)
+    tokens = (x, weights, experts)
     params = Parameters(up_weights, up_biases, w_down, b_down)
+    mesh = explicit_mesh(tokens, params)
+    if mesh is None:
+        return _compute(tokens, params, act, save, implementation, dispatched)
+    # What `dispatched` holds are all devices' rows; each one groups its own.
+    compute = partial(_compute, activation=act, save=save, implementation=implementation, dispatched=None)
+    return per_device(compute, mesh, token_axes(*tokens), tokens, params, lambda spec: spec)
+
+
+def _compute(tokens, params: "Parameters", activation, save, implementation, dispatched) -> Float[Array, "T d"]:
+    """The experts' output for `tokens = (x, weights, experts)`."""
+    x, weights, experts = tokens
+    biases = params.up_biases if params.b_down is None else (*params.up_biases, params.b_down)
+    implementation = choose_implementation(implementation, x, (*params.up_weights, params.w_down), biases)
+    tell_observers(TracedLayer.of(x, params.up_weights, params.w_down, experts, activation, save, implementation))
+    num_experts = params.w_down.shape[0]
+    experts = int32_experts(experts, num_experts)
+    indices = _dispatch(experts, num_experts, implementation, dispatched)
     args = (x, params, weights, experts)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     args, indices = vary_over((args, checkpoint_name(indices, INDEX_NAME)), varying_axes(args))
-    return _expert_ffn(_Settings(act, save, implementation), *args, indices)
+    return _expert_ffn(_Settings(activation, save, implementation), *args, indices)
 
 
 class Parameters(NamedTuple):

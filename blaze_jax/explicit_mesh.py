@@ -3,12 +3,13 @@
 There, loops and kernels would need a sharding for everything they make. Inside `jax.shard_map` they need none.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
+from jax import P
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 
 def explicit_mesh(*arrays) -> AbstractMesh | None:
@@ -59,29 +60,26 @@ def per_device(function: Callable, mesh: AbstractMesh, axes: tuple[str, ...], by
         axis_names=_explicit_axes(mesh),
         check_vma=False,  # the Hopper kernels have no rule for it
     )
-    return run(reshard(by_token, mesh, axes), reshard(shared, mesh))
+    return jax.jit(run)(reshard(by_token, mesh, axes), reshard(shared, mesh))  # call by call it would take minutes
 
 
-def flatten_tokens(x, num_tokens: int):
-    """`x (..., d)` as `(T, d)`, split over the devices as its first dimension is."""
-    shape = (num_tokens, x.shape[-1])
-    mesh = explicit_mesh(x)
+def flatten_tokens(x: Float[Array, "... d"], mesh: AbstractMesh | None) -> Float[Array, "T d"]:
+    """The tokens in two dimensions, of which the first is split as that of `x` is; other splits are undone."""
+    shape = (math.prod(x.shape[:-1]), x.shape[-1])
     if mesh is None:
         return x.reshape(shape)
     axes = token_axes(x) if x.ndim > 1 else ()
     return jax.lax.reshape(reshard(x, mesh, axes), shape, out_sharding=NamedSharding(mesh, P(axes or None, None)))
 
 
-def restore_shape(y, x):
-    """The tokens `y (T, d)` in the shape of `x`, and split as it is."""
-    mesh = explicit_mesh(x)
+def restore_shape(y: Float[Array, "T d"], x: Float[Array, "... d"], mesh: AbstractMesh | None) -> Float[Array, "... d"]:
+    """The tokens in the shape of `x`, and split as it is."""
     if mesh is None:
         return y.reshape(x.shape)
     axes = token_axes(x) if x.ndim > 1 else ()
-    split = NamedSharding(mesh, P(axes or None, *[None] * (x.ndim - 1)))
-    y = jax.lax.reshape(y, x.shape, out_sharding=split)
-    spec = jax.typeof(x).sharding.spec
-    return jax.sharding.reshard(y, NamedSharding(mesh, P(*spec)))
+    flat = NamedSharding(mesh, P(axes or None, *[None] * (x.ndim - 1)) if x.ndim > 1 else P(None))
+    y = jax.lax.reshape(y, x.shape, out_sharding=flat)
+    return jax.sharding.reshard(y, NamedSharding(mesh, P(*jax.typeof(x).sharding.spec)))
 
 
 def _explicit_axes(mesh) -> set[str]:

@@ -1,15 +1,53 @@
-"""The whole layer as a function: router to output."""
+"""The whole layer as functions: its parameters, router to output, and what training wants to know."""
 
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
 from blaze_jax.config import MoEConfig, Parameter
 from blaze_jax.experts import expert_ffn
-from blaze_jax.routing import Routing, route
+from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
+from blaze_jax.routing import AxisName, Routing, route
+from blaze_jax.warn import warn_once
+
+
+def init(
+    key: Array,
+    config: MoEConfig,
+    width: int,
+    *,
+    use_bias: bool = False,
+    dtype: DTypeLike = jnp.float32,
+    kernel_init: Callable = jax.nn.initializers.lecun_normal(),
+    bias_init: Callable = jax.nn.initializers.zeros,
+    router_init: Callable = jax.nn.initializers.lecun_normal(),
+) -> dict[str, Array]:
+    """Parameters for `moe`.
+
+    Args:
+      key: of `jax.random`.
+      config: the layer.
+      width: d, the width of a token.
+      use_bias: biases on all projections of the experts.
+      dtype: of the parameters.
+      kernel_init: initialiser of each expert's matrices.
+      bias_init: initialiser of the biases.
+      router_init: initialiser of the router's matrix.
+
+    Returns:
+      Arrays named and shaped as `config.parameters(width, use_bias=use_bias)` says.
+    """
+    parameters = config.parameters(width, use_bias=use_bias)
+    initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
+    keys = jax.random.split(key, len(parameters))
+    return {
+        name: initial_value(initializers[parameter.kind], key, parameter, dtype)
+        for key, (name, parameter) in zip(keys, parameters.items(), strict=True)
+    }
 
 
 def moe(
@@ -19,21 +57,27 @@ def moe(
     *,
     selection_bias: Float[Array, " E"] | None = None,
     train: bool = False,
+    axis_name: AxisName = None,
     experts: Callable[..., Array] = expert_ffn,
 ) -> tuple[Float[Array, "... d"], Routing]:
     """Routes every token, applies its experts and the shared experts, and adds them up.
 
     Args:
-      x: tokens with any leading shape; the arithmetic runs in their dtype, the router in float32.
-      params: arrays named and shaped as `config.parameters(d)` says, with biases if there is a "b_down".
+      x: tokens with any leading shape; the arithmetic runs in their dtype, the router in float32. bfloat16 tokens take
+        the fastest kernels.
+      params: arrays named and shaped as `config.parameters(d)` says, with biases if there is a "b_down"; `init` makes
+        them.
       config: the layer.
       selection_bias: added to the scores for selection only.
       train: whether token rounding applies; evaluation uses the plain choice.
+      axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
+        statistics are then those of all their devices; () if each device means only its own. With None, a training
+        step inside `jax.shard_map` warns.
       experts: what computes the experts, called as `expert_ffn` is here.
 
     Returns:
       `(y, routing)`: the output in the shape and dtype of `x`, and what the router decided, over the leading dimensions
-      flattened into T.
+      flattened into T. Add `sum(routing.weighted_losses.values())` to the training loss.
 
     Raises:
       ValueError: `params` does not match the configuration, or `x` is not a floating array.
@@ -41,14 +85,17 @@ def moe(
     if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must be a floating array (..., d), got {x.dtype} of shape {x.shape}")
     _check_parameters(params, config, x.shape[-1])
-    tokens = x.reshape(-1, x.shape[-1])
-    wide = jnp.promote_types(tokens.dtype, jnp.float32)
-    logits = jnp.dot(tokens.astype(wide), params["w_router"].astype(wide), precision=jax.lax.Precision.HIGHEST)
+    if train and axis_name is None:
+        _warn_inside_shard_map()
+    mesh = explicit_mesh(x, params)
+    tokens = flatten_tokens(x, mesh)
+    params = params if mesh is None else reshard(dict(params), mesh)
     routing = route(
-        logits,
+        _router_logits(tokens, params),
         config.experts_per_token,
         router=config.router.for_phase(train),
         selection_bias=selection_bias,
+        axis_name=axis_name,
         implementation=config.implementation,
     )
     y = experts(
@@ -68,11 +115,13 @@ def moe(
     )
     if config.shared_width:
         y = y + _shared_experts(tokens, params, config)
-    return y.reshape(x.shape), routing._replace(dispatched=None)  # the caller need not keep it alive
+    # The caller need not keep the rows alive.
+    routing = routing._replace(dispatched=None, weighted_losses=auxiliary_losses(routing, config))
+    return restore_shape(y, x, mesh), routing
 
 
 def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:
-    """The losses to add to the training loss, already weighted, by name."""
+    """The losses to add to the training loss, already weighted by `config`, by name; those of weight 0 are left out."""
     losses = {}
     if config.load_balancing_weight:
         losses["load_balancing_loss"] = config.load_balancing_weight * routing.load_balancing_loss
@@ -82,8 +131,22 @@ def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Arr
 
 
 def statistics(routing: Routing) -> dict[str, Array]:
-    """What is worth watching in training, by name."""
+    """What is worth watching in training, by name: tokens of each expert, share of dropped choices, entropy in nats."""
     return {name: getattr(routing, name) for name in ("tokens_per_expert", "dropped_share", "entropy")}
+
+
+def _router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> Float[Array, "T E"]:
+    wide = jnp.promote_types(tokens.dtype, jnp.float32)
+    logits = jnp.dot(tokens.astype(wide), params["w_router"].astype(wide), precision=jax.lax.Precision.HIGHEST)
+    return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
+
+
+def _warn_inside_shard_map() -> None:
+    if axes := jax.sharding.get_abstract_mesh().manual_axes:
+        warn_once(
+            f"inside jax.shard_map over {', '.join(axes)}, losses, demand and statistics of the router are those of one "
+            "device's tokens: give axis_name, the mesh axes that split the tokens, or axis_name=() if that is meant"
+        )
 
 
 def initial_value(initializer: Callable, key: Array, parameter: Parameter, dtype) -> Array:

@@ -9,26 +9,40 @@ from jaxtyping import Array, Float
 
 from blaze_jax.config import MoEConfig
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import auxiliary_losses, initial_value, moe, statistics
-from blaze_jax.routing import update_selection_bias
+from blaze_jax.layer import initial_value, moe, statistics
+from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses
+from blaze_jax.routing import AxisName, update_selection_bias
 
 
 class MoE(nn.Module):
     """Mixture-of-Experts layer: router, routed experts, shared experts.
 
-    Parameters are those of `config.parameters(d)`, with logical axis names. Sown, where the caller makes the collection
-    mutable: weighted auxiliary losses in "losses", load statistics in "intermediates". With `config.bias_update_rate`,
-    the variable "selection_bias" in the collection "router_state" is updated in training where that is mutable.
+    Parameters are those of `config.parameters(d)`, boxed in `nn.LogicallyPartitioned` with logical axis names, as
+    `nn.with_logical_partitioning` does: `flax.linen.unbox(variables)` gives the plain arrays, and `apply` takes either.
+
+    What the layer tells the training loop goes into collections, and is lost, with a warning, where training does not
+    make them mutable:
+
+    - "losses": the weighted auxiliary losses, to be added to the training loss. Apply with `mutable=["losses"]`; in
+      `nn.scan`, give `variable_axes={"losses": 0}`.
+    - "router_state": with a selection bias, the variable "selection_bias", which a training step updates by
+      `config.bias_update_rate`. Keep what `apply` returns of it; in `nn.scan`, `variable_axes={"router_state": 0}`.
+    - "intermediates": load statistics.
 
     Attributes:
       config: the layer.
-      dtype: of the computation and the output; None for the common dtype of input and parameters.
+      dtype: of the computation and the output; None for the common dtype of input and parameters. Say `jnp.bfloat16`
+        for the fastest kernels: float32 parameters make the common dtype float32.
       param_dtype: of the parameters.
       use_bias: biases on all projections of the experts.
       kernel_init: initialiser of each expert's matrices.
       bias_init: initialiser of the biases.
       router_init: initialiser of the router's matrix.
       experts: what computes the experts, see `blaze_jax.moe`.
+      train: whether it is training, unless the call says so. Under `nn.remat` say it here:
+        `nn.remat(MoE)(config, train=True)(x)`.
+      axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.moe`. Losses, demand
+        and the selection bias are then the same on all devices.
     """
 
     config: MoEConfig
@@ -39,10 +53,17 @@ class MoE(nn.Module):
     bias_init: Callable = nn.initializers.zeros_init()
     router_init: Callable = nn.initializers.lecun_normal()
     experts: Callable[..., Array] = expert_ffn
+    train: bool | None = None
+    axis_name: AxisName = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "... d"], *, train: bool = False) -> Float[Array, "... d"]:
-        """Output for tokens of any leading shape; `train` turns on token rounding and the selection bias's update."""
+    def __call__(self, x: Float[Array, "... d"], train: bool | None = None) -> Float[Array, "... d"]:
+        """Output for tokens of any leading shape.
+
+        `train` turns on token rounding and the selection bias's update; None takes the attribute, and without that
+        counts as False. It must be a Python bool.
+        """
+        train = check_train(self.train if train is None else train, self.config)
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}
         params = {}
         for name, parameter in self.config.parameters(x.shape[-1], use_bias=self.use_bias).items():
@@ -53,18 +74,30 @@ class MoE(nn.Module):
             params[name] = self.param(name, nn.with_logical_partitioning(init, parameter.axes))
 
         state, bias = None, None
-        if self.config.bias_update_rate:
+        if self.config.has_selection_bias:
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
             bias = state.value
-        x = x.astype(self.dtype or jnp.result_type(x, self.param_dtype))
-        y, routing = moe(x, params, self.config, selection_bias=bias, train=train, experts=self.experts)
+        x = x.astype(self.dtype or jnp.promote_types(x.dtype, self.param_dtype))
+        y, routing = moe(
+            x,
+            params,
+            self.config,
+            selection_bias=bias,
+            train=bool(train),
+            axis_name=self.axis_name,
+            experts=self.experts,
+        )
 
         if self.is_initializing():  # or the first losses would stay in the variables that init returns
             return y
-        for name, loss in auxiliary_losses(routing, self.config).items():
-            self.sow("losses", name, loss)
+        sown = [self.sow("losses", name, loss) for name, loss in routing.weighted_losses.items()]
+        if train is not False and not all(sown):
+            warn_of_lost_losses(routing, "apply with mutable=['losses'] (in nn.scan, variable_axes={'losses': 0})")
         for name, value in statistics(routing).items():
             self.sow("intermediates", name, value)
-        if state is not None and train and self.is_mutable_collection("router_state"):
-            state.value = update_selection_bias(state.value, routing.demand, self.config.bias_update_rate)
+        if state is not None and train and self.config.bias_update_rate:
+            if self.is_mutable_collection("router_state"):
+                state.value = update_selection_bias(state.value, routing.demand, self.config.bias_update_rate)
+            else:
+                warn_of_frozen_bias("apply with mutable=['router_state'] (in nn.scan, variable_axes)")
         return y

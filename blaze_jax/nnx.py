@@ -9,8 +9,9 @@ from jaxtyping import Array, Float
 
 from blaze_jax.config import MoEConfig
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import auxiliary_losses, initial_value, moe, statistics
-from blaze_jax.routing import update_selection_bias
+from blaze_jax.layer import initial_value, moe, statistics
+from blaze_jax.phase import check_train, warn_of_lost_losses
+from blaze_jax.routing import AxisName, update_selection_bias
 
 
 class AuxiliaryLoss(nnx.Variable):
@@ -26,19 +27,23 @@ class MoE(nnx.Module):
 
     Parameters are those of `config.parameters(model_width)` as `nnx.Param`, with logical axis names in the metadata
     `out_sharding`. Under `nnx.capture(..., AuxiliaryLoss, nnx.Intermediate)` the weighted auxiliary losses and the load
-    statistics are sown; outside it nothing is stored. With `config.bias_update_rate`, `selection_bias` is updated in
-    training.
+    statistics are sown; outside it they are lost, and training warns of lost losses. A selection bias is the variable
+    `selection_bias` of type `RouterState`, which a training step updates by `config.bias_update_rate`.
 
     Args:
       model_width: d.
       config: the layer.
-      dtype: of the computation and the output; None for the common dtype of input and parameters.
+      dtype: of the computation and the output; None for the common dtype of input and parameters. Say `jnp.bfloat16`
+        for the fastest kernels: float32 parameters make the common dtype float32.
       param_dtype: of the parameters.
       use_bias: biases on all projections of the experts.
       kernel_init: initialiser of each expert's matrices.
       bias_init: initialiser of the biases.
       router_init: initialiser of the router's matrix.
       experts: what computes the experts, see `blaze_jax.moe`.
+      train: whether it is training, unless the call says so; `module.train()` and `module.eval()` set it, too.
+      axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.moe`. Losses, demand
+        and the selection bias are then the same on all devices.
       rngs: its stream `params` initialises the parameters.
     """
 
@@ -54,12 +59,16 @@ class MoE(nnx.Module):
         bias_init: Callable = nnx.initializers.zeros_init(),
         router_init: Callable = nnx.initializers.lecun_normal(),
         experts: Callable[..., Array] = expert_ffn,
+        train: bool | None = None,
+        axis_name: AxisName = None,
         rngs: nnx.Rngs,
     ):
         self.config = config
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.experts = experts
+        self.deterministic = None if train is None else not train  # the name that `train()` and `eval()` look for
+        self.axis_name = axis_name
         parameters = config.parameters(model_width, use_bias=use_bias)
         self.parameter_names = tuple(parameters)
         initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
@@ -67,20 +76,37 @@ class MoE(nnx.Module):
             value = initial_value(initializers[parameter.kind], rngs.params(), parameter, param_dtype)
             # The names are logical: which mesh axes they mean is the user's to say, so nothing is sharded yet.
             setattr(self, name, nnx.Param(value, out_sharding=parameter.axes, eager_sharding=False))
-        if config.bias_update_rate:
+        if config.has_selection_bias:
             self.selection_bias = RouterState(jnp.zeros(config.num_experts, jnp.float32))
 
-    def __call__(self, x: Float[Array, "... d"], *, train: bool = False) -> Float[Array, "... d"]:
-        """Output for tokens of any leading shape; `train` turns on token rounding and the selection bias's update."""
-        x = x.astype(self.dtype or jnp.result_type(x, self.param_dtype))
-        params = {name: getattr(self, name)[...] for name in self.parameter_names}
-        bias = self.selection_bias[...] if self.config.bias_update_rate else None
-        y, routing = moe(x, params, self.config, selection_bias=bias, train=train, experts=self.experts)
+    def __call__(self, x: Float[Array, "... d"], train: bool | None = None) -> Float[Array, "... d"]:
+        """Output for tokens of any leading shape.
 
-        for name, loss in auxiliary_losses(routing, self.config).items():
-            self.sow(AuxiliaryLoss, name, loss, capture_noop=True)
+        `train` turns on token rounding and the selection bias's update; None takes what the module was told, and
+        without that counts as False. It must be a Python bool.
+        """
+        if train is None and self.deterministic is not None:
+            train = not self.deterministic
+        train = check_train(train, self.config)
+        x = x.astype(self.dtype or jnp.promote_types(x.dtype, self.param_dtype))
+        params = {name: getattr(self, name)[...] for name in self.parameter_names}
+        bias = self.selection_bias[...] if self.config.has_selection_bias else None
+        y, routing = moe(
+            x,
+            params,
+            self.config,
+            selection_bias=bias,
+            train=bool(train),
+            axis_name=self.axis_name,
+            experts=self.experts,
+        )
+
+        losses = routing.weighted_losses.items()
+        sown = [self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]
+        if train is not False and not all(sown):
+            warn_of_lost_losses(routing, "call it through nnx.capture(..., blaze_jax.nnx.AuxiliaryLoss)")
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)
-        if bias is not None and train:
+        if bias is not None and train and self.config.bias_update_rate:
             self.selection_bias[...] = update_selection_bias(bias, routing.demand, self.config.bias_update_rate)
         return y

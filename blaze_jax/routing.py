@@ -233,7 +233,8 @@ def route(
         return _route(logits, selection_bias, experts_per_token, router, axes, implementation)
 
     def route_here(by_token, shared):
-        return _route(*by_token, *shared, experts_per_token, router, (*axes, *split), implementation)
+        routing = _route(*by_token, *shared, experts_per_token, router, (*axes, *split), implementation)
+        return routing._replace(dispatched=None)  # one device's rows
 
     # Capacity and rounding look at all tokens: every device then routes them all.
     of_token = token_axes(logits)
