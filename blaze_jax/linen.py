@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from blaze_jax.config import MoEConfig
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import initial_value, moe, statistics
-from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses
+from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses, warn_of_missing_train
 from blaze_jax.routing import AxisName, update_selection_bias
 
 
@@ -63,7 +63,7 @@ class MoE(nn.Module):
         `train` turns on token rounding and the selection bias's update; None takes the attribute, and without that
         counts as False. It must be a Python bool.
         """
-        train = check_train(self.train if train is None else train, self.config)
+        train = check_train(self.train if train is None else train)
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}
         params = {}
         for name, parameter in self.config.parameters(x.shape[-1], use_bias=self.use_bias).items():
@@ -90,14 +90,15 @@ class MoE(nn.Module):
 
         if self.is_initializing():  # or the first losses would stay in the variables that init returns
             return y
-        sown = [self.sow("losses", name, loss) for name, loss in routing.weighted_losses.items()]
-        if train is not False and not all(sown):
-            warn_of_lost_losses(routing, "apply with mutable=['losses'] (in nn.scan, variable_axes={'losses': 0})")
+        warn_of_missing_train(train, self.config)
+        if not all([self.sow("losses", name, loss) for name, loss in routing.weighted_losses.items()]):
+            remedy = "apply with mutable=['losses'] (in nn.scan also variable_axes={'losses': 0})"
+            warn_of_lost_losses(train, routing, remedy)
         for name, value in statistics(routing).items():
             self.sow("intermediates", name, value)
         if state is not None and train and self.config.bias_update_rate:
             if self.is_mutable_collection("router_state"):
                 state.value = update_selection_bias(state.value, routing.demand, self.config.bias_update_rate)
             else:
-                warn_of_frozen_bias("apply with mutable=['router_state'] (in nn.scan, variable_axes)")
+                warn_of_frozen_bias("apply with mutable=['router_state'] (in nn.scan also variable_axes)")
         return y

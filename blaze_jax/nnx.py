@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from blaze_jax.config import MoEConfig
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import initial_value, moe, statistics
-from blaze_jax.phase import check_train, warn_of_lost_losses
+from blaze_jax.phase import check_train, warn_of_lost_losses, warn_of_missing_train
 from blaze_jax.routing import AxisName, update_selection_bias
 
 
@@ -87,7 +87,8 @@ class MoE(nnx.Module):
         """
         if train is None and self.deterministic is not None:
             train = not self.deterministic
-        train = check_train(train, self.config)
+        train = check_train(train)
+        warn_of_missing_train(train, self.config)
         x = x.astype(self.dtype or jnp.promote_types(x.dtype, self.param_dtype))
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         bias = self.selection_bias[...] if self.config.has_selection_bias else None
@@ -102,9 +103,8 @@ class MoE(nnx.Module):
         )
 
         losses = routing.weighted_losses.items()
-        sown = [self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]
-        if train is not False and not all(sown):
-            warn_of_lost_losses(routing, "call it through nnx.capture(..., blaze_jax.nnx.AuxiliaryLoss)")
+        if not all([self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]):
+            warn_of_lost_losses(train, routing, "call the model through nnx.capture(..., blaze_jax.nnx.AuxiliaryLoss)")
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)
         if bias is not None and train and self.config.bias_update_rate:

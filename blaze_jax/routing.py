@@ -251,10 +251,10 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
     """The mesh axes as a tuple; none for None."""
     if axis_name is None:
         return ()
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    if not all(isinstance(name, str) for name in names):
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{axis_name=} must be the name of a mesh axis, a tuple of names, or None")
-    return names
+    return tuple(names)
 
 
 def _route(logits, selection_bias, experts_per_token, router: Router, axes: tuple[str, ...], implementation) -> Routing:

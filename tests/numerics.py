@@ -5,7 +5,7 @@ import math
 import jax
 import numpy as np
 
-TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
+TOLERANCE = {"int32": 1e-12, "float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 
 
 def scaled_error(out, ref) -> float:

@@ -91,7 +91,7 @@ def test_invalid_field_is_named(changes, message):
     ("options", "message"),
     [
         ({"scoring": "top"}, "scoring='top' must be one of softmax, softmax_selected, sigmoid"),
-        ({"normalize_weights": "no"}, "normalize_weights='no' must be True or False"),
+        ({"normalize_weights": "no"}, "normalize_weights='no' must be None, True or False"),
         ({"weight_scale": 0}, "weight_scale=0 must be positive"),
         ({"weight_scale": float("inf")}, "weight_scale=inf must be positive and finite"),
         ({"num_groups": 2.0}, "num_groups=2.0 must be an integer"),

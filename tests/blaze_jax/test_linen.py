@@ -1,5 +1,6 @@
 """The flax.linen module around the layer."""
 
+from dataclasses import replace
 from functools import partial
 
 import chex
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blaze_jax import MoE, moe
+from blaze_jax import MoE, MoEConfig, expert_ffn, moe, route
+from blaze_jax.warn import warn_once
 from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 
@@ -100,7 +102,7 @@ def test_dtype_of_the_computation(dtype, x_dtype, param_dtype, out):
 
 
 @pytest.mark.parametrize(
-    ("train", "mutable", "moves"), [(True, True, True), (False, True, False), (True, False, False)]
+    ("train", "mutable", "moves"), [(True, True, True), (False, True, False), (False, False, False)]
 )
 def test_selection_bias_moves_in_training_where_mutable(train, mutable, moves):
     config = CONFIGS["everything"]
@@ -116,6 +118,95 @@ def test_selection_bias_is_used():
     config = CONFIGS["everything"]
     _, sown = apply(MoE(config), with_selection_bias(config, [9.0, 9, 0, 0, 0, 0]), random_tokens(30))
     assert sown["intermediates"]["tokens_per_expert"][0].tolist() == [30, 30, 0, 0, 0, 0]
+
+
+def test_frozen_selection_bias():
+    config = replace(CONFIGS["everything"], bias_update_rate=0.0, selection_bias=True)
+    frozen = with_selection_bias(config, [9.0, 9, 0, 0, 0, 0])
+    _, state = apply(MoE(config), frozen, random_tokens(30), train=True)
+    assert_same_bits(state["router_state"]["selection_bias"], frozen["router_state"]["selection_bias"])
+    assert state["intermediates"]["tokens_per_expert"][0].tolist() == [30, 30, 0, 0, 0, 0]
+
+
+def test_router_bias_is_a_parameter():
+    config = replace(CONFIGS["plain"], router_bias=True)
+    variables = initialised(config, bias_init=nn.initializers.normal(5.0))
+    params = nn.unbox(variables["params"])
+    chex.assert_shape(params["b_router"], (6,))
+    x = random_tokens(30)
+    y = MoE(config).apply(variables, x, train=False)
+    logits = jnp.dot(x, params["w_router"], precision="highest") + params["b_router"]
+    routing = route(logits, 2)
+    assert_same_bits(moe(x, params, config)[1].experts, routing.experts)
+    own = {name: params[name] for name in ("w_gate", "w_up", "w_down")}
+    assert_close(y, expert_ffn(x, **own, weights=routing.weights, experts=routing.experts))
+    gradient = jax.grad(lambda p: jnp.square(MoE(config).apply({"params": p}, x, train=False)).sum())(params)
+    assert np.abs(gradient["b_router"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("form", ["attribute", "static argument"])
+def test_rematerialised_training(form):
+    config, x = CONFIGS["rounded"], random_tokens(30)
+    params = {"params": random_parameters(config)}
+    layer = (
+        partial(nn.remat(MoE)(config, train=True).apply, mutable=["losses"])
+        if form == "attribute"
+        else lambda params, x: nn.remat(MoE, static_argnums=(2,))(config).apply(params, x, True, mutable=["losses"])
+    )
+    out, sown = layer(params, x)
+    ref, ref_sown = MoE(config).apply(params, x, train=True, mutable=["losses"])
+    assert_same_bits((out, sown), (ref, ref_sown))
+    plain = MoE(config).apply(params, x, train=False)
+    assert np.any(np.asarray(out) != np.asarray(plain))
+
+
+def test_traced_train_is_named():
+    params = {"params": random_parameters(CONFIGS["plain"])}
+    with pytest.raises(ValueError, match="must be True, False or None, and not traced: under nn.remat .* MoE"):
+        nn.remat(MoE)(CONFIGS["plain"]).apply(params, random_tokens(3), train=True, mutable=["losses"])
+
+
+class Scanned(nn.Module):
+    """A layer in a scan that forgets the losses' axis."""
+
+    config: MoEConfig
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(
+            lambda module, x, _: (x + module(x, train=True), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        return scanned(MoE(self.config, name="moe"), x, None)[0]
+
+
+@pytest.mark.parametrize("name", ["losses", "scan", "router_state", "train"])
+def test_what_nobody_collects_is_warned_of(name):
+    warn_once.cache_clear()
+    everything, x = CONFIGS["everything"], random_tokens(3)
+    state = with_selection_bias(everything, np.zeros(6, np.float32))
+    plain = {"params": random_parameters(CONFIGS["plain"])}
+    stacked = {"params": {"moe": jax.tree.map(lambda a: jnp.stack([a, a]), plain["params"])}}
+    call, message = {
+        "losses": (lambda: MoE(CONFIGS["plain"]).apply(plain, x), "collects .* load_balancing_loss: apply with mutable"),
+        "scan": (
+            lambda: Scanned(CONFIGS["plain"]).apply(stacked, x, mutable=["losses"]),
+            r"collects .*in nn.scan also variable_axes=\{'losses': 0\}",
+        ),
+        "router_state": (
+            lambda: MoE(everything).apply(state, x, train=True, mutable=["losses"]),
+            r"selection_bias does not move .* mutable=\['router_state'\]",
+        ),
+        "train": (
+            lambda: MoE(everything).apply(state, x, mutable=["losses", "router_state"]),
+            "bias_update_rate applies in training only, and train was left out",
+        ),
+    }[name]
+    with pytest.warns(UserWarning, match=message):
+        call()
+    call()  # once is enough
 
 
 class Stack(nn.Module):

@@ -1,5 +1,7 @@
 """The flax.nnx module around the layer, and its agreement with the linen one."""
 
+from dataclasses import replace
+
 import chex
 import flax.linen as nn
 import jax
@@ -10,6 +12,7 @@ from flax import nnx
 
 from blaze_jax import MoE as LinenMoE
 from blaze_jax.nnx import AuxiliaryLoss, MoE, RouterState
+from blaze_jax.warn import warn_once
 from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
 from tests.numerics import assert_same_bits
 
@@ -78,7 +81,7 @@ def test_same_initial_distribution_as_linen():
 @pytest.mark.parametrize("leading", [(), (2, 3), (0,)])
 def test_any_leading_shape(leading):
     config, x = CONFIGS["everything"], random_tokens(*leading)
-    y = nnx.jit(lambda module, x: module(x))(module_with(random_parameters(config), config), x)
+    y = nnx.jit(lambda module, x: module(x, train=False))(module_with(random_parameters(config), config), x)
     chex.assert_shape(y, x.shape)
     chex.assert_tree_all_finite(y)
 
@@ -86,10 +89,10 @@ def test_any_leading_shape(leading):
 def test_sows_under_capture_only():
     module, x = module_with(random_parameters(CONFIGS["everything"]), CONFIGS["everything"]), random_tokens(30)
     before = nnx.state(module)
-    y = module(x)
+    y = module(x, train=False)
     chex.assert_trees_all_equal(nnx.state(module), before)
 
-    captured, losses, statistics = nnx.capture(module, AuxiliaryLoss, nnx.Intermediate)(x)
+    captured, losses, statistics = nnx.capture(module, AuxiliaryLoss, nnx.Intermediate)(x, train=False)
     assert_same_bits(captured, y)
     assert set(losses) == {"load_balancing_loss", "z_loss"}
     assert set(statistics) == {"tokens_per_expert", "dropped_share", "entropy"}
@@ -99,8 +102,8 @@ def test_sows_under_capture_only():
 def test_same_losses_as_linen():
     config, x = CONFIGS["everything"], random_tokens(30)
     params = random_parameters(config)
-    _, sown = LinenMoE(config).apply({"params": params}, x, mutable=["losses", "router_state"])
-    _, losses = nnx.capture(module_with(params, config), AuxiliaryLoss)(x)
+    _, sown = LinenMoE(config).apply({"params": params}, x, train=False, mutable=["losses", "router_state"])
+    _, losses = nnx.capture(module_with(params, config), AuxiliaryLoss)(x, train=False)
     for name, value in sown["losses"].items():
         assert_same_bits(jax.tree.leaves(losses[name]), list(value))
 
@@ -109,16 +112,17 @@ def test_selection_bias_moves_in_training_as_in_linen():
     config, x = CONFIGS["everything"], random_tokens(30)
     params = random_parameters(config)
     module = module_with(params, config)
-    module(x)
+    module(x, train=False)
     assert not module.selection_bias[...].any()
     assert isinstance(module.selection_bias, RouterState)
 
     linen_state = {}
-    train = nnx.jit(lambda module, x: module(x, train=True))
+    train = nnx.jit(lambda module, x: nnx.capture(module, AuxiliaryLoss)(x, train=True)[0])
     for _ in range(3):
         y = train(module, x)
         variables = {"params": params, **linen_state}
-        linen_y, linen_state = LinenMoE(config).apply(variables, x, train=True, mutable=["router_state"])
+        linen_y, linen_state = LinenMoE(config).apply(variables, x, train=True, mutable=["router_state", "losses"])
+        del linen_state["losses"]
         assert_same_bits(module.selection_bias[...], linen_state["router_state"]["selection_bias"])
         assert_same_bits(y.shape, linen_y.shape)
     assert module.selection_bias[...].any()
@@ -133,3 +137,42 @@ def test_layers_of_one_module_class_differ():
     rngs = nnx.Rngs(0)
     first, second = (MoE(WIDTH, CONFIGS["plain"], rngs=rngs) for _ in range(2))
     assert not np.array_equal(first.w_up[...], second.w_up[...])
+
+
+def test_frozen_selection_bias():
+    config = replace(CONFIGS["everything"], bias_update_rate=0.0, selection_bias=True)
+    module = module_with(random_parameters(config), config)
+    module.selection_bias[...] = jnp.array([9.0, 9, 0, 0, 0, 0])
+    _, sown = nnx.capture(module, AuxiliaryLoss, nnx.Intermediate)(random_tokens(30), train=True)[1:]
+    assert jax.tree.leaves(sown["tokens_per_expert"])[0].tolist() == [30, 30, 0, 0, 0, 0]
+    assert module.selection_bias[...].tolist() == [9.0, 9, 0, 0, 0, 0]
+
+
+def test_train_as_flax_modules_are_told():
+    config, x = CONFIGS["rounded"], random_tokens(30)
+    params = random_parameters(config)
+    told = MoE(WIDTH, config, train=True, rngs=nnx.Rngs(0))
+    module = module_with(params, config)
+    for name, value in params.items():
+        getattr(told, name)[...] = value
+    train, plain = (nnx.capture(module, AuxiliaryLoss)(x, train=train)[0] for train in (True, False))
+    assert np.any(np.asarray(train) != np.asarray(plain))
+    assert_same_bits(nnx.capture(told, AuxiliaryLoss)(x)[0], train)
+    told.eval()
+    assert_same_bits(told(x), plain)
+    module.train()
+    assert_same_bits(nnx.capture(module, AuxiliaryLoss)(x)[0], train)
+    remat = nnx.remat(lambda module, x: nnx.capture(module, AuxiliaryLoss)(x)[0])
+    assert_same_bits(remat(module, x), train)
+
+
+def test_what_nobody_collects_is_warned_of():
+    warn_once.cache_clear()
+    x = random_tokens(3)
+    module = module_with(random_parameters(CONFIGS["everything"]), CONFIGS["everything"])
+    with pytest.warns(UserWarning, match="nobody collects .* and z_loss: call the model through nnx.capture"):
+        module(x, train=True)
+    with pytest.warns(UserWarning, match="bias_update_rate applies in training only, and train was left out"):
+        nnx.capture(module, AuxiliaryLoss)(x)
+    nnx.capture(module, AuxiliaryLoss)(x)
+    module(x, train=True)  # once is enough
