@@ -13,6 +13,7 @@ from blaze_jax.benchmark.plots import draw
 from blaze_jax.benchmark.readme import END, render, split_readme
 from blaze_jax.benchmark.results_file import RECORDED, read_results
 from blaze_jax.benchmark.sizes import Sizes
+from tests.numerics import assert_close
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -24,6 +25,29 @@ def test_the_flax_example_runs():
     exec(example[1], names)
     assert names["y"].shape == names["x"].shape
     assert jnp.isfinite(names["loss"])
+
+
+def test_the_data_parallel_recipe_gives_the_gradient_of_one_device():
+    example = re.search(r"```python\n(from functools import partial\nimport jax.*?)```", README.read_text(), re.DOTALL)
+    assert example is not None
+    names = {}
+    exec(example[1], names)
+    assert names["mesh"].size == jax.device_count() > 1
+
+    def loss(params, x):
+        y, routing = blaze_jax.moe(x, params, names["config"], train=True)
+        return jnp.square(y).mean() + sum(routing.weighted_losses.values())
+
+    expected = jax.jit(jax.value_and_grad(loss))(names["params"], names["x"])
+    assert_close((names["value"], names["gradient"]), expected)
+
+
+def test_the_functions_example_runs():
+    (example,) = re.findall(r"```python\n(params = blaze_jax\.init.*?)```", README.read_text(), re.DOTALL)
+    config = blaze_jax.MoEConfig(num_experts=32, experts_per_token=8, expert_width=4)
+    weights = {f"w_{name}": jnp.ones((32, 4, 4)) for name in ("gate", "up", "down")}
+    names = {"blaze_jax": blaze_jax, "jax": jax, "config": config, "width": 4, "x": jnp.ones((16, 4)), **weights}
+    exec(example, names | {"logits": jnp.zeros((16, 32)), "bias": jnp.zeros(32)})
 
 
 def test_the_two_commands_are_single_lines():
