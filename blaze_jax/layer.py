@@ -144,7 +144,7 @@ def _router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> 
 def _warn_inside_shard_map() -> None:
     if axes := jax.sharding.get_abstract_mesh().manual_axes:
         warn_once(
-            f"inside jax.shard_map over {', '.join(axes)}, losses, demand and statistics of the router are those of one "
+            f"inside jax.shard_map over {', '.join(axes)}, the router's losses, demand and statistics are those of one "
             "device's tokens: give axis_name, the mesh axes that split the tokens, or axis_name=() if that is meant"
         )
 

@@ -91,7 +91,8 @@ class MoE(nn.Module):
         if self.is_initializing():  # or the first losses would stay in the variables that init returns
             return y
         warn_of_missing_train(train, self.config)
-        if not all([self.sow("losses", name, loss) for name, loss in routing.weighted_losses.items()]):
+        sown = [self.sow("losses", name, loss) for name, loss in routing.weighted_losses.items()]
+        if not all(sown):
             remedy = "apply with mutable=['losses'] (in nn.scan also variable_axes={'losses': 0})"
             warn_of_lost_losses(train, routing, remedy)
         for name, value in statistics(routing).items():

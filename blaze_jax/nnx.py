@@ -103,7 +103,8 @@ class MoE(nnx.Module):
         )
 
         losses = routing.weighted_losses.items()
-        if not all([self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]):
+        sown = [self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]
+        if not all(sown):
             warn_of_lost_losses(train, routing, "call the model through nnx.capture(..., blaze_jax.nnx.AuxiliaryLoss)")
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)

@@ -1,8 +1,8 @@
 """Routing: from router logits to the experts of every token, their weights, and what training wants to know of it."""
 
 import math
-from dataclasses import dataclass, replace
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, get_args
@@ -20,7 +20,7 @@ from blaze_jax.explicit_mesh import explicit_mesh, per_device, reshard, token_ax
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
 from blaze_jax.warn import warn_once
-from pallas_kernels.xla.router import Losses, Routed, Rule, Scoring, balance_loss, prepared, ranking_scores, weights_of
+from pallas_kernels.xla.router import Losses, Routed, Rule, Scoring, balance_loss, ranking_scores, weights_of, widened
 
 type AxisName = str | tuple[str, ...] | None
 
@@ -33,7 +33,7 @@ class Router:
       scoring: "softmax" over all experts before selection, "softmax_selected" over the K selected logits after it, or
         "sigmoid" of each logit.
       normalize_weights: divide a token's weights by their sum (already one after "softmax_selected"). None does so for
-        K > 1. For K = 1 it would make every weight a constant 1, from which the router learns nothing, and raises.
+        K > 1. For K = 1 it would make every weight a constant 1, from which the router learns nothing: True raises.
       weight_scale: factor on the weights (routed_scaling_factor of DeepSeek-V3).
       num_groups: experts fall into this many equal groups of consecutive ids; 1 for no groups.
       groups_per_token: a token chooses only from this many groups, those with the largest sum of their two best scores.
@@ -281,7 +281,7 @@ def _route(logits, selection_bias, experts_per_token, router: Router, axes: tupl
         )
         if on_hopper:
             round_counts = sequential_vmap(round_counts)
-        wide = prepared(logits)
+        wide = widened(logits)
         experts, tokens_per_expert = _without_derivative(round_counts)(ranking_scores(wide, rule), selected, demand)
         weights = weights_of(wide, selected, experts, rule)
     if experts is not selected:
@@ -340,9 +340,7 @@ def _forward(logits, bias, rule):
 def _backward(rule, residuals, cotangents: Routed):
     logits, bias, experts, demand = residuals
     backward = kernels_of("mosaic_gpu").router_backward
-    d_logits = backward(
-        logits, experts, demand, cotangents.weights, cotangents.losses, cotangents.probability, rule
-    )
+    d_logits = backward(logits, experts, demand, cotangents.weights, cotangents.losses, cotangents.probability, rule)
     return d_logits, None if bias is None else jnp.zeros_like(bias)
 
 

@@ -29,14 +29,14 @@ def round_token_counts(
     An expert ranks the tokens that chose it before the others, and each kind by score, and takes as many as its new
     count says: rounding down, it gives up its tokens of lowest score; rounding up, it takes the tokens of highest score
     among those that did not choose it. Equal scores prefer the lower token id. A token takes at most `extra_slots`
-    experts it did not choose, and none that is ruled out for it. An expert whose last tile cannot be filled for one of
-    these reasons keeps its count under "up", which drops no token, and rounds down under "nearest".
+    experts it did not choose, and none whose score is 0, as that of one ruled out is. An expert whose last tile cannot
+    be filled for one of these reasons keeps its count under "up", which drops no token, and goes down under "nearest".
 
     Costs int32 keys of shape (E, T) and a few passes over them, one that adds experts and up to two that find cut-offs:
     three passes each by radix selection on Hopper, 31 by bisection elsewhere. Nothing is sorted.
 
     Args:
-      scores: routing scores from 0 to 1, ranked in float32; -inf where an expert is ruled out.
+      scores: routing scores from 0 to 1, ranked in float32; NaN counts as 0.
       selected: distinct experts of each token, -1 in an empty slot.
       demand: tokens that chose each expert.
       mode: "up", "down", or "nearest" (half a tile goes up).
@@ -57,13 +57,12 @@ def round_token_counts(
         return selected, demand
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-    possible = scores != -jnp.inf
     scores = jnp.where(jnp.isnan(scores), 0, scores)  # else a NaN token would be every expert's favourite
-    # The bits of floats that are not negative rank as the floats do. An expert ruled out has the least key, 0.
-    ranks = jax.lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.int32) + 1
+    # The bits of floats that are not negative rank as the floats do.
+    ranks = jax.lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.int32).T
     slots = jnp.arange(selected.shape[1], dtype=jnp.int32)[None]
     rows = jnp.where(selected == EMPTY_SLOT, num_experts + slots, selected)  # distinct where dropped, too
-    keys = jnp.where(possible, ranks, 0).T.at[rows, token].add(_CHOSEN, mode="drop", unique_indices=True)
+    keys = ranks.at[rows, token].add(_CHOSEN, mode="drop", unique_indices=True)
     own_keys = keys.at[rows, token].get(mode="fill", fill_value=0)
 
     def kept(cutoffs):
@@ -73,7 +72,7 @@ def round_token_counts(
     if mode == "down" or not extra_slots:
         return kept(kernels.token_cutoffs(keys, down)), down
     wanted = -(-demand // tile) * tile if mode == "up" else (demand + tile // 2) // tile * tile
-    counts = jnp.where(wanted <= possible.sum(0, dtype=jnp.int32), wanted, last_resort)
+    counts = jnp.where(wanted <= jnp.sum(keys > 0, axis=1, dtype=jnp.int32), wanted, last_resort)
     cutoffs = kernels.token_cutoffs(keys, counts)
     added, crowded = kernels.experts_added(keys, cutoffs, _CHOSEN, extra_slots)
     lower = kernels.token_cutoffs(keys, jnp.where(crowded, last_resort, 0))

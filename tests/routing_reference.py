@@ -75,7 +75,7 @@ def counts(experts, num_experts: int):
 
 
 def target_counts(count, num_tokens: int, mode: str, tile: int):
-    """Multiples of `tile` to round each count to; where there are too few tokens for that, down, or the count itself."""
+    """Multiples of `tile` to round each count to; with too few tokens for that, down, or the count itself."""
     down, rest = count - count % tile, count % tile
     up = down + tile * (rest > 0)
     wanted = {"down": down, "up": up, "nearest": np.where(2 * rest >= tile, up, down)}[mode]

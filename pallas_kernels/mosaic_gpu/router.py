@@ -236,7 +236,7 @@ class _Body:
 
     def route_row(self, row, logits, sums):
         """Chooses and writes; returns this lane's sums with the row's added."""
-        layout, rule = self.layout, self.rule
+        rule = self.rule
         real = row < self.last
         keys = [key_of(x) for x in logits]
         largest = value_of(self.largest(largest_of(keys)))
@@ -320,7 +320,9 @@ class _Body:
 
             best, second = loop(0, per_group, 1, look, [NOTHING, NOTHING])
             both = key_of(value_of(best) + value_of(second))
-            group_scores[group] = select(second > MINUS_INFINITY, both, best)  # one that is ruled out counts for nothing
+            group_scores[group] = select(
+                second > MINUS_INFINITY, both, best
+            )  # one that is ruled out counts for nothing
 
         loop(self.lane_of_row, num_groups, lanes, two_best)
         warp_barrier()

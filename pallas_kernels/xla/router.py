@@ -56,8 +56,8 @@ class Routed(NamedTuple):
       weights: `(T, K)`, zero in an empty slot.
       demand: `(E,)` int32, tokens of each expert.
       losses: what may be added to a training loss, unweighted.
-      probability: `(E,)`, mean over tokens of each expert's probability; with it and the demand, the balance loss can be
-        taken over several devices' tokens.
+      probability: `(E,)`, mean over tokens of each expert's probability: with the demand, what the balance loss of
+        several devices' tokens is made of.
       dispatched: what `dispatch` of the same module makes of `experts`, where that was no further work; else None.
     """
 
@@ -84,10 +84,10 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     Returns:
       What `Routed` says. Weights, losses and probability are differentiable in the logits.
     """
-    logits = prepared(logits)
+    logits = widened(logits)
     experts = _select(logits, bias, rule)
     demand = jnp.zeros(logits.shape[1], jnp.int32).at[_past_the_last(experts, logits.shape[1])].add(1, mode="drop")
-    losses, probability = _losses(logits, log_scores_of(logits, rule), demand, rule)
+    losses, probability = _losses(logits, demand, rule)
     return Routed(experts, weights_of(logits, experts, experts, rule), demand, losses, probability)
 
 
@@ -106,65 +106,74 @@ def router_backward(
     spread by comparing ids, in the same elementwise passes as the rest, and not by a scatter. In all it is a few passes
     over `(T, E)`.
     """
-    wide = prepared(logits)
-    log_scores, log_scores_vjp = jax.vjp(lambda l: log_scores_of(l, rule), wide)
-    _, weights_vjp = jax.vjp(lambda g: _weights(g, g, rule), _take(log_scores, experts))
-    _, losses_vjp = jax.vjp(lambda l, s: _losses(l, s, demand, rule), wide, log_scores)
-    d_logits, d_log_scores = losses_vjp((d_losses, d_probability))
-    d_log_scores += _spread(weights_vjp(d_weights)[0], experts, logits.shape[1])
-    return (d_logits + log_scores_vjp(d_log_scores)[0]).astype(logits.dtype)
+    wide = widened(logits)
+    common, common_vjp = jax.vjp(lambda l: _common_term(l, rule), wide)
+    _, weights_vjp = jax.vjp(lambda g, c: _weights(g, g, c, rule), _take(wide, experts), common)
+    d_gathered, d_common = weights_vjp(d_weights)
+    _, losses_vjp = jax.vjp(lambda l: _losses(l, demand, rule), wide)
+    d_logits = losses_vjp((d_losses, d_probability))[0] + common_vjp(d_common)[0]
+    return (d_logits + _spread(d_gathered, experts, logits.shape[1])).astype(logits.dtype)
 
 
-def prepared(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
-    """The logits in float32 at least; a NaN spreads over its row, or the experts chosen might not show it."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    poison = jnp.where(jnp.isnan(logits).any(-1, keepdims=True), jnp.nan, 0).astype(logits.dtype)
-    return jnp.where(logits == -jnp.inf, logits, logits + poison)
-
-
-def log_scores_of(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
-    """Logarithms of the scores: they keep their differences and derivatives where scores underflow.
-
-    A token that has no possible expert gets finite ones, for the sake of derivatives; nobody takes them.
-    """
-    logits = jnp.where(_blank_rows(logits), 0, logits)
-    return jax.nn.log_sigmoid(logits) if rule.scoring == "sigmoid" else jax.nn.log_softmax(logits, axis=-1)
+def widened(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    """The logits in float32, or in float64 if they are."""
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 def ranking_scores(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
-    """Scores of all experts, 0 to 1, without a derivative; -inf where an expert is ruled out.
+    """Scores of all experts, 0 to 1, without a derivative; NaN for a token that has no possible expert.
 
     The softmax is written in passes that XLA fuses: its own writes all of it twice if it is transposed next.
     """
     logits = jax.lax.stop_gradient(logits)
     if rule.scoring == "sigmoid":
-        scores = jax.nn.sigmoid(logits)
-    else:
-        largest = logits.max(-1, keepdims=True)
-        total = jnp.exp(logits - largest).sum(-1, keepdims=True)
-        largest, total = jax.lax.optimization_barrier((largest, total))
-        scores = jnp.exp(logits - largest) / total
-    return jnp.where(logits == -jnp.inf, -jnp.inf, scores)
+        return jax.nn.sigmoid(logits)
+    largest = logits.max(-1, keepdims=True)
+    total = jnp.exp(logits - largest).sum(-1, keepdims=True)
+    largest, total = jax.lax.optimization_barrier((largest, total))
+    return jnp.exp(logits - largest) / total
 
 
 def weights_of(
     logits: Float[Array, "T E"], selected: Int[Array, "T K"], experts: Int[Array, "T slots"], rule: Rule
 ) -> Float[Array, "T slots"]:
     """Weights of any `experts`, zero of -1; what normalises them is the token's choice `selected`."""
-    log_scores = log_scores_of(logits, rule)
-    chosen = _take(log_scores, selected)
-    values = chosen if experts is selected else _take(log_scores, experts)
-    return _weights(values, chosen, rule)
+    chosen = _take(logits, selected)
+    values = chosen if experts is selected else _take(logits, experts)
+    return _weights(values, chosen, _common_term(logits, rule), rule)
 
 
-def _weights(values, selected_values, rule):
-    """Weights from log scores of experts and of the selected ones: -inf in an empty slot, which gets weight 0."""
-    if not (rule.normalize or rule.scoring == "softmax_selected"):
-        return rule.scale * jnp.exp(values)
-    largest = jax.lax.stop_gradient(selected_values.max(-1, keepdims=True))
-    largest = jnp.where(largest == -jnp.inf, 0, largest)
-    total = jnp.exp(selected_values - largest).sum(-1, keepdims=True)
-    return rule.scale * jnp.exp(values - largest) / jnp.where(total == 0, 1, total)
+def _normalized(rule: Rule) -> bool:
+    return rule.normalize or rule.scoring == "softmax_selected"
+
+
+def _log_scores(logits, rule):
+    """Logarithms of the scores, of a softmax without its denominator.
+
+    They keep their differences and derivatives where the scores underflow.
+    """
+    return jax.nn.log_sigmoid(logits) if rule.scoring == "sigmoid" else logits
+
+
+def _common_term(logits, rule) -> Float[Array, "T 1"]:
+    """What a token's log scores all lack: the softmax's denominator, unless normalising cancels it; NaN for NaN."""
+    if rule.scoring == "softmax" and not _normalized(rule):
+        return -jax.nn.logsumexp(jnp.where(_blank_rows(logits), 0, logits), axis=-1, keepdims=True)
+    # A NaN is the whole row's, although the experts chosen might not show it.
+    return jnp.where(jnp.isnan(logits).any(-1, keepdims=True), jnp.nan, 0).astype(logits.dtype)
+
+
+def _weights(values, selected_values, common, rule):
+    """Weights from logits of experts and of the selected ones: -inf in an empty slot, which gets weight 0."""
+    log_scores, selected = (_log_scores(v, rule) + common for v in (values, selected_values))
+    if _normalized(rule):
+        largest = jax.lax.stop_gradient(selected.max(-1, keepdims=True))
+        largest = jnp.where(largest == -jnp.inf, 0, largest)
+        total = jnp.exp(selected - largest).sum(-1, keepdims=True)
+        weights = jnp.exp(log_scores - largest) / jnp.where(total == 0, 1, total)
+    else:
+        weights = jnp.exp(log_scores)
+    return rule.scale * jnp.where(values == -jnp.inf, 0, weights)
 
 
 def _select(logits, bias, rule) -> Int[Array, "T K"]:
@@ -174,8 +183,8 @@ def _select(logits, bias, rule) -> Int[Array, "T K"]:
     if bias is not None or rule.num_groups > 1:
         ranking = ranking_scores(logits, rule)
     if bias is not None:
-        biased = ranking + jax.lax.stop_gradient(bias).astype(ranking.dtype)[None]
-        ranking = jnp.where(ranking == -jnp.inf, -jnp.inf, biased)
+        ranking = ranking + jax.lax.stop_gradient(bias).astype(ranking.dtype)[None]
+    ranking = jnp.where(logits == -jnp.inf, -jnp.inf, ranking)
     ranking = jnp.where(ranking == 0, 0, ranking)  # -0 ties with +0
     ranking = jnp.where(jnp.isnan(ranking), jnp.nan, ranking)  # a negative NaN would come last
     if rule.num_groups > 1:
@@ -195,12 +204,12 @@ def _keep_best_groups(ranking, num_groups, groups_per_token):
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(ranking.shape)
 
 
-def _losses(logits, log_scores, demand, rule) -> tuple[Losses, Float[Array, " E"]]:
+def _losses(logits, demand, rule) -> tuple[Losses, Float[Array, " E"]]:
     """The losses, and the mean probability of each expert."""
-    tokens, num_experts = max(logits.shape[0], 1), logits.shape[1]
+    tokens = max(logits.shape[0], 1)
     blank = _blank_rows(logits)
     logits = jnp.where(blank, 0, logits)
-    log_probabilities = jax.nn.log_softmax(log_scores, axis=-1) if rule.scoring == "sigmoid" else log_scores
+    log_probabilities = jax.nn.log_softmax(_log_scores(logits, rule), axis=-1)
     probabilities = jnp.where(blank, 0, jnp.exp(log_probabilities))
     log_probabilities = jnp.where(probabilities > 0, log_probabilities, 0)
     squared_log = jnp.where(blank[:, 0], 0, jnp.square(jax.nn.logsumexp(logits, axis=-1)))
@@ -229,9 +238,9 @@ def _past_the_last(experts, num_experts: int):
     return jnp.where(experts == EMPTY_SLOT, num_experts, experts)
 
 
-def _take(log_scores, experts):
-    """Log scores of the experts, -inf of an empty slot."""
-    taken = jnp.take_along_axis(log_scores, jnp.maximum(experts, 0), axis=-1)
+def _take(logits, experts):
+    """Logits of the experts, -inf of an empty slot."""
+    taken = jnp.take_along_axis(logits, jnp.maximum(experts, 0), axis=-1)
     return jnp.where(experts == EMPTY_SLOT, -jnp.inf, taken)
 
 

@@ -1,7 +1,5 @@
 """Meshes with explicit axes, as `jax.make_mesh` gives them: same numbers, and results split as the tokens are."""
 
-from functools import partial
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -35,7 +33,9 @@ def spec_of(array):
 
 
 def total(outputs):
-    return sum(jnp.vdot(jnp.sin(1 + jnp.arange(o.size, dtype=o.dtype)).reshape(o.shape), jnp.asarray(o)) for o in outputs)
+    return sum(
+        jnp.vdot(jnp.sin(1 + jnp.arange(o.size, dtype=o.dtype)).reshape(o.shape), jnp.asarray(o)) for o in outputs
+    )
 
 
 @over_places
@@ -84,7 +84,9 @@ def test_layer(tokens, parameters, name):
     assert_same_bits(np.asarray(routing.experts), np.asarray(expected[0][1][1].experts))
 
 
-@pytest.mark.parametrize("spec", [P(None, "data"), P("data", "more"), P(None, None, "data"), P(("data", "more"))], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P(None, "data"), P("data", "more"), P(None, None, "data"), P(("data", "more"))], ids=str
+)
 def test_tokens_split_in_any_way(spec):
     mesh = jax.make_mesh((2, 2), ("data", "more"))
     config, x = CONFIGS["plain"], random_tokens(4, 8)
@@ -109,7 +111,8 @@ def test_parameters_split_in_any_way():
         gradient = jax.jit(jax.grad(loss))(placed, put(x, SPLIT))
     assert_close(gradient, jax.grad(loss)(params, x))
     assert {name: jax.typeof(value).sharding.spec for name, value in gradient.items()} == {
-        name: P(*spec, *[None] * (value.ndim - len(spec))) for (name, spec), value in zip(specs.items(), params.values())
+        name: P(*spec, *[None] * (value.ndim - len(spec)))
+        for (name, spec), value in zip(specs.items(), params.values(), strict=True)
     }
 
 
@@ -172,7 +175,9 @@ def test_nnx(spec):
 
 
 def test_hopper_kernels_lower_on_each_devices_tokens():
-    config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=64, implementation="mosaic_gpu", router=Router())
+    config = MoEConfig(
+        num_experts=8, experts_per_token=2, expert_width=64, implementation="mosaic_gpu", router=Router()
+    )
     shapes = {name: p.shape for name, p in config.parameters(128).items()}
     with jax.set_mesh(MESH):
         params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}

@@ -162,7 +162,7 @@ def test_rematerialised_training(form):
 
 def test_traced_train_is_named():
     params = {"params": random_parameters(CONFIGS["plain"])}
-    with pytest.raises(ValueError, match="must be True, False or None, and not traced: under nn.remat .* MoE"):
+    with pytest.raises(ValueError, match=r"must be True, False or None, and not traced: under nn\.remat .* MoE"):
         nn.remat(MoE)(CONFIGS["plain"]).apply(params, random_tokens(3), train=True, mutable=["losses"])
 
 
@@ -190,7 +190,10 @@ def test_what_nobody_collects_is_warned_of(name):
     plain = {"params": random_parameters(CONFIGS["plain"])}
     stacked = {"params": {"moe": jax.tree.map(lambda a: jnp.stack([a, a]), plain["params"])}}
     call, message = {
-        "losses": (lambda: MoE(CONFIGS["plain"]).apply(plain, x), "collects .* load_balancing_loss: apply with mutable"),
+        "losses": (
+            lambda: MoE(CONFIGS["plain"]).apply(plain, x),
+            "collects .* load_balancing_loss: apply with mutable",
+        ),
         "scan": (
             lambda: Scanned(CONFIGS["plain"]).apply(stacked, x, mutable=["losses"]),
             r"collects .*in nn.scan also variable_axes=\{'losses': 0\}",

@@ -115,7 +115,7 @@ def test_an_expert_takes_nobody_for_whom_it_is_ruled_out(mode):
     selected = np.where(np.take_along_axis(possible, selected, 1), selected, EMPTY)
     selected[:, 0] = np.where(np.arange(T) < 20, 0, np.where(selected[:, 0] == 0, EMPTY, selected[:, 0]))
     selected[:, 1] = np.where(selected[:, 1] == selected[:, 0], EMPTY, selected[:, 1])
-    out = rounded(np.where(possible, scores, -np.inf), selected, mode, tile=8, extra_slots=E)
+    out = rounded(np.where(possible, scores, 0), selected, mode, tile=8, extra_slots=E)
     mask = members(out)
     assert mask.max() == 1
     assert not mask[~possible].any()
