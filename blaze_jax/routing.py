@@ -40,9 +40,9 @@ class Router:
       expert_capacity: an expert takes this many tokens, the first by id; the others lose that slot. None for no limit.
       capacity_factor: the same as a multiple of an expert's even share, `T·K/E`, rounded up. The factor counts as the
         decimal number that it is written as: 1.1 of 10 tokens are 11.
-      token_rounding: round each expert's token count to a multiple of `rounding_tile`: "up", "down" or "nearest" (half a
-        tile goes up). An expert that cannot fill its last tile, because too few other tokens may choose it or have a
-        slot to spare, keeps its count under "up" and goes down under "nearest". Only "down" and "nearest" drop tokens.
+      token_rounding: round each expert's token count to a multiple of `rounding_tile`: "up", "down" or "nearest", where
+        half a tile goes up. An expert that cannot fill its last tile, because too few other tokens may choose it or
+        have a slot to spare, keeps its count under "up" and goes down under "nearest". "up" never drops a token.
         Rounding does not apply, with a warning, where an expert's even share `T·K/E` is less than a tile: most counts
         would go to zero, or several times up. Worth trying with few tiles to an expert; on an H200 "down" has paid for
         itself, "nearest" has not (README).

@@ -107,7 +107,7 @@ def router_backward(
     over `(T, E)`.
     """
     wide = widened(logits)
-    common, common_vjp = jax.vjp(lambda l: _common_term(l, rule), wide)
+    common, common_vjp = jax.vjp(lambda l: _common_terms(l, rule), wide)
     _, weights_vjp = jax.vjp(lambda g, c: _weights(g, g, c, rule), _take(wide, experts), common)
     d_gathered, d_common = weights_vjp(d_weights)
     _, losses_vjp = jax.vjp(lambda l: _losses(l, demand, rule), wide)
@@ -140,7 +140,7 @@ def weights_of(
     """Weights of any `experts`, zero of -1; what normalises them is the token's choice `selected`."""
     chosen = _take(logits, selected)
     values = chosen if experts is selected else _take(logits, experts)
-    return _weights(values, chosen, _common_term(logits, rule), rule)
+    return _weights(values, chosen, _common_terms(logits, rule), rule)
 
 
 def _normalized(rule: Rule) -> bool:
@@ -155,17 +155,22 @@ def _log_scores(logits, rule):
     return jax.nn.log_sigmoid(logits) if rule.scoring == "sigmoid" else logits
 
 
-def _common_term(logits, rule) -> Float[Array, "T 1"]:
-    """What a token's log scores all lack: the softmax's denominator, unless normalising cancels it; NaN for NaN."""
+def _common_terms(logits, rule) -> tuple[Float[Array, "T 1"], Float[Array, "T 1"]]:
+    """What to take off a token's log scores, one after the other: a softmax's denominator, if nothing cancels it.
+
+    A NaN is the whole row's, although the experts chosen might not show it.
+    """
     if rule.scoring == "softmax" and not _normalized(rule):
-        return -jax.nn.logsumexp(jnp.where(_blank_rows(logits), 0, logits), axis=-1, keepdims=True)
-    # A NaN is the whole row's, although the experts chosen might not show it.
-    return jnp.where(jnp.isnan(logits).any(-1, keepdims=True), jnp.nan, 0).astype(logits.dtype)
+        logits = jnp.where(_blank_rows(logits), 0, logits)
+        largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+        return largest, jnp.log(jnp.exp(logits - largest).sum(-1, keepdims=True))
+    nothing = jnp.zeros((logits.shape[0], 1), logits.dtype)
+    return jnp.where(jnp.isnan(logits).any(-1, keepdims=True), jnp.nan, nothing), nothing
 
 
 def _weights(values, selected_values, common, rule):
     """Weights from logits of experts and of the selected ones: -inf in an empty slot, which gets weight 0."""
-    log_scores, selected = (_log_scores(v, rule) + common for v in (values, selected_values))
+    log_scores, selected = (_log_scores(v, rule) - common[0] - common[1] for v in (values, selected_values))
     if _normalized(rule):
         largest = jax.lax.stop_gradient(selected.max(-1, keepdims=True))
         largest = jnp.where(largest == -jnp.inf, 0, largest)

@@ -24,7 +24,7 @@ def problem(seed=0, levels=None):
     """Scores, tied if there are only a few `levels`, and a choice that need not be the best one."""
     scores = np.random.default_rng(seed).random((T, E)).astype(np.float32)
     if levels:
-        scores = np.floor(scores * levels) / levels
+        scores = np.ceil(scores * levels) / levels
     return scores.astype(np.float32), random_experts(T, K, range(E), seed)
 
 
