@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
+from jax.core import InconclusiveDimensionOperation, min_dim
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
@@ -127,8 +128,9 @@ class Router:
         """Tokens an expert takes at most, None for no limit."""
         capacity = self.expert_capacity
         if self.capacity_factor is not None:
-            capacity = math.ceil(Fraction(str(self.capacity_factor)) * num_tokens * experts_per_token / num_experts)
-        return None if capacity is None else min(capacity, num_tokens)
+            of_tokens = Fraction(str(self.capacity_factor)) * experts_per_token / num_experts
+            capacity = -(-of_tokens.numerator * num_tokens // of_tokens.denominator)
+        return None if capacity is None else min_dim(capacity, num_tokens)
 
     def treats_tokens_apart(self) -> bool:
         """Whether the experts of a token depend on that token only."""
@@ -138,8 +140,12 @@ class Router:
         """Whether token rounding applies; warns once of sizes for which it does not."""
         if self.token_rounding is None or num_tokens == 0:
             return False
-        if num_tokens * experts_per_token >= num_experts * self.rounding_tile:
-            return True
+        try:
+            if num_tokens * experts_per_token >= num_experts * self.rounding_tile:
+                return True
+        except InconclusiveDimensionOperation as error:
+            least = f"{num_tokens}*{experts_per_token} >= {num_experts * self.rounding_tile}"
+            raise ValueError(f"token_rounding={self.token_rounding!r} needs to know whether {least}") from error
         warn_once(
             f"token_rounding={self.token_rounding!r} does not apply: {num_tokens} tokens with {experts_per_token} of "
             f"{num_experts} experts each are fewer than rounding_tile={self.rounding_tile} to an expert"

@@ -3,6 +3,7 @@
 import jax
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.export import is_symbolic_dim
 
 
 def varying_axes(*arrays) -> frozenset[str]:
@@ -25,11 +26,20 @@ def vary_over(tree, axes: frozenset[str]):
 
 
 def top_k(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k`, with the operand and the results laid out in rows.
+    """`lax.top_k`, on GPUs with the operand and the results laid out in rows.
 
     XLA's kernel for GPUs works on rows whatever the layout it is given: next to a transpose it gave wrong ids without
-    complaint (jax 0.11.2).
+    complaint (jax 0.11.2). Elsewhere nothing is laid out, since `jax.export` cannot serialise a layout.
     """
     rows = Layout(tuple(range(operand.ndim)))
-    values, ids = lax.top_k(with_layout_constraint(operand, rows), k)
-    return with_layout_constraint(values, rows), with_layout_constraint(ids, rows)
+
+    def in_rows(operand):
+        values, ids = lax.top_k(with_layout_constraint(operand, rows), k)
+        return with_layout_constraint(values, rows), with_layout_constraint(ids, rows)
+
+    return lax.platform_dependent(operand, cuda=in_rows, rocm=in_rows, default=lambda o: tuple(lax.top_k(o, k)))
+
+
+def has_symbolic_sizes(*arrays) -> bool:
+    """Whether a size of any of `arrays` is symbolic, as in `jax.export` for any batch size."""
+    return any(is_symbolic_dim(size) for array in jax.tree.leaves(arrays) for size in array.shape)
