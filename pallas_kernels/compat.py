@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive
@@ -42,7 +43,11 @@ def top_k(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         values, ids = lax.top_k(with_layout_constraint(operand, rows), k)
         return with_layout_constraint(values, rows), with_layout_constraint(ids, rows)
 
-    return lax.platform_dependent(operand, cuda=in_rows, rocm=in_rows, default=lambda o: tuple(lax.top_k(o, k)))
+    def as_it_is(operand):
+        values, ids = lax.top_k(operand, k)
+        return values, ids
+
+    return lax.platform_dependent(operand, cuda=in_rows, rocm=in_rows, default=as_it_is)
 
 
 def has_symbolic_sizes(*arrays) -> bool:
@@ -78,7 +83,7 @@ def _transpose(_, *tangents, error):
 
 _token, _tangent_of_token = Primitive("reverse_mode_token"), Primitive("tangent_of_reverse_mode_token")
 for _primitive in (_token, _tangent_of_token):
-    _primitive.def_abstract_eval(lambda *_, **__: jax.core.ShapedArray((0,), jnp.float32))
+    _primitive.def_abstract_eval(lambda *_, **__: ShapedArray((0,), jnp.float32))
 _token.def_impl(_no_elements)
 mlir.register_lowering(_token, mlir.lower_fun(_no_elements, multiple_results=False))
 ad.primitive_jvps[_token] = _token_jvp
