@@ -1,11 +1,14 @@
 """Activations of an expert: elementwise functions of its pre-activations."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
+
+from blaze_jax.checks import check_booleans, check_numbers
 
 
 @dataclass(frozen=True)
@@ -15,17 +18,32 @@ class Activation:
     Attributes:
       name: how it is asked for.
       function: of `(gate, up)` if gated, of `(up)` alone if not. It sees the float32 pre-activations; its derivative is
-        taken by jax.
+        taken by jax. What it closes over are constants, not traced arrays. Activations are equal if their functions
+        are: with a function made anew, everything is compiled anew.
       gated: whether the expert has a gate projection beside the up projection.
+
+    Raises:
+      ValueError: a field does not fit.
     """
 
     name: str
     function: Callable[..., Array]
     gated: bool
 
+    def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise ValueError(f"name={self.name!r} must be a string")
+        if not callable(self.function):
+            raise ValueError(f"function={self.function!r} must be a function of the pre-activations")
+        check_booleans(gated=self.gated)
+
 
 def _relu(x: Array) -> Array:
     return jnp.where(x > 0, x, 0)  # derivative 0 at 0, as everywhere in the field
+
+
+def _relu2(x: Array) -> Array:
+    return jnp.square(_relu(x))
 
 
 def _gelu(x: Array) -> Array:
@@ -36,31 +54,61 @@ def _gelu_tanh(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=True)
 
 
-def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
-    """SwiGLU of gpt-oss: `gate · sigmoid(alpha · gate) · (up + 1)`, gate clamped to ≤ limit and up to ±limit."""
+def _silu(x: Array) -> Array:
+    return jax.nn.silu(x)
 
-    def function(gate: Array, up: Array) -> Array:
+
+@dataclass(frozen=True)
+class _Gated:
+    """`function(gate) · up`."""
+
+    function: Callable[[Array], Array]
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        return self.function(gate) * up
+
+
+@dataclass(frozen=True)
+class _ClampedSwiGLU:
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Array, up: Array) -> Array:
         # By comparisons: minimum and clip have derivatives of many instructions, for ties.
-        gate = jnp.where(gate > limit, limit, gate)
-        up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
-        return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+        gate = jnp.where(gate > self.limit, self.limit, gate)
+        up = jnp.where(up > self.limit, self.limit, jnp.where(up < -self.limit, -self.limit, up))
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
-    return Activation("clamped_swiglu", function, gated=True)
+
+def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
+    """SwiGLU of gpt-oss: `gate · sigmoid(alpha · gate) · (up + 1)`, gate clamped to ≤ limit and up to ±limit.
+
+    Two of the same numbers are equal: a function compiled for one serves the other.
+
+    Raises:
+      ValueError: `alpha` is not a finite number, or `limit` not a positive one.
+    """
+    check_numbers(alpha=alpha, limit=limit)
+    if not math.isfinite(alpha):
+        raise ValueError(f"{alpha=} must be finite")
+    if not limit > 0:
+        raise ValueError(f"{limit=} must be positive")
+    return Activation("clamped_swiglu", _ClampedSwiGLU(alpha, limit), gated=True)
 
 
 _ACTIVATIONS = {
     a.name: a
     for a in (
-        Activation("swiglu", lambda gate, up: jax.nn.silu(gate) * up, gated=True),
-        Activation("geglu", lambda gate, up: _gelu(gate) * up, gated=True),
-        Activation("geglu_tanh", lambda gate, up: _gelu_tanh(gate) * up, gated=True),
-        Activation("reglu", lambda gate, up: _relu(gate) * up, gated=True),
+        Activation("swiglu", _Gated(_silu), gated=True),
+        Activation("geglu", _Gated(_gelu), gated=True),
+        Activation("geglu_tanh", _Gated(_gelu_tanh), gated=True),
+        Activation("reglu", _Gated(_relu), gated=True),
         clamped_swiglu(),
-        Activation("silu", jax.nn.silu, gated=False),
+        Activation("silu", _silu, gated=False),
         Activation("gelu", _gelu, gated=False),
         Activation("gelu_tanh", _gelu_tanh, gated=False),
         Activation("relu", _relu, gated=False),
-        Activation("relu2", lambda up: jnp.square(_relu(up)), gated=False),
+        Activation("relu2", _relu2, gated=False),
     )
 }
 
@@ -75,6 +123,6 @@ def get_activation(activation: str | Activation) -> Activation:
     """
     if isinstance(activation, Activation):
         return activation
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ValueError(f"{activation=} must be an Activation or one of {', '.join(ACTIVATION_NAMES)}")
     return _ACTIVATIONS[activation]

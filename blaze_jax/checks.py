@@ -1,6 +1,10 @@
 """Checks of arguments that several modules share."""
 
-from numbers import Integral
+from numbers import Integral, Real
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
 
 
 def check_integers(**arguments: object) -> None:
@@ -8,6 +12,34 @@ def check_integers(**arguments: object) -> None:
 
     A float that happens to be whole is none either: 1.5 in its place would pass every comparison, and cut silently.
     """
+    _check(arguments, lambda value: _is_number(value, Integral), "an integer")
+
+
+def check_numbers(**arguments: object) -> None:
+    """Raises ValueError naming the first argument that is not a number of Python or numpy."""
+    _check(arguments, lambda value: _is_number(value, Real), "a number")
+
+
+def check_booleans(**arguments: object) -> None:
+    """Raises ValueError naming the first argument that is not True or False."""
+    _check(arguments, lambda value: isinstance(value, bool), "True or False")
+
+
+def as_array(name: str, value: object) -> Array:
+    """`value` as an array of jax, the same object if it is one; ValueError naming the argument if it cannot be."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r} must be an array") from error
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check(arguments: dict, holds, rule: str) -> None:
     for name, value in arguments.items():
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise ValueError(f"{name}={value!r} must be an integer")
+        if not holds(value):
+            raise ValueError(f"{name}={value!r} must be {rule}")

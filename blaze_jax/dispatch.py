@@ -15,6 +15,7 @@ from blaze_jax.checks import check_integers
 from blaze_jax.explicit_mesh import explicit_mesh, per_device
 from blaze_jax.implementation import Implementation, choose_dispatch_implementation
 from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels.compat import has_symbolic_sizes
 from pallas_kernels.xla.router import EMPTY_SLOT
 
 _MAX_PAIRS = 2**31 - 2**24  # rows are numbered in int32, with room for the gaps of aligned groups
@@ -46,7 +47,7 @@ def check_experts(experts: Array, num_experts: int) -> None:
         raise ValueError(f"experts must be an integer array (T, K), got {experts.dtype} of shape {experts.shape}")
     if not 1 <= experts.shape[1] <= num_experts:
         raise ValueError(f"experts has K={experts.shape[1]} slots a token, must be from 1 to E={num_experts}")
-    if math.prod(experts.shape) > _MAX_PAIRS:
+    if not has_symbolic_sizes(experts) and math.prod(experts.shape) > _MAX_PAIRS:
         raise ValueError(f"experts of shape {experts.shape} has more pairs than {_MAX_PAIRS}, int32 cannot number them")
     if isinstance(experts, Tracer):
         return

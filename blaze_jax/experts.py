@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
@@ -17,7 +18,9 @@ from blaze_jax.dispatch import EMPTY_SLOT, check_experts, int32_experts
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
-from pallas_kernels.compat import vary_over, varying_axes
+from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, undifferentiable
+from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes
+from pallas_kernels.xla.row_groups import accumulator_dtype
 
 Save = Literal["pre_activations", "inputs"]
 
@@ -79,8 +82,8 @@ def expert_ffn(
 
     Raises:
       ValueError: a shape, dtype or option that does not fit, or, where values are known, an expert id out of range.
-        Under tracing the output row of a token with such an id is NaN.
-      NotImplementedError: the implementation demanded cannot run here.
+        Under tracing the output row of a token with such an id is NaN. An activation that closes over a traced array.
+      NotImplementedError: the implementation demanded cannot run here; any derivative but the first in reverse mode.
     """
     act = get_activation(activation)
     if save not in get_args(Save):
@@ -89,6 +92,7 @@ def expert_ffn(
     x, w_gate, w_up, w_down, weights, experts, b_gate, b_up, b_down = jax.tree.map(_as_jax_array, arrays)
     up_weights, up_biases = _projections(act, w_gate, w_up, b_gate, b_up)
     _check_arguments(act, x, up_weights, up_biases, w_down, b_down, weights, experts)
+    _check_closure(act, x, up_weights)
     if x.shape[0] == 0:
         return x
 
@@ -108,13 +112,14 @@ def _compute(tokens, params: "Parameters", activation, save, implementation, dis
     biases = params.up_biases if params.b_down is None else (*params.up_biases, params.b_down)
     implementation = choose_implementation(implementation, x, (*params.up_weights, params.w_down), biases)
     tell_observers(TracedLayer.of(x, params.up_weights, params.w_down, experts, activation, save, implementation))
+    token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, params, weights)))
     num_experts = params.w_down.shape[0]
     experts = int32_experts(experts, num_experts)
     indices = _dispatch(experts, num_experts, implementation, dispatched)
     args = (x, params, weights, experts)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     args, indices = vary_over((args, checkpoint_name(indices, INDEX_NAME)), varying_axes(args))
-    return _expert_ffn(_Settings(activation, save, implementation), *args, indices)
+    return _expert_ffn(_Settings(activation, save, implementation), token, *args, indices)
 
 
 class Parameters(NamedTuple):
@@ -139,11 +144,11 @@ class _Settings:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_ffn(settings: _Settings, x, params: Parameters, weights, experts, indices: Indices):
-    return _forward(settings, x, params, weights, experts, indices)[0]
+def _expert_ffn(settings: _Settings, token, x, params: Parameters, weights, experts, indices: Indices):
+    return _forward(settings, token, x, params, weights, experts, indices)[0]
 
 
-def _forward(settings, x, params, weights, experts, indices):
+def _forward(settings, _, x, params, weights, experts, indices):
     pre_activations, hidden = _up(settings, x, params, indices)
     pre_activations = tuple(
         checkpoint_name(p, name)
@@ -161,7 +166,7 @@ def _backward(settings, residuals, dy):
         x, dy = lax.optimization_barrier((x, dy))
         pre_activations, _ = _up(settings, x, params, indices)
     dx, d_params, d_weights = _grads(settings, x, params, weights, indices, pre_activations, dy)
-    return dx, d_params, d_weights, None, None
+    return None, dx, d_params, d_weights, None, None
 
 
 _expert_ffn.defvjp(_forward, _backward)
@@ -179,10 +184,15 @@ def _dispatch(experts, num_experts: int, implementation: Implementation, dispatc
     return Indices(groups, position)
 
 
+def _differentiated_once(run: Callable) -> Callable:
+    """`run`, which is a part of a derivative: one example after another under `vmap`, and without one of its own."""
+    return undifferentiable(sequential_vmap(run))
+
+
 def _up(settings: _Settings, x, params: Parameters, indices: Indices):
     """Pre-activations and activation of every row."""
 
-    @sequential_vmap
+    @_differentiated_once
     def run(x, params, indices):
         kernels = kernels_of(settings.implementation)
         return kernels.up_projection(
@@ -195,7 +205,7 @@ def _up(settings: _Settings, x, params: Parameters, indices: Indices):
 def _down(settings: _Settings, hidden, params: Parameters, weights, experts, indices: Indices):
     """The layer's output from the activation of every row."""
 
-    @sequential_vmap
+    @_differentiated_once
     def run(hidden, params, weights, experts, indices):
         kernels = kernels_of(settings.implementation)
         # An id out of range, E, cannot raise under tracing; it must not pass for an empty slot either.
@@ -216,7 +226,7 @@ def _down(settings: _Settings, hidden, params: Parameters, weights, experts, ind
 def _grads(settings: _Settings, x, params: Parameters, weights, indices: Indices, pre_activations, dy):
     """Gradients of tokens, parameters and routing weights."""
 
-    @sequential_vmap
+    @_differentiated_once
     def run(x, params, weights, indices, pre_activations, dy):
         kernels = kernels_of(settings.implementation)
         groups, position = indices.groups, indices.token_index_map
@@ -282,6 +292,17 @@ def combine_columns(
 def _as_jax_array(array) -> Array:
     """`array`, converted if it is not of jax yet; others pass untouched, or the backward pass would keep copies."""
     return array if isinstance(array, jax.Array) else jnp.asarray(array)
+
+
+def _check_closure(activation: Activation, x, up_weights) -> None:
+    """Raises ValueError if the activation closes over a traced array: it has no gradient, and leaks from its trace."""
+    pre_activation = jax.ShapeDtypeStruct((1, up_weights[0].shape[-1]), accumulator_dtype(x.dtype))
+    traced = jax.make_jaxpr(lambda *pre: activation.function(*pre))(*(pre_activation for _ in up_weights))
+    if any(isinstance(value, Tracer) for value in traced.consts):
+        raise ValueError(
+            f"activation {activation.name!r} closes over a traced array: its values must be constants, "
+            "neither learned nor arguments of a transformed function"
+        )
 
 
 def _projections(activation: Activation, w_gate, w_up, b_gate, b_up):

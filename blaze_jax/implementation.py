@@ -1,5 +1,7 @@
 """Which implementation of the kernels a call runs on."""
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Literal, get_args
 
@@ -7,7 +9,7 @@ import jax
 from jaxtyping import Array
 
 from pallas_kernels import mosaic_gpu, xla
-from pallas_kernels.compat import varying_axes
+from pallas_kernels.compat import has_symbolic_sizes, varying_axes
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -29,28 +31,33 @@ def choose_implementation(
       ValueError: there is no implementation of that name.
       NotImplementedError: the implementation demanded cannot do this.
     """
-    return _choose(implementation, mosaic_gpu.unsupported(x, weights, biases), (x, weights, biases))
+    arrays = (x, weights, biases)
+    return _choose(implementation, partial(mosaic_gpu.unsupported, *arrays), arrays)
 
 
 def choose_router_implementation(
     implementation: Implementation | None, logits: Array, experts_per_token: int
 ) -> Implementation:
     """The same for the router of these logits."""
-    return _choose(implementation, mosaic_gpu.router_unsupported(logits, experts_per_token), logits)
+    return _choose(implementation, partial(mosaic_gpu.router_unsupported, logits, experts_per_token), logits)
 
 
 def choose_dispatch_implementation(
     implementation: Implementation | None, experts: Array, num_experts: int
 ) -> Implementation:
     """The same for grouping rows by these experts."""
-    return _choose(implementation, mosaic_gpu.dispatch_unsupported(num_experts), experts)
+    return _choose(implementation, partial(mosaic_gpu.dispatch_unsupported, num_experts), experts)
 
 
-def _choose(implementation: Implementation | None, reason: str | None, arrays) -> Implementation:
-    """The choice, given why the Hopper kernels cannot do it, or None."""
+def _choose(implementation: Implementation | None, unsupported: Callable[[], str | None], arrays) -> Implementation:
+    """The choice; `unsupported` says why the Hopper kernels cannot do it, or None."""
     check_implementation(implementation)
     if varying_axes(arrays):
         reason = "inside jax.shard_map the kernels need check_vma=False"
+    elif has_symbolic_sizes(arrays):
+        reason = "the kernels need sizes that are known, not symbolic"
+    else:
+        reason = unsupported()
     if implementation == "mosaic_gpu" and reason:
         raise NotImplementedError(f"{implementation=} cannot run this: {reason}; use 'xla' or None")
     if implementation is None:

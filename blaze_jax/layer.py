@@ -13,6 +13,7 @@ from blaze_jax.experts import expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
 from blaze_jax.routing import AxisName, Routing, route
 from blaze_jax.warn import warn_once
+from pallas_kernels.xla.row_groups import accumulator_dtype
 
 
 def init(
@@ -136,7 +137,7 @@ def statistics(routing: Routing) -> dict[str, Array]:
 
 
 def _router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> Float[Array, "T E"]:
-    wide = jnp.promote_types(tokens.dtype, jnp.float32)
+    wide = accumulator_dtype(tokens.dtype)
     logits = jnp.dot(tokens.astype(wide), params["w_router"].astype(wide), precision=jax.lax.Precision.HIGHEST)
     return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
 
@@ -157,10 +158,16 @@ def initial_value(initializer: Callable, key: Array, parameter: Parameter, dtype
     return jax.vmap(lambda k: initializer(k, parameter.shape[1:], dtype))(keys)
 
 
+def in_common_dtype(x: Array, dtype, param_dtype) -> Array:
+    """`x` in `dtype`; for None in the common dtype of `x` and the parameters, also where jax promotes no types."""
+    with jax.numpy_dtype_promotion("standard"):
+        return x.astype(dtype or jnp.promote_types(x.dtype, param_dtype))
+
+
 def _shared_experts(tokens: Float[Array, "T d"], params: Mapping[str, Array], config: MoEConfig) -> Float[Array, "T d"]:
     """The dense FFN that every token passes through."""
     activation = get_activation(config.activation)
-    wide = jnp.promote_types(tokens.dtype, jnp.float32)
+    wide = accumulator_dtype(tokens.dtype)
     names = ("shared_w_gate", "shared_w_up") if activation.gated else ("shared_w_up",)
     pre = [jnp.dot(tokens, params[name].astype(tokens.dtype), preferred_element_type=wide) for name in names]
     hidden = activation.function(*pre).astype(tokens.dtype)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from blaze_jax.config import MoEConfig
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import initial_value, moe, statistics
+from blaze_jax.layer import in_common_dtype, initial_value, moe, statistics
 from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses, warn_of_missing_train
 from blaze_jax.routing import AxisName, update_selection_bias
 
@@ -77,7 +77,7 @@ class MoE(nn.Module):
         if self.config.has_selection_bias:
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
             bias = state.value
-        x = x.astype(self.dtype or jnp.promote_types(x.dtype, self.param_dtype))
+        x = in_common_dtype(x, self.dtype, self.param_dtype)
         y, routing = moe(
             x,
             params,

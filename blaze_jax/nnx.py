@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from blaze_jax.config import MoEConfig
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import initial_value, moe, statistics
+from blaze_jax.layer import in_common_dtype, initial_value, moe, statistics
 from blaze_jax.phase import check_train, warn_of_lost_losses, warn_of_missing_train
 from blaze_jax.routing import AxisName, update_selection_bias
 
@@ -89,7 +89,7 @@ class MoE(nnx.Module):
             train = not self.deterministic
         train = check_train(train)
         warn_of_missing_train(train, self.config)
-        x = x.astype(self.dtype or jnp.promote_types(x.dtype, self.param_dtype))
+        x = in_common_dtype(x, self.dtype, self.param_dtype)
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         bias = self.selection_bias[...] if self.config.has_selection_bias else None
         y, routing = moe(

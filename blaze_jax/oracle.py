@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.dispatch import EMPTY_SLOT
+from pallas_kernels.xla.row_groups import accumulator_dtype
 
 
 def dense_expert_ffn(
@@ -40,4 +41,4 @@ def dense_expert_ffn(
 
 
 def _upcast(array: Array) -> Array:
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    return array.astype(accumulator_dtype(array.dtype))

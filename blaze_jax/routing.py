@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
+from jax.core import InconclusiveDimensionOperation, min_dim
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
@@ -18,8 +19,10 @@ from blaze_jax.checks import check_integers
 from blaze_jax.dispatch import EMPTY_SLOT
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, reshard, token_axes
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
+from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, undifferentiable
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
 from blaze_jax.warn import warn_once
+from pallas_kernels.compat import reverse_mode_token
 from pallas_kernels.xla.router import Losses, Routed, Rule, Scoring, balance_loss, ranking_scores, weights_of, widened
 
 type AxisName = str | tuple[str, ...] | None
@@ -127,8 +130,9 @@ class Router:
         """Tokens an expert takes at most, None for no limit."""
         capacity = self.expert_capacity
         if self.capacity_factor is not None:
-            capacity = math.ceil(Fraction(str(self.capacity_factor)) * num_tokens * experts_per_token / num_experts)
-        return None if capacity is None else min(capacity, num_tokens)
+            of_tokens = Fraction(str(self.capacity_factor)) * experts_per_token / num_experts
+            capacity = -(-of_tokens.numerator * num_tokens // of_tokens.denominator)
+        return None if capacity is None else min_dim(capacity, num_tokens)
 
     def treats_tokens_apart(self) -> bool:
         """Whether the experts of a token depend on that token only."""
@@ -138,8 +142,12 @@ class Router:
         """Whether token rounding applies; warns once of sizes for which it does not."""
         if self.token_rounding is None or num_tokens == 0:
             return False
-        if num_tokens * experts_per_token >= num_experts * self.rounding_tile:
-            return True
+        try:
+            if num_tokens * experts_per_token >= num_experts * self.rounding_tile:
+                return True
+        except InconclusiveDimensionOperation as error:
+            least = f"{num_tokens}*{experts_per_token} >= {num_experts * self.rounding_tile}"
+            raise ValueError(f"token_rounding={self.token_rounding!r} needs to know whether {least}") from error
         warn_once(
             f"token_rounding={self.token_rounding!r} does not apply: {num_tokens} tokens with {experts_per_token} of "
             f"{num_experts} experts each are fewer than rounding_tile={self.rounding_tile} to an expert"
@@ -324,15 +332,21 @@ def update_selection_bias(
 
 def _kernel(logits, bias, rule: Rule) -> Routed:
     """The Hopper kernel, under `vmap` one example after another."""
-    return sequential_vmap(lambda *arrays: kernels_of("mosaic_gpu").router(*arrays, rule))(logits, bias)
+    return undifferentiable(sequential_vmap(lambda *arrays: kernels_of("mosaic_gpu").router(*arrays, rule)))(
+        logits, bias
+    )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _route_on_hopper(logits, bias, rule: Rule) -> Routed:
+    return _route_with_gradient(reverse_mode_token(REVERSE_MODE_ONLY, logits), logits, bias, rule)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _route_with_gradient(token, logits, bias, rule: Rule) -> Routed:
     return _kernel(logits, bias, rule)
 
 
-def _forward(logits, bias, rule):
+def _forward(_, logits, bias, rule):
     routed = _kernel(logits, bias, rule)
     return routed, (logits, bias, routed.experts, routed.demand)
 
@@ -341,10 +355,10 @@ def _backward(rule, residuals, cotangents: Routed):
     logits, bias, experts, demand = residuals
     backward = kernels_of("mosaic_gpu").router_backward
     d_logits = backward(logits, experts, demand, cotangents.weights, cotangents.losses, cotangents.probability, rule)
-    return d_logits, None if bias is None else jnp.zeros_like(bias)
+    return None, d_logits, None if bias is None else jnp.zeros_like(bias)
 
 
-_route_on_hopper.defvjp(_forward, _backward)
+_route_with_gradient.defvjp(_forward, _backward)
 
 
 def _without_derivative(function):

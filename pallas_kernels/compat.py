@@ -1,8 +1,15 @@
 """What differs between jax releases, or is not yet part of its documented interface, in one place."""
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.export import is_symbolic_dim
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 
 def varying_axes(*arrays) -> frozenset[str]:
@@ -25,11 +32,64 @@ def vary_over(tree, axes: frozenset[str]):
 
 
 def top_k(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k`, with the operand and the results laid out in rows.
+    """`lax.top_k`, on GPUs with the operand and the results laid out in rows.
 
     XLA's kernel for GPUs works on rows whatever the layout it is given: next to a transpose it gave wrong ids without
-    complaint (jax 0.11.2).
+    complaint (jax 0.11.2). Elsewhere nothing is laid out, since `jax.export` cannot serialise a layout.
     """
     rows = Layout(tuple(range(operand.ndim)))
-    values, ids = lax.top_k(with_layout_constraint(operand, rows), k)
-    return with_layout_constraint(values, rows), with_layout_constraint(ids, rows)
+
+    def in_rows(operand):
+        values, ids = lax.top_k(with_layout_constraint(operand, rows), k)
+        return with_layout_constraint(values, rows), with_layout_constraint(ids, rows)
+
+    def as_it_is(operand):
+        values, ids = lax.top_k(operand, k)
+        return values, ids
+
+    return lax.platform_dependent(operand, cuda=in_rows, rocm=in_rows, default=as_it_is)
+
+
+def has_symbolic_sizes(*arrays) -> bool:
+    """Whether a size of any of `arrays` is symbolic, as in `jax.export` for any batch size."""
+    return any(is_symbolic_dim(size) for array in jax.tree.leaves(arrays) for size in array.shape)
+
+
+def reverse_mode_token(error: Callable[[], Exception], *arrays: jax.Array) -> jax.Array:
+    """An array without elements, which raises `error()` where `arrays` are differentiated in forward mode.
+
+    Given to a `jax.custom_vjp` function before `arrays`, it speaks up before jax does. In reverse mode its tangent is
+    transposed, to nothing, and never computed.
+    """
+    return _token.bind(*arrays, error=error)
+
+
+def _no_elements(*_, **__):
+    return jnp.zeros(0, jnp.float32)
+
+
+def _raise(*_, error, **__):
+    raise error()
+
+
+def _token_jvp(arrays, tangents, *, error):
+    tangents = [t for t in tangents if not isinstance(t, ad.Zero)]
+    return reverse_mode_token(error, *arrays), _tangent_of_token.bind(*tangents, error=error)
+
+
+def _transpose(_, *tangents, error):
+    return [ad.Zero(t.aval) if ad.is_undefined_primal(t) else None for t in tangents]
+
+
+_token, _tangent_of_token = Primitive("reverse_mode_token"), Primitive("tangent_of_reverse_mode_token")
+for _primitive in (_token, _tangent_of_token):
+    _primitive.def_abstract_eval(lambda *_, **__: ShapedArray((0,), jnp.float32))
+_token.def_impl(_no_elements)
+mlir.register_lowering(_token, mlir.lower_fun(_no_elements, multiple_results=False))
+ad.primitive_jvps[_token] = _token_jvp
+batching.primitive_batchers[_token] = lambda arrays, _, error: (reverse_mode_token(error, *arrays), None)
+_tangent_of_token.def_impl(_raise)
+mlir.register_lowering(_tangent_of_token, _raise)
+ad.primitive_jvps[_tangent_of_token] = _raise
+ad.primitive_transposes[_tangent_of_token] = _transpose
+batching.primitive_batchers[_tangent_of_token] = _raise

@@ -9,6 +9,7 @@ over layers, it hands over the stack itself and takes the result from fresh memo
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import jax
 from jax._src.pallas.mpmd import _mpmd_map  # the public form of it takes no aliases
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,20 +26,35 @@ def kernel(
     compiler_params: plgpu.CompilerParams,
     **mesh,
 ) -> Callable:
-    """`plgpu.kernel`, where result `in_place[i]` takes the memory of operand `i` if XLA can do so without a copy."""
+    """`plgpu.kernel`, where result `in_place[i]` takes the memory of operand `i` if XLA can do so without a copy.
+
+    Inside the kernel whole numbers have 32 bits, also where the caller has `jax_enable_x64` on.
+    """
     if not in_place:
-        return plgpu.kernel(
-            body, out_type=out_type, scratch_types=scratch_types, compiler_params=compiler_params, **mesh
+        return _narrow(
+            plgpu.kernel(body, out_type=out_type, scratch_types=scratch_types, compiler_params=compiler_params, **mesh)
         )
 
     def with_scratch(*refs):
         pl.run_scoped(partial(body, *refs), *scratch_types, collective_axes=mesh["thread_name"])
 
-    return _mpmd_map(
-        [(plgpu.Mesh(**mesh), with_scratch)],
-        out_type,
-        input_output_aliases=in_place,
-        compiler_params=compiler_params,
-        interpret=interpreter_parameters(),
-        name=body.__name__,
+    return _narrow(
+        _mpmd_map(
+            [(plgpu.Mesh(**mesh), with_scratch)],
+            out_type,
+            input_output_aliases=in_place,
+            compiler_params=compiler_params,
+            interpret=interpreter_parameters(),
+            name=body.__name__,
+        )
     )
+
+
+def _narrow(launch: Callable) -> Callable:
+    """`launch`, traced where Python's numbers have 32 bits."""
+
+    def launch_narrow(*operands):
+        with jax.enable_x64(False):
+            return launch(*operands)
+
+    return launch_narrow

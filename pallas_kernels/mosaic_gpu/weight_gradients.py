@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.mosaic_gpu import inline, interpreter
+from pallas_kernels.mosaic_gpu import in_place, inline, interpreter
 from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
@@ -52,7 +52,7 @@ def up_weight_gradients(
         return gradients, ()
     # Sums over rows are products with ones: every row gathers the same token.
     is_row = groups.token_indices < x.shape[0]
-    rows_of_ones = groups._replace(token_indices=jnp.where(is_row, 0, 1))
+    rows_of_ones = groups._replace(token_indices=jnp.where(is_row, jnp.int32(0), 1))
     ones = jnp.ones((1, WIDTH_MULTIPLE), x.dtype)
     sums = _row_contraction(
         "moe_up_bias_gradients",
@@ -301,8 +301,9 @@ def _row_contraction(
 
     kernel.__name__ = name
     result_shape = (num_experts, *(shape[::-1] if transposed else shape))
-    return plgpu.kernel(
+    return in_place.kernel(
         kernel,
+        in_place={},
         out_type=tuple(jax.ShapeDtypeStruct(result_shape, t) for t in dtypes),
         scratch_types=[
             plgpu.SMEM((stages, TILE_ROWS, PANEL), tokens.dtype, transforms=SWIZZLED),  # panels (K_STEP, PANEL)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.core import min_dim
 from jaxtyping import Array, Int
 
 from pallas_kernels.xla.row_groups import RowGroups, zeros
@@ -31,7 +32,7 @@ def dispatch(
       have position R.
     """
     num_tokens, slots = experts.shape
-    num_rows = experts.size + min(num_experts, experts.size) * (row_alignment - 1)
+    num_rows = experts.size + min_dim(num_experts, experts.size) * (row_alignment - 1)
     num_rows = -(-num_rows // row_alignment) * row_alignment
     flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
     pairs = tile_pairs(num_experts)
@@ -50,7 +51,7 @@ def dispatch(
     aligned_sizes = -(-group_sizes // row_alignment) * row_alignment
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(aligned_sizes, dtype=jnp.int32)])
 
-    first_position = pairs_before_tile + offsets
+    first_position = pairs_before_tile + offsets[None]
     positions = first_position[tile[:, None], tiles] + rank_in_tile.T
     positions = jnp.where(tiles < num_experts, positions, num_rows).reshape(-1)[: flat.size]
     tokens = lax.iota(jnp.int32, flat.size) // slots

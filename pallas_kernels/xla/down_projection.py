@@ -23,7 +23,7 @@ def down_projection(
 
     def compute(own, tile, _):
         out = jnp.dot(read_rows(hidden, tile), columns(own[0]).astype(hidden.dtype), preferred_element_type=wide)
-        out = out + columns(own[1]).astype(wide) if b_down is not None else out
+        out = out + columns(own[1])[None].astype(wide) if b_down is not None else out
         return (out,)
 
     weights = (w_down,) if b_down is None else (w_down, b_down)

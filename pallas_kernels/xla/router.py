@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.compat import top_k
+from pallas_kernels.xla.row_groups import accumulator_dtype
 
 Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
 
@@ -117,7 +118,7 @@ def router_backward(
 
 def widened(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
     """The logits in float32, or in float64 if they are."""
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return logits.astype(accumulator_dtype(logits.dtype))
 
 
 def ranking_scores(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:

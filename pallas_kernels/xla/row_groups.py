@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import min_dim
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.compat import vary_over, varying_axes
@@ -51,13 +53,15 @@ class Tile(NamedTuple):
         return self.mine.shape[0]
 
 
-def accumulator_dtype(dtype) -> jnp.dtype:
-    """float32 for every type up to float32, float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)
+def accumulator_dtype(*dtypes) -> jnp.dtype:
+    """float32 for every type up to float32, float64 if one of them is that; also where jax promotes no types."""
+    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
 def tile_rows(groups: RowGroups) -> int:
     """Rows per tile: about half an expert's share, so that partly filled tiles waste little and products stay large."""
+    if is_symbolic_dim(groups.num_rows):
+        return min_dim(MAX_TILE_ROWS, groups.num_rows)
     share = groups.num_rows // groups.num_experts
     return min(max(MIN_TILE_ROWS, min(MAX_TILE_ROWS, 1 << (share // 2).bit_length())), groups.num_rows)
 
@@ -150,12 +154,15 @@ def sum_rows(
       out: shape `(E, ...)` and dtype of every result.
       *like: the arrays `terms` reads.
     """
+    read = [a.dtype for a in jax.tree.leaves(like)]
 
     def visit_expert(expert, results):
-        start = tuple(zeros(o.shape[1:], accumulator_dtype(o.dtype), groups, like) for o in out)
-        sums = _for_each_tile(
-            groups, expert, lambda t, acc: tuple(a + b for a, b in zip(acc, terms(t), strict=True)), start
-        )
+        start = tuple(zeros(o.shape[1:], accumulator_dtype(o.dtype, *read), groups, like) for o in out)
+
+        def add(tile, sums):
+            return tuple(s + t.astype(s.dtype) for s, t in zip(sums, terms(tile), strict=True))
+
+        sums = _for_each_tile(groups, expert, add, start)
         return tuple(
             lax.dynamic_update_index_in_dim(r, s.astype(r.dtype), expert, axis=0)
             for r, s in zip(results, sums, strict=True)

@@ -66,7 +66,8 @@ def experts_added(
       has no room for.
     """
     num_experts, num_tokens = keys.shape
-    expert, token = jnp.arange(num_experts, dtype=jnp.int32)[:, None], jnp.arange(num_tokens, dtype=jnp.int32)
+    expert = jnp.arange(num_experts, dtype=jnp.int32)[:, None]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)[None]
     added = (keys < chosen_key) & cutoffs.take(keys, expert, token)
     place = jnp.where(added, jnp.cumsum(added, axis=0, dtype=jnp.int32) - 1, -1)
     experts = jnp.full((slots, num_tokens), -1, jnp.int32)

@@ -36,7 +36,7 @@ def up_projection(
         own_weights, own_biases = own[: len(weights)], own[len(weights) :]
         gathered = gather_rows(x, groups, tile)
         pre = [jnp.dot(gathered, w.astype(x.dtype), preferred_element_type=wide) for w in own_weights]
-        pre = [p + b.astype(wide) for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre
+        pre = [p + b[None].astype(wide) for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre
         return *pre, activation(*pre)
 
     buffers = tuple(zeros(shape, x.dtype, x) for _ in range(len(weights) + 1))

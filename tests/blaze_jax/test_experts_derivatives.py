@@ -1,0 +1,126 @@
+"""Derivatives that there are none of are refused in words, and so are activations that would need one."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from blaze_jax import Activation, expert_ffn, moe
+from tests.expert_problems import apply, make_problem
+from tests.layers import CONFIGS
+from tests.routings import random_experts
+
+IMPLEMENTATIONS = {"xla": "float32", "mosaic_gpu": "bfloat16"}
+
+
+def scalar(function):
+    return lambda x: jnp.square(function(x)).sum().astype(jnp.float32)
+
+
+def twice(function):
+    """The gradient of a gradient."""
+    return jax.grad(scalar(jax.grad(scalar(function))))
+
+
+def scanned(function):
+    return lambda x: jax.lax.scan(lambda y, _: (y + function(y), None), x, None, length=2)[0]
+
+
+DERIVATIVES = {
+    "jvp": lambda function, x: jax.jvp(function, (x,), (x,)),
+    "linearize": lambda function, x: jax.linearize(function, x)[1](x),
+    "jacfwd": lambda function, x: jax.jacfwd(function)(x),
+    "jvp of jit": lambda function, x: jax.jvp(jax.jit(function), (x,), (x,)),
+    "jvp of vmap": lambda function, x: jax.jvp(jax.vmap(function), (x[None],), (x[None],)),
+    "jvp of scan": lambda function, x: jax.jvp(scanned(function), (x,), (x,)),
+    "jvp of checkpoint": lambda function, x: jax.jvp(jax.checkpoint(function), (x,), (x,)),
+    "hessian": lambda function, x: jax.hessian(scalar(function))(x),
+    "jvp of grad": lambda function, x: jax.jvp(jax.grad(scalar(function)), (x,), (x,)),
+    "grad of grad": lambda function, x: twice(function)(x),
+    "grad of grad of scan": lambda function, x: twice(scanned(function))(x),
+    "grad in the cotangent": lambda function, x: jax.grad(scalar(lambda dy: jax.vjp(function, x)[1](dy)[0]))(x),
+}
+
+
+def small_problem(**options):
+    return make_problem(random_experts(6, 2, range(3)), 3, d=8, n=8, biases=False, **options)
+
+
+def of_experts(implementation):
+    """The experts as a function of the tokens."""
+    x, params, weights, experts, _ = small_problem(dtype=IMPLEMENTATIONS[implementation])
+    return lambda x: apply(expert_ffn, x, params, weights, experts, implementation=implementation), x
+
+
+def of_routing_weights(implementation):
+    """The experts as a function of the routing weights alone."""
+    x, params, weights, experts, _ = small_problem(dtype=IMPLEMENTATIONS[implementation])
+    return lambda z: apply(expert_ffn, x, params, weights * z.sum(), experts, implementation=implementation), x
+
+
+def of_layer(implementation):
+    config = dataclasses.replace(CONFIGS["plain"], implementation=implementation)
+    dtype = IMPLEMENTATIONS[implementation]
+    params = {name: jnp.ones(parameter.shape, dtype) for name, parameter in config.parameters(16).items()}
+    return lambda x: moe(x, params, config)[0], jnp.ones((6, 16), dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("problem", [of_experts, of_routing_weights, of_layer])
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_refused_under_jit(name, problem, implementation):
+    function, x = problem(implementation)
+    derivative = jax.jit(partial(DERIVATIVES[name], function)).trace
+    with pytest.raises(NotImplementedError, match=r"the experts.* support reverse mode only: first derivatives by"):
+        derivative(x).lower(lowering_platforms=("cuda",) if implementation == "mosaic_gpu" else ("cpu",))
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_refused_outside_of_jit(name):
+    function, x = of_experts("xla")
+    with pytest.raises(NotImplementedError, match=r"the experts.* support reverse mode only: first derivatives by"):
+        DERIVATIVES[name](function, x)
+
+
+def test_derivatives_of_what_is_around_the_experts():
+    function, x = of_experts("xla")
+    scale = jnp.float32(2)
+    assert jnp.isfinite(jax.jvp(lambda s: s * function(x), (scale,), (scale,))[1]).all()
+    assert jax.grad(jax.grad(lambda s: s**2 * function(x).sum()))(scale) == 2 * function(x).sum()
+
+
+def leaky(slope):
+    return Activation("leaky", lambda up: jnp.where(up > 0, up, slope * up), gated=False)
+
+
+def loss(slope, x):
+    _, params, weights, experts, _ = small_problem(activation="relu")
+    return apply(expert_ffn, x, params, weights, experts, activation=leaky(slope)).sum()
+
+
+X = jnp.ones((6, 8))
+LEARNED = {
+    "grad": lambda slope: jax.grad(loss)(slope, X),
+    "grad of jit": lambda slope: jax.grad(jax.jit(loss))(slope, X),
+    "jit of grad": lambda slope: jax.jit(jax.grad(loss))(slope, X),
+    "jvp": lambda slope: jax.jvp(partial(loss, x=X), (slope,), (slope,)),
+    "grad of checkpoint": lambda slope: jax.grad(jax.checkpoint(loss))(slope, X),
+    "grad in x of jit": lambda slope: jax.grad(jax.jit(loss), 1)(slope, X),
+    "vmap": lambda slope: jax.vmap(partial(loss, x=X))(slope[None]),
+}
+
+
+@pytest.mark.parametrize("transformed", LEARNED.values(), ids=LEARNED)
+def test_activation_that_closes_over_what_is_traced(transformed):
+    message = "activation 'leaky' closes over a traced array: its values must be constants, neither learned nor"
+    with pytest.raises(ValueError, match=message):
+        transformed(jnp.float32(0.1))
+
+
+@pytest.mark.parametrize("slope", [0.1, jnp.float32(0.1)], ids=["number", "array"])
+def test_activation_that_closes_over_a_constant(slope):
+    gradient = jax.jit(jax.grad(partial(loss, slope)))(X)
+    assert jnp.isfinite(gradient).all()
+    assert gradient.any()

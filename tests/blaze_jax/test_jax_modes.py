@@ -1,0 +1,228 @@
+"""The layer under what users switch on in jax: promotion rules, 64-bit types, matmul precisions, export."""
+
+import dataclasses
+from contextlib import nullcontext
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import export
+
+from blaze_jax import MoE, Router, moe, route
+from blaze_jax.layer import auxiliary_losses
+from blaze_jax.nnx import AuxiliaryLoss
+from blaze_jax.nnx import MoE as NnxMoE
+from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
+from tests.numerics import TOLERANCE, assert_close, assert_same_bits
+
+PROMOTIONS = {
+    "rank_promotion=raise": partial(jax.numpy_rank_promotion, "raise"),
+    "dtype_promotion=strict": partial(jax.numpy_dtype_promotion, "strict"),
+}
+PRECISIONS = {
+    f"matmul_precision={precision}": partial(jax.default_matmul_precision, precision)
+    for precision in ("bfloat16", "tensorfloat32", "float32", "highest", "default")
+}
+MODES = {None: nullcontext, **PROMOTIONS, **PRECISIONS, "enable_x64": partial(jax.enable_x64, True)}
+DTYPES = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
+
+
+def of_function(params, config, x):
+    bias = jnp.linspace(-0.1, 0.1, config.num_experts) if config.bias_update_rate else None
+    y, routing = moe(x, params, config, selection_bias=bias, train=True)
+    return y, auxiliary_losses(routing, config)
+
+
+def of_linen(params, config, x):
+    layer = MoE(config, param_dtype=params["w_up"].dtype, use_bias=True)
+    y, sown = layer.apply({"params": params}, x, train=True, mutable=["losses", "router_state"])
+    return y, sown["losses"]
+
+
+def of_nnx(params, config, x):
+    layer = NnxMoE(WIDTH, config, param_dtype=params["w_up"].dtype, use_bias=True, rngs=nnx.Rngs(0))
+    for name, value in params.items():
+        getattr(layer, name)[...] = value
+    return nnx.capture(layer, AuxiliaryLoss)(x, train=True)
+
+
+LAYERS = {"function": of_function, "linen": of_linen, "nnx": of_nnx}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def output_and_gradients(layer, config, params, x):
+    def loss(params, x):
+        y, losses = layer(params, config, x)
+        return sum(leaf.astype(jnp.float32) for leaf in jax.tree.leaves((jnp.square(y).sum(), losses))), y
+
+    (value, y), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+    return value, y, gradients
+
+
+def arguments(config, dtype, param_dtype):
+    return random_parameters(CONFIGS[config], use_bias=True, dtype=param_dtype), random_tokens(13, dtype=dtype)
+
+
+@cache
+def program(layer, config, dtype, param_dtype, mode):
+    """Forward and backward, traced, and as they are handed to the compiler."""
+    with MODES[mode]():
+        traced = output_and_gradients.trace(LAYERS[layer], CONFIGS[config], *arguments(config, dtype, param_dtype))
+        return traced, traced.lower().as_text()
+
+
+@cache
+def numbers(layer, config, dtype, param_dtype, mode):
+    with MODES[mode]():
+        traced, _ = program(layer, config, dtype, param_dtype, mode)
+        return traced.lower().compile()(*arguments(config, dtype, param_dtype))
+
+
+def assert_mode_changes_nothing(*case, mode):
+    """The same program, or at least the same bits."""
+    if program(*case, mode)[1] != program(*case, None)[1]:
+        assert_same_bits(numbers(*case, mode), numbers(*case, None))
+
+
+@pytest.mark.parametrize("mode", PROMOTIONS)
+@pytest.mark.parametrize(
+    ("layer", "config", "dtype", "param_dtype"),
+    [
+        *((layer, "everything", *dtypes) for layer in LAYERS for dtypes in DTYPES),
+        *(("function", config, "bfloat16", "float32") for config in ("plain", "rounded", "limited")),
+    ],
+)
+def test_promotion_rule(layer, config, dtype, param_dtype, mode):
+    assert_mode_changes_nothing(layer, config, dtype, param_dtype, mode=mode)
+
+
+@pytest.mark.parametrize("mode", PRECISIONS)
+@pytest.mark.parametrize(
+    ("layer", "dtype"), [("function", "bfloat16"), ("function", "float32"), ("linen", "float32"), ("nnx", "float32")]
+)
+def test_matmul_precision(layer, mode, dtype):
+    assert_mode_changes_nothing(layer, "plain", dtype, "float32", mode=mode)  # on CPUs, which have one precision
+
+
+@pytest.mark.parametrize(
+    ("layer", "config", "dtype"),
+    [
+        ("function", "everything", "bfloat16"),
+        ("function", "rounded", "float32"),
+        ("linen", "plain", "float32"),
+        ("nnx", "plain", "float32"),
+    ],
+)
+def test_narrow_types_where_wide_ones_are_enabled(layer, config, dtype):
+    assert_mode_changes_nothing(layer, config, dtype, "float32", mode="enable_x64")
+
+
+@pytest.mark.parametrize(
+    ("layer", "config", "param_dtype"),
+    [
+        *(("function", "everything", param_dtype) for param_dtype in ("float32", "float64")),
+        ("linen", "plain", "float32"),
+        ("nnx", "plain", "float32"),
+    ],
+)
+def test_float64_tokens(layer, config, param_dtype):
+    _, y, (d_params, dx) = out = numbers(layer, config, "float64", param_dtype, "enable_x64")
+    assert (y.dtype, dx.dtype) == ("float64", "float64")
+    assert {gradient.dtype for gradient in d_params.values()} == {jnp.dtype(param_dtype)}
+    assert_close(out, numbers(layer, config, "float32", "float32", None), TOLERANCE["float32"])
+
+
+@cache
+def hopper_kernels(mode) -> list[str]:
+    """What the step launches, each kernel's own code and parameters."""
+    config = dataclasses.replace(CONFIGS["plain"], implementation="mosaic_gpu")
+    parameters = config.parameters(16, use_bias=True)
+    params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in parameters.items()}
+    with MODES[mode]():
+        traced = output_and_gradients.trace(of_function, config, params, jax.ShapeDtypeStruct((13, 16), jnp.bfloat16))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return [line.partition("mhlo.backend_config")[2] for line in text.splitlines() if "@mosaic_gpu" in line]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode])
+def test_hopper_kernels_are_the_same(mode):
+    assert len(hopper_kernels(None)) == 12
+    assert hopper_kernels(mode) == hopper_kernels(None)
+
+
+def exported(function, *specs, vjp_order=0):
+    """`function` after a journey through bytes."""
+    return export.deserialize(export.export(jax.jit(function))(*specs).serialize(vjp_order=vjp_order)).call
+
+
+def specs_of(tree):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+
+
+def tokens_of_size(size):
+    (tokens,) = export.symbolic_shape(size)
+    return jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (CONFIGS["limited"], "13"),
+        (CONFIGS["everything"], "T"),
+        (CONFIGS["rounded"], "T"),
+        (dataclasses.replace(CONFIGS["limited"], router=Router(expert_capacity=3)), "T"),
+    ],
+    ids=["limited", "everything of any size", "rounded of any size", "limited of any size"],
+)
+def test_export_of_layer(config, size):
+    params, x = random_parameters(config, use_bias=True), random_tokens(13)
+
+    def layer(params, x):
+        y, routing = moe(x, params, config, train=True)
+        return y, routing.weights, routing.load_balancing_loss
+
+    def loss(function, params, x):
+        y, weights, loss = out = function(params, x)
+        return jnp.square(y).sum() + jnp.square(weights).sum() + loss, out
+
+    step = jax.value_and_grad(loss, (1, 2), has_aux=True)
+    again = exported(layer, specs_of(params), tokens_of_size(size), vjp_order=1)
+    out, ref = (jax.jit(partial(step, function))(params, x) for function in (again, layer))
+    assert_close(out, ref)
+
+
+@pytest.mark.parametrize(("leading", "shape"), [("B, 4", (3, 4)), ("B, S", (2, 5))])
+def test_export_of_any_leading_shape(leading, shape):
+    config = CONFIGS["plain"]
+    params, x = random_parameters(config), random_tokens(*shape)
+    sizes = (*export.symbolic_shape(leading), WIDTH)
+    again = exported(lambda *a: moe(*a, config)[0], jax.ShapeDtypeStruct(sizes, x.dtype), specs_of(params))
+    assert_close(again(x, params), jax.jit(moe, static_argnums=2)(x, params, config)[0])
+
+
+@pytest.mark.parametrize("size", ["13", "T"])
+@pytest.mark.parametrize("options", [{}, {"scoring": "sigmoid", "num_groups": 3, "groups_per_token": 2}])
+def test_export_of_router(options, size):
+    def function(logits):
+        return tuple(route(logits, 2, **options)[:-1])
+
+    logits = random_tokens(13)[:, :6]
+    (tokens,) = export.symbolic_shape(size)
+    again = exported(function, jax.ShapeDtypeStruct((tokens, 6), logits.dtype))
+    assert_same_bits(again(logits), jax.jit(function)(logits))
+
+
+def test_symbolic_size_and_capacity_factor_are_named():
+    params = specs_of(random_parameters(CONFIGS["limited"]))
+    with pytest.raises(ValueError, match=r"capacity_factor=0.5 needs a known number of tokens, got T"):
+        exported(lambda *a: moe(*a, CONFIGS["limited"])[0], tokens_of_size("T"), params)
+
+
+def test_symbolic_size_and_hopper_kernels_are_named():
+    config = dataclasses.replace(CONFIGS["plain"], implementation="mosaic_gpu")
+    with pytest.raises(
+        NotImplementedError, match="'mosaic_gpu' cannot run this: the kernels need sizes that are known"
+    ):
+        exported(lambda *a: moe(*a, config)[0], tokens_of_size("T"), specs_of(random_parameters(config)))
