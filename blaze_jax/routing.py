@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P, lax
-from jax.core import InconclusiveDimensionOperation, min_dim
+from jax.core import min_dim
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
@@ -22,7 +22,7 @@ from blaze_jax.implementation import Implementation, choose_router_implementatio
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, undifferentiable
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
 from blaze_jax.warn import warn_once
-from pallas_kernels.compat import reverse_mode_token
+from pallas_kernels.compat import InconclusiveDimensionOperation, reverse_mode_token
 from pallas_kernels.xla.router import Losses, Routed, Rule, Scoring, balance_loss, ranking_scores, weights_of, widened
 
 type AxisName = str | tuple[str, ...] | None

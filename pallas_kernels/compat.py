@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation
 from jax.core import ShapedArray
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.export import is_symbolic_dim

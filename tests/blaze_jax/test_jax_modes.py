@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 from jax import export
 
-from blaze_jax import MoE, Router, moe, route
-from blaze_jax.layer import auxiliary_losses
+from blaze_jax import MoE, moe, route
 from blaze_jax.nnx import AuxiliaryLoss
 from blaze_jax.nnx import MoE as NnxMoE
 from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
@@ -32,7 +31,7 @@ DTYPES = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat1
 def of_function(params, config, x):
     bias = jnp.linspace(-0.1, 0.1, config.num_experts) if config.bias_update_rate else None
     y, routing = moe(x, params, config, selection_bias=bias, train=True)
-    return y, auxiliary_losses(routing, config)
+    return y, routing.weighted_losses
 
 
 def of_linen(params, config, x):
@@ -162,7 +161,7 @@ def specs_of(tree):
 
 
 def tokens_of_size(size):
-    (tokens,) = export.symbolic_shape(size)
+    (tokens,) = export.symbolic_shape(size, constraints=() if size.isdigit() else ("T >= 12",))
     return jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)
 
 
@@ -172,7 +171,7 @@ def tokens_of_size(size):
         (CONFIGS["limited"], "13"),
         (CONFIGS["everything"], "T"),
         (CONFIGS["rounded"], "T"),
-        (dataclasses.replace(CONFIGS["limited"], router=Router(expert_capacity=3)), "T"),
+        (CONFIGS["limited"], "T"),
     ],
     ids=["limited", "everything of any size", "rounded of any size", "limited of any size"],
 )
@@ -203,10 +202,12 @@ def test_export_of_any_leading_shape(leading, shape):
 
 
 @pytest.mark.parametrize("size", ["13", "T"])
-@pytest.mark.parametrize("options", [{}, {"scoring": "sigmoid", "num_groups": 3, "groups_per_token": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"scoring": "sigmoid", "num_groups": 3, "groups_per_token": 2}, {"expert_capacity": 3}]
+)
 def test_export_of_router(options, size):
     def function(logits):
-        return tuple(route(logits, 2, **options)[:-1])
+        return tuple(route(logits, 2, **options)[:-2])
 
     logits = random_tokens(13)[:, :6]
     (tokens,) = export.symbolic_shape(size)
@@ -214,10 +215,13 @@ def test_export_of_router(options, size):
     assert_same_bits(again(logits), jax.jit(function)(logits))
 
 
-def test_symbolic_size_and_capacity_factor_are_named():
-    params = specs_of(random_parameters(CONFIGS["limited"]))
-    with pytest.raises(ValueError, match=r"capacity_factor=0.5 needs a known number of tokens, got T"):
-        exported(lambda *a: moe(*a, CONFIGS["limited"])[0], tokens_of_size("T"), params)
+def test_symbolic_size_and_rounding_are_named():
+    (tokens,) = export.symbolic_shape("T")
+    with pytest.raises(ValueError, match=r"token_rounding='up' needs to know whether T\*2 >= 24"):
+        exported(
+            lambda logits: route(logits, 2, token_rounding="up", rounding_tile=4).weights,
+            jax.ShapeDtypeStruct((tokens, 6), jnp.float32),
+        )
 
 
 def test_symbolic_size_and_hopper_kernels_are_named():
