@@ -1,5 +1,6 @@
 """Checks of arguments that several modules share."""
 
+import reprlib
 from numbers import Integral, Real
 
 import jax
@@ -32,7 +33,12 @@ def as_array(name: str, value: object) -> Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}={value!r} must be an array") from error
+        raise ValueError(f"{name}={shown(value)} must be an array") from error
+
+
+def shown(value: object) -> str:
+    """`repr(value)` on one line, shortened."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def _is_number(value: object, kind: type) -> bool:

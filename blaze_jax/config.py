@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from blaze_jax.activations import Activation, get_activation
-from blaze_jax.checks import check_integers
+from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
 from blaze_jax.experts import Save
 from blaze_jax.implementation import Implementation, check_implementation
-from blaze_jax.routing import Router
+from blaze_jax.routing import Router, check_router
 
 ParameterKind = Literal["router", "kernel", "bias"]
 
@@ -67,17 +67,17 @@ class MoEConfig:
 
     def __post_init__(self):
         get_activation(self.activation)
-        self.router.check(self.num_experts, self.experts_per_token)
+        check_router(self.router).check(self.num_experts, self.experts_per_token)
         check_implementation(self.implementation)
         if self.save not in get_args(Save):
             raise ValueError(f"save={self.save!r} must be one of {', '.join(get_args(Save))}")
         check_integers(expert_width=self.expert_width, shared_width=self.shared_width)
         if self.expert_width < 1:
             raise ValueError(f"expert_width={self.expert_width} must be at least 1")
-        for name in ("selection_bias", "router_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
-        for name in ("shared_width", "load_balancing_weight", "z_loss_weight", "bias_update_rate"):
+        check_booleans(selection_bias=self.selection_bias, router_bias=self.router_bias)
+        weights = ("load_balancing_weight", "z_loss_weight", "bias_update_rate")
+        check_numbers(**{name: getattr(self, name) for name in weights})
+        for name in ("shared_width", *weights):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative or infinite")
 
@@ -86,7 +86,14 @@ class MoEConfig:
         return self.selection_bias or self.bias_update_rate > 0
 
     def parameters(self, model_width: int, *, use_bias: bool = False) -> dict[str, Parameter]:
-        """Every parameter of the layer for tokens of that width, by name; `use_bias` adds the experts' biases."""
+        """Every parameter of the layer for tokens of that width, by name; `use_bias` adds the experts' biases.
+
+        Raises:
+          ValueError: the width is not an integer of at least 1.
+        """
+        check_integers(model_width=model_width)
+        if model_width < 1:
+            raise ValueError(f"{model_width=} must be at least 1")
         experts, width = self.num_experts, self.expert_width
         projections = ("gate", "up") if get_activation(self.activation).gated else ("up",)
         parameters = {"w_router": Parameter((model_width, experts), ("embed", "expert"), "router")}
@@ -106,3 +113,10 @@ class MoEConfig:
                 parameters[f"shared_w_{name}"] = Parameter((model_width, self.shared_width), ("embed", "mlp"), "kernel")
             parameters["shared_w_down"] = Parameter((self.shared_width, model_width), ("mlp", "embed"), "kernel")
         return parameters
+
+
+def check_config(config: MoEConfig) -> MoEConfig:
+    """`config`; ValueError if it is none."""
+    if not isinstance(config, MoEConfig):
+        raise ValueError(f"config={shown(config)} must be a MoEConfig")
+    return config

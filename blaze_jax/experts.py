@@ -1,5 +1,6 @@
 """The experts of the layer: forward and backward on index arrays, with no buffer of routed tokens."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
+from blaze_jax.checks import as_array, shown
 from blaze_jax.dispatch import EMPTY_SLOT, check_experts, int32_experts
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
@@ -34,6 +36,18 @@ RESIDUAL_NAMES = (*PRE_ACTIVATION_NAMES, INDEX_NAME)
 """Names of all that the experts' backward pass needs beside the layer's inputs."""
 
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+
+_AXES = {
+    "x": "Td",
+    "experts": "TK",
+    "weights": "TK",
+    "w_gate": "Edn",
+    "w_up": "Edn",
+    "w_down": "End",
+    "b_gate": "En",
+    "b_up": "En",
+    "b_down": "Ed",
+}
 
 
 def expert_ffn(
@@ -88,16 +102,19 @@ def expert_ffn(
     act = get_activation(activation)
     if save not in get_args(Save):
         raise ValueError(f"{save=} must be one of {', '.join(get_args(Save))}")
-    arrays = (x, w_gate, w_up, w_down, weights, experts, b_gate, b_up, b_down)
-    x, w_gate, w_up, w_down, weights, experts, b_gate, b_up, b_down = jax.tree.map(_as_jax_array, arrays)
-    up_weights, up_biases = _projections(act, w_gate, w_up, b_gate, b_up)
-    _check_arguments(act, x, up_weights, up_biases, w_down, b_down, weights, experts)
+    optional = {"w_gate": w_gate, "w_up": w_up, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+    given = {"x": x, "experts": experts, "weights": weights, "w_down": w_down}
+    given |= {name: value for name, value in optional.items() if value is not None}
+    arrays = {name: as_array(name, given[name]) for name in _AXES if name in given}
+    up_weights, up_biases = _projections(act, arrays)
+    _check_arguments(arrays)
+    x = arrays["x"]
     _check_closure(act, x, up_weights)
     if x.shape[0] == 0:
         return x
 
-    tokens = (x, weights, experts)
-    params = Parameters(up_weights, up_biases, w_down, b_down)
+    tokens = (x, arrays["weights"], arrays["experts"])
+    params = Parameters(up_weights, up_biases, arrays["w_down"], arrays.get("b_down"))
     mesh = explicit_mesh(tokens, params)
     if mesh is None:
         return _compute(tokens, params, act, save, implementation, dispatched)
@@ -175,6 +192,8 @@ _expert_ffn.defvjp(_forward, _backward)
 def _dispatch(experts, num_experts: int, implementation: Implementation, dispatched) -> Indices:
     """Rows by expert: those known already, if this implementation grouped them."""
     kernels = kernels_of(implementation)
+    if dispatched is not None and not (isinstance(dispatched, tuple) and len(dispatched) == 2):
+        raise ValueError(f"dispatched={shown(dispatched)} must be what Routing.dispatched is, or None")
     if dispatched is None or not isinstance(dispatched[0], kernels.RowGroups):
         return Indices(*kernels.dispatch(experts, num_experts))
     groups, position = dispatched
@@ -289,11 +308,6 @@ def combine_columns(
     return lax.fori_loop(0, -(-width // block), step, y)
 
 
-def _as_jax_array(array) -> Array:
-    """`array`, converted if it is not of jax yet; others pass untouched, or the backward pass would keep copies."""
-    return array if isinstance(array, jax.Array) else jnp.asarray(array)
-
-
 def _check_closure(activation: Activation, x, up_weights) -> None:
     """Raises ValueError if the activation closes over a traced array: it has no gradient, and leaks from its trace."""
     pre_activation = jax.ShapeDtypeStruct((1, up_weights[0].shape[-1]), accumulator_dtype(x.dtype))
@@ -305,9 +319,9 @@ def _check_closure(activation: Activation, x, up_weights) -> None:
         )
 
 
-def _projections(activation: Activation, w_gate, w_up, b_gate, b_up):
+def _projections(activation: Activation, arrays: dict[str, Array]):
     """The up weights and biases that the activation takes, in its order; an ungated one takes a single pair."""
-    weights, biases = (w_gate, w_up), (b_gate, b_up)
+    weights, biases = ([arrays.get(f"{kind}_{name}") for name in ("gate", "up")] for kind in "wb")
     present = tuple(w for w in weights if w is not None)
     if len(present) != (2 if activation.gated else 1):
         need = "both w_gate and w_up" if activation.gated else "w_up alone (w_gate=None)"
@@ -323,28 +337,39 @@ def _projections(activation: Activation, w_gate, w_up, b_gate, b_up):
     return present, present_biases
 
 
-def _check_arguments(activation, x, up_weights, up_biases, w_down, b_down, weights, experts) -> None:
-    def check(name, array, shape):
+def _check_arguments(arrays: dict[str, Array]) -> None:
+    """Raises ValueError naming an array whose dtype or shape does not fit: of several, the one that differs."""
+
+    def fail(name, rule):
+        raise ValueError(f"{name} has shape {arrays[name].shape}, must be {rule}")
+
+    for name, array in arrays.items():
+        if name == "experts":  # which `check_experts` checks
+            continue
         if array.dtype not in _FLOATS:
             raise ValueError(f"{name} has dtype {array.dtype}, must be float32, bfloat16, float16 or float64")
-        if array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}, must be {shape}")
+        axes = f"({', '.join(_AXES[name])})"
+        if array.ndim != len(_AXES[name]):
+            fail(name, f"{axes}: reshape leading dimensions into one" if name == "x" else axes)
+        for axis, size in zip(_AXES[name], array.shape, strict=True):
+            if size == 0 and axis in "Edn":
+                fail(name, f"{axes} with {axis} at least 1")
 
-    if x.ndim != 2:
-        raise ValueError(f"x has shape {x.shape}, must be (T, d): reshape leading dimensions into one")
-    if w_down.ndim != 3 or w_down.shape[0] == 0:
-        raise ValueError(f"w_down has shape {w_down.shape}, must be (E, n, d) with E at least 1")
-    (tokens, d), (num_experts, n, _) = x.shape, w_down.shape
-    check("x", x, (tokens, d))
-    up_names = ("gate", "up") if activation.gated else ("up",)
-    for name, weight in zip(up_names, up_weights, strict=True):
-        check(f"w_{name}", weight, (num_experts, d, n))
-    for name, bias in zip(up_names, up_biases, strict=False):
-        check(f"b_{name}", bias, (num_experts, n))
-    check("w_down", w_down, (num_experts, n, d))
-    if b_down is not None:
-        check("b_down", b_down, (num_experts, d))
-    check_experts(experts, num_experts)
-    if experts.shape[0] != tokens:
-        raise ValueError(f"experts has shape {experts.shape}, must be (T, K) with T={tokens} as in x")
-    check("weights", weights, experts.shape)
+    shapes = [dict(zip(_AXES[name], array.shape, strict=False)) for name, array in arrays.items()]
+    sizes: dict[str, int] = {}
+    for axis in "EdnTK":
+        if axis == "T":
+            check_experts(arrays["experts"], sizes["E"])
+        sizes[axis] = _usual_size(axis, shapes, sizes)
+    for name, array in arrays.items():
+        expected = {axis: sizes[axis] for axis in _AXES[name]}
+        if array.shape != tuple(expected.values()):
+            named = ", ".join(f"{axis}={size}" for axis, size in expected.items())
+            fail(name, f"{tuple(expected.values())}: ({', '.join(expected)}) with {named}")
+
+
+def _usual_size(axis: str, shapes: list[dict[str, int]], known: dict[str, int]) -> int:
+    """The size of an axis in most shapes that have it, counting those that fit the known sizes if there are any."""
+    having = [shape for shape in shapes if axis in shape]
+    fitting = [shape for shape in having if all(shape.get(other, size) == size for other, size in known.items())]
+    return Counter(shape[axis] for shape in fitting or having).most_common(1)[0][0]

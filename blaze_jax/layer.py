@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
-from blaze_jax.config import MoEConfig, Parameter
+from blaze_jax.checks import as_array, shown
+from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
 from blaze_jax.routing import AxisName, Routing, route
@@ -83,9 +84,10 @@ def moe(
     Raises:
       ValueError: `params` does not match the configuration, or `x` is not a floating array.
     """
-    if x.ndim < 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+    x = as_tokens(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must be a floating array (..., d), got {x.dtype} of shape {x.shape}")
-    _check_parameters(params, config, x.shape[-1])
+    params = _checked_parameters(params, config, x)
     if train and axis_name is None:
         _warn_inside_shard_map()
     mesh = explicit_mesh(x, params)
@@ -158,6 +160,14 @@ def initial_value(initializer: Callable, key: Array, parameter: Parameter, dtype
     return jax.vmap(lambda k: initializer(k, parameter.shape[1:], dtype))(keys)
 
 
+def as_tokens(x: ArrayLike) -> Float[Array, "... d"]:
+    """`x` as an array; ValueError unless it has a width."""
+    x = as_array("x", x)
+    if x.ndim < 1 or x.shape[-1] == 0:
+        raise ValueError(f"x must be a floating array (..., d) with d at least 1, got {x.dtype} of shape {x.shape}")
+    return x
+
+
 def in_common_dtype(x: Array, dtype, param_dtype) -> Array:
     """`x` in `dtype`; for None in the common dtype of `x` and the parameters, also where jax promotes no types."""
     with jax.numpy_dtype_promotion("standard"):
@@ -174,12 +184,21 @@ def _shared_experts(tokens: Float[Array, "T d"], params: Mapping[str, Array], co
     return jnp.dot(hidden, params["shared_w_down"].astype(tokens.dtype))
 
 
-def _check_parameters(params: Mapping[str, Array], config: MoEConfig, model_width: int) -> None:
-    expected = config.parameters(model_width, use_bias="b_down" in params)
+def _checked_parameters(params: Mapping[str, Array], config: MoEConfig, x: Float[Array, "... d"]) -> dict[str, Array]:
+    """The parameters as arrays, if they are those of the configuration."""
+    check_config(config)
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params={shown(params)} must be a mapping from names to arrays, see config.parameters")
+    expected = config.parameters(x.shape[-1], use_bias="b_down" in params)
     if missing := expected.keys() - params.keys():
         raise ValueError(f"params lacks {', '.join(sorted(missing))}, which {config} asks for")
     if unknown := params.keys() - expected.keys():
-        raise ValueError(f"params has {', '.join(sorted(unknown))}, which {config} has no use for")
+        raise ValueError(f"params has {', '.join(sorted(map(str, unknown)))}, which {config} has no use for")
+    arrays = {name: as_array(f"params[{name!r}]", params[name]) for name in expected}
     for name, parameter in expected.items():
-        if params[name].shape != parameter.shape:
-            raise ValueError(f"params[{name!r}] has shape {params[name].shape}, must be {parameter.shape}")
+        shape = arrays[name].shape
+        if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
+            raise ValueError(f"params[{name!r}] has dtype {arrays[name].dtype}, must be floating")
+        if shape != parameter.shape:
+            raise ValueError(f"params[{name!r}] has shape {shape}, must be {parameter.shape} for x of shape {x.shape}")
+    return arrays

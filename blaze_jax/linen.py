@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.config import MoEConfig
+from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import in_common_dtype, initial_value, moe, statistics
+from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
 from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses, warn_of_missing_train
 from blaze_jax.routing import AxisName, update_selection_bias
 
@@ -63,10 +63,11 @@ class MoE(nn.Module):
         `train` turns on token rounding and the selection bias's update; None takes the attribute, and without that
         counts as False. It must be a Python bool.
         """
+        x = as_tokens(x)
         train = check_train(self.train if train is None else train)
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}
         params = {}
-        for name, parameter in self.config.parameters(x.shape[-1], use_bias=self.use_bias).items():
+        for name, parameter in check_config(self.config).parameters(x.shape[-1], use_bias=self.use_bias).items():
 
             def init(key, parameter=parameter):
                 return initial_value(initializers[parameter.kind], key, parameter, self.param_dtype)

@@ -7,9 +7,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.config import MoEConfig
+from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import in_common_dtype, initial_value, moe, statistics
+from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
 from blaze_jax.phase import check_train, warn_of_lost_losses, warn_of_missing_train
 from blaze_jax.routing import AxisName, update_selection_bias
 
@@ -63,7 +63,7 @@ class MoE(nnx.Module):
         axis_name: AxisName = None,
         rngs: nnx.Rngs,
     ):
-        self.config = config
+        self.config = check_config(config)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.experts = experts
@@ -89,7 +89,7 @@ class MoE(nnx.Module):
             train = not self.deterministic
         train = check_train(train)
         warn_of_missing_train(train, self.config)
-        x = in_common_dtype(x, self.dtype, self.param_dtype)
+        x = in_common_dtype(as_tokens(x), self.dtype, self.param_dtype)
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         bias = self.selection_bias[...] if self.config.has_selection_bias else None
         y, routing = moe(

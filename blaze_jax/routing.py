@@ -15,7 +15,7 @@ from jax.core import min_dim
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
-from blaze_jax.checks import check_integers
+from blaze_jax.checks import as_array, check_integers, check_numbers, shown
 from blaze_jax.dispatch import EMPTY_SLOT
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, reshard, token_axes
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
@@ -30,7 +30,7 @@ type AxisName = str | tuple[str, ...] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How experts are chosen and weighted. Validated against the layer's sizes by `check`.
+    """How experts are chosen and weighted. Checked on construction, and against the layer's sizes by `check`.
 
     Attributes:
       scoring: "softmax" over all experts before selection, "softmax_selected" over the K selected logits after it, or
@@ -64,52 +64,60 @@ class Router:
     rounding_tile: int = 128
     rounding_slots: int = 8
 
-    def check(self, num_experts: int, experts_per_token: int) -> None:
-        """Raises ValueError naming the first option that does not fit a layer of these sizes."""
-
-        def require(holds: bool, name: str, rule: str) -> None:
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
-
-        check_integers(num_experts=num_experts, experts_per_token=experts_per_token)
-        counts = ("num_groups", "groups_per_token", "expert_capacity", "rounding_tile", "rounding_slots")
-        check_integers(**{name: value for name in counts if (value := getattr(self, name)) is not None})
-        if num_experts < 1:
-            raise ValueError(f"{num_experts=} must be at least 1")
-        if not 1 <= experts_per_token <= num_experts:
-            raise ValueError(f"{experts_per_token=} must be from 1 to {num_experts=}")
-        require(self.scoring in get_args(Scoring), "scoring", f"one of {', '.join(get_args(Scoring))}")
-        require(self.normalize_weights in (None, True, False), "normalize_weights", "None, True or False")
-        learns = "where experts_per_token=1: every weight would be a constant 1, and the router would not learn"
-        require(experts_per_token > 1 or not self.normalize_weights, "normalize_weights", f"None or False {learns}")
-        require(experts_per_token > 1 or self.scoring != "softmax_selected", "scoring", f"softmax or sigmoid {learns}")
-        require(0 < self.weight_scale < math.inf, "weight_scale", "positive and finite")
-        require(
-            self.num_groups >= 1 and num_experts % self.num_groups == 0, "num_groups", f"a divisor of {num_experts=}"
-        )
-        require(
+    def __post_init__(self):
+        counts = ("num_groups", "groups_per_token", "rounding_tile", "rounding_slots")
+        check_integers(**{name: getattr(self, name) for name in counts})
+        check_numbers(weight_scale=self.weight_scale)
+        if self.expert_capacity is not None:
+            check_integers(expert_capacity=self.expert_capacity)
+        if self.capacity_factor is not None:
+            check_numbers(capacity_factor=self.capacity_factor)
+        self._require(self.scoring in get_args(Scoring), "scoring", f"one of {', '.join(get_args(Scoring))}")
+        self._require(self.normalize_weights in (None, True, False), "normalize_weights", "None, True or False")
+        self._require(0 < self.weight_scale < math.inf, "weight_scale", "positive and finite")
+        self._require(self.num_groups >= 1, "num_groups", "at least 1")
+        self._require(
             1 <= self.groups_per_token <= self.num_groups, "groups_per_token", f"from 1 to num_groups={self.num_groups}"
         )
-        choice = num_experts // self.num_groups * self.groups_per_token
-        require(
-            experts_per_token <= choice,
-            "groups_per_token",
-            f"enough to choose {experts_per_token=} from {choice} experts",
+        self._require(
+            self.expert_capacity is None or self.expert_capacity >= 1, "expert_capacity", "None or at least 1"
         )
-        require(self.expert_capacity is None or self.expert_capacity >= 1, "expert_capacity", "None or at least 1")
-        require(
+        self._require(
             self.capacity_factor is None or 0 < self.capacity_factor < math.inf,
             "capacity_factor",
             "None or positive and finite",
         )
         allowed = get_args(TokenRounding)
-        require(self.token_rounding in (None, *allowed), "token_rounding", f"None or one of {', '.join(allowed)}")
-        require(self.rounding_tile >= 1, "rounding_tile", "at least 1")
-        require(self.rounding_slots >= 0, "rounding_slots", "at least 0")
+        self._require(self.token_rounding in (None, *allowed), "token_rounding", f"None or one of {', '.join(allowed)}")
+        self._require(self.rounding_tile >= 1, "rounding_tile", "at least 1")
+        self._require(self.rounding_slots >= 0, "rounding_slots", "at least 0")
         deciders = {name: getattr(self, name) for name in ("expert_capacity", "capacity_factor", "token_rounding")}
         given = [f"{name}={value!r}" for name, value in deciders.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: one alone may decide which tokens are kept")
+
+    def check(self, num_experts: int, experts_per_token: int) -> None:
+        """Raises ValueError naming the first option that does not fit a layer of these sizes."""
+        check_integers(num_experts=num_experts, experts_per_token=experts_per_token)
+        if num_experts < 1:
+            raise ValueError(f"{num_experts=} must be at least 1")
+        if not 1 <= experts_per_token <= num_experts:
+            raise ValueError(f"{experts_per_token=} must be from 1 to {num_experts=}")
+        learns = "where experts_per_token=1: every weight would be a constant 1, and the router would not learn"
+        alone = experts_per_token == 1
+        self._require(not (alone and self.normalize_weights), "normalize_weights", f"None or False {learns}")
+        self._require(not (alone and self.scoring == "softmax_selected"), "scoring", f"softmax or sigmoid {learns}")
+        self._require(num_experts % self.num_groups == 0, "num_groups", f"a divisor of {num_experts=}")
+        choice = num_experts // self.num_groups * self.groups_per_token
+        self._require(
+            experts_per_token <= choice,
+            "groups_per_token",
+            f"enough to choose {experts_per_token=} from {choice} experts",
+        )
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
 
     def rule(self, experts_per_token: int) -> Rule:
         """What of it the kernels do."""
@@ -153,6 +161,13 @@ class Router:
             f"{num_experts} experts each are fewer than rounding_tile={self.rounding_tile} to an expert"
         )
         return False
+
+
+def check_router(router: Router) -> Router:
+    """`router`; ValueError if it is none."""
+    if not isinstance(router, Router):
+        raise ValueError(f"router={shown(router)} must be a Router")
+    return router
 
 
 class Routing(NamedTuple):
@@ -223,14 +238,14 @@ def route(
     """
     if router is not None and options:
         raise TypeError(f"give a router or its fields, not both: {', '.join(options)}")
-    router = Router(**options) if router is None else router
-    logits = jnp.asarray(logits)
+    router = Router(**options) if router is None else check_router(router)
+    logits = as_array("logits", logits)
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be a floating array (T, E), got {logits.dtype} of shape {logits.shape}")
     num_experts = logits.shape[1]
     router.check(num_experts, experts_per_token)
     if selection_bias is not None:
-        selection_bias = jnp.asarray(selection_bias)
+        selection_bias = as_array("selection_bias", selection_bias)
         if not jnp.issubdtype(selection_bias.dtype, jnp.floating):
             raise ValueError(f"selection_bias has dtype {selection_bias.dtype}, must be floating")
         if selection_bias.shape != (num_experts,):

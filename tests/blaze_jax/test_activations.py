@@ -1,7 +1,9 @@
 """Activations against their formulas."""
 
 import math
+from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,3 +86,38 @@ def test_an_activation_stands_for_itself():
 def test_unknown_name(name):
     with pytest.raises(ValueError, match=f"activation='{name}' must be an Activation or one of swiglu, geglu"):
         get_activation(name)
+
+
+def test_clamped_swiglu_is_equal_by_value():
+    assert clamped_swiglu() == clamped_swiglu() == get_activation("clamped_swiglu")
+    assert hash(clamped_swiglu(2.0)) == hash(clamped_swiglu(2.0))
+    assert clamped_swiglu(2.0) != clamped_swiglu()
+
+
+def test_equal_activations_are_compiled_once():
+    @partial(jax.jit, static_argnums=0)
+    @chex.assert_max_traces(n=1)
+    def apply(activation, x):
+        return activation.function(x, x)
+
+    chex.clear_trace_counter()
+    x = jnp.ones(3)
+    assert (apply(clamped_swiglu(), x) == apply(clamped_swiglu(), x)).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: clamped_swiglu(alpha="1"), "alpha='1' must be a number"),
+        (lambda: clamped_swiglu(alpha=math.nan), "alpha=nan must be finite"),
+        (lambda: clamped_swiglu(limit=-1.0), "limit=-1.0 must be positive"),
+        (lambda: clamped_swiglu(limit=math.nan), "limit=nan must be positive"),
+        (lambda: clamped_swiglu(limit=True), "limit=True must be a number"),
+        (lambda: Activation("own", "tanh", gated=False), "function='tanh' must be a function"),
+        (lambda: Activation("own", jnp.tanh, gated="no"), "gated='no' must be True or False"),
+        (lambda: Activation(jnp.tanh, "own", gated=False), "name=.* must be a string"),
+    ],
+)
+def test_misuse_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

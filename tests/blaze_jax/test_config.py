@@ -1,10 +1,12 @@
 """The layer's configuration: what it allows, and which parameters it asks for."""
 
 import dataclasses
+import pickle
 
 import pytest
 
-from blaze_jax import Activation, MoEConfig, Router
+from blaze_jax import ACTIVATION_NAMES, Activation, MoEConfig, Router
+from blaze_jax.activations import get_activation
 
 SIZES = {"num_experts": 6, "experts_per_token": 2, "expert_width": 5}
 
@@ -72,10 +74,22 @@ def test_an_activation_of_ones_own():
         ({"experts_per_token": True}, "experts_per_token=True must be an integer"),
         ({"expert_width": 5.0}, "expert_width=5.0 must be an integer"),
         ({"shared_width": 1.5}, "shared_width=1.5 must be an integer"),
+        ({"expert_width": "8"}, "expert_width='8' must be an integer"),
         ({"activation": "tanh"}, "activation='tanh' must be"),
+        ({"activation": ["swiglu"]}, r"activation=\['swiglu'\] must be"),
+        ({"activation": None}, "activation=None must be"),
+        ({"router": "sigmoid"}, "router='sigmoid' must be a Router"),
+        ({"router": None}, "router=None must be a Router"),
+        ({"router": Router}, "router=<class .* must be a Router"),
         ({"shared_width": -1}, "shared_width=-1 must not be negative"),
         ({"load_balancing_weight": -0.5}, "load_balancing_weight=-0.5 must not be negative"),
         ({"load_balancing_weight": float("nan")}, "load_balancing_weight=nan must"),
+        ({"load_balancing_weight": "0.1"}, "load_balancing_weight='0.1' must be a number"),
+        ({"load_balancing_weight": True}, "load_balancing_weight=True must be a number"),
+        ({"z_loss_weight": None}, "z_loss_weight=None must be a number"),
+        ({"z_loss_weight": float("nan")}, "z_loss_weight=nan must not be"),
+        ({"bias_update_rate": float("inf")}, "bias_update_rate=inf must not be negative or infinite"),
+        ({"bias_update_rate": "1e-3"}, "bias_update_rate='1e-3' must be a number"),
         ({"z_loss_weight": -0.5}, "z_loss_weight=-0.5 must not be negative"),
         ({"bias_update_rate": -0.5}, "bias_update_rate=-0.5 must not be negative"),
         ({"save": "all"}, "save='all' must be one of pre_activations, inputs"),
@@ -94,9 +108,17 @@ def test_invalid_field_is_named(changes, message):
         ({"normalize_weights": "no"}, "normalize_weights='no' must be None, True or False"),
         ({"weight_scale": 0}, "weight_scale=0 must be positive"),
         ({"weight_scale": float("inf")}, "weight_scale=inf must be positive and finite"),
+        ({"weight_scale": "2"}, "weight_scale='2' must be a number"),
+        ({"weight_scale": True}, "weight_scale=True must be a number"),
+        ({"weight_scale": float("nan")}, "weight_scale=nan must be positive"),
+        ({"scoring": ["softmax"]}, r"scoring=\['softmax'\] must be one of"),
+        ({"capacity_factor": "1"}, "capacity_factor='1' must be a number"),
+        ({"capacity_factor": float("nan")}, "capacity_factor=nan must be None or positive"),
+        ({"expert_capacity": "2"}, "expert_capacity='2' must be an integer"),
+        ({"num_groups": None}, "num_groups=None must be an integer"),
         ({"num_groups": 2.0}, "num_groups=2.0 must be an integer"),
         ({"groups_per_token": 1.0}, "groups_per_token=1.0 must be an integer"),
-        ({"num_groups": 0}, "num_groups=0 must be a divisor of num_experts=6"),
+        ({"num_groups": 0}, "num_groups=0 must be at least 1"),
         ({"num_groups": 4}, "num_groups=4 must be a divisor of num_experts=6"),
         ({"num_groups": 3, "groups_per_token": 0}, "groups_per_token=0 must be from 1 to num_groups=3"),
         ({"num_groups": 3, "groups_per_token": 4}, "groups_per_token=4 must be from 1 to num_groups=3"),
@@ -127,3 +149,22 @@ def test_invalid_field_is_named(changes, message):
 def test_invalid_router_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         config(router=Router(**options))
+
+
+@pytest.mark.parametrize("options", [{"scoring": "bad"}, {"weight_scale": 0}, {"num_groups": 0}, {"rounding_tile": 0}])
+def test_router_is_checked_on_construction(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+        Router(**options)
+
+
+@pytest.mark.parametrize("width", ["10", 0, 2.0])
+def test_width_of_the_model_is_named(width):
+    with pytest.raises(ValueError, match=f"model_width={width!r} must be"):
+        config().parameters(width)
+
+
+@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
+def test_pickled(activation):
+    own = config(activation=get_activation(activation), router=Router(num_groups=3, groups_per_token=2))
+    again = pickle.loads(pickle.dumps(own))
+    assert (again, hash(again)) == (own, hash(own))

@@ -7,6 +7,7 @@ import pytest
 
 from blaze_jax import expert_ffn
 from tests.expert_problems import make_problem
+from tests.numerics import assert_same_bits
 from tests.routings import random_experts
 
 
@@ -18,10 +19,41 @@ def ids(*rows):
     return jnp.array(rows * 3)
 
 
+UNGATED = {"activation": "gelu", "w_gate": None, "b_gate": None, "b_up": None, "b_down": None}
+
 MISUSES = {
     "x of rank 3": ({"x": zeros(2, 3, 4)}, r"x has shape \(2, 3, 4\), must be \(T, d\)"),
     "x of integers": ({"x": zeros(6, 4, dtype=jnp.int32)}, "x has dtype int32, must be float32"),
-    "x too wide": ({"x": zeros(6, 5)}, r"w_gate has shape \(3, 4, 2\), must be \(3, 5, 2\)"),
+    "x too wide": ({"x": zeros(6, 5)}, r"x has shape \(6, 5\), must be \(6, 4\): \(T, d\) with T=6, d=4"),
+    "x without width": ({"x": zeros(6, 0)}, r"x has shape \(6, 0\), must be \(T, d\) with d at least 1"),
+    "x of another T": ({"x": zeros(5, 4)}, r"x has shape \(5, 4\), must be \(6, 4\)"),
+    "x of text": ({"x": "tokens"}, "x='tokens' must be an array"),
+    "x of nothing": ({"x": None}, "x=None must be an array"),
+    "w_gate transposed": (
+        {"w_gate": zeros(3, 2, 4)},
+        r"w_gate has shape \(3, 2, 4\), must be \(3, 4, 2\): \(E, d, n\)",
+    ),
+    "w_up transposed": ({"w_up": zeros(3, 2, 4)}, r"w_up has shape \(3, 2, 4\), must be \(3, 4, 2\): \(E, d, n\)"),
+    "w_down transposed": ({"w_down": zeros(3, 4, 2)}, r"w_down has shape \(3, 4, 2\), must be \(3, 2, 4\)"),
+    "w_down of another E": ({"w_down": zeros(2, 2, 4)}, r"w_down has shape \(2, 2, 4\), must be \(3, 2, 4\)"),
+    "w_down for another n": ({"w_down": zeros(3, 5, 4)}, r"w_down has shape \(3, 5, 4\), must be \(3, 2, 4\)"),
+    "w_down of nothing": ({"w_down": None}, "w_down=None must be an array"),
+    "w_up without width": ({"w_up": zeros(3, 4, 0)}, r"w_up has shape \(3, 4, 0\), .* with n at least 1"),
+    "ungated w_up transposed": (
+        {**UNGATED, "w_up": zeros(3, 2, 4)},
+        r"w_up has shape \(3, 2, 4\), must be \(3, 4, 2\)",
+    ),
+    "ungated w_down transposed": (
+        {**UNGATED, "w_down": zeros(3, 4, 2)},
+        r"w_down has shape \(3, 4, 2\), must be \(3, 2, 4\)",
+    ),
+    "weights of text": ({"weights": [["a", "b"]]}, "weights=.* must be an array"),
+    "weights of another T": ({"weights": zeros(5, 2)}, r"weights has shape \(5, 2\), must be \(6, 2\)"),
+    "weights of rank 1": ({"weights": zeros(6)}, r"weights has shape \(6,\), must be \(T, K\)"),
+    "experts of text": ({"experts": "ids"}, "experts='ids' must be an array"),
+    "activation in a list": ({"activation": ["swiglu"]}, r"activation=\['swiglu'\] must be an Activation or one of"),
+    "save in a list": ({"save": ["inputs"]}, r"save=\['inputs'\] must be one of"),
+    "dispatched": ({"dispatched": 3}, "dispatched=3 must be what Routing.dispatched is, or None"),
     "w_gate": ({"w_gate": zeros(3, 4, 7)}, r"w_gate has shape \(3, 4, 7\), must be \(3, 4, 2\)"),
     "w_up of another E": ({"w_up": zeros(2, 4, 2)}, r"w_up has shape \(2, 4, 2\), must be \(3, 4, 2\)"),
     "w_up of integers": ({"w_up": zeros(3, 4, 2, dtype=jnp.int8)}, "w_up has dtype int8"),
@@ -83,3 +115,11 @@ def test_misuse_is_named_under_jit(name):
 def test_implementation_that_cannot_run_this():
     with pytest.raises(NotImplementedError, match="implementation='mosaic_gpu' cannot run this: x has dtype float32"):
         call(implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist], ids=["numpy", "lists"])
+def test_whatever_makes_an_array(convert):
+    problem = make_problem(random_experts(6, 2, range(3)), 3, d=4, n=2)
+    arrays = {"x": problem.x, **problem.params, "weights": problem.weights, "experts": problem.experts}
+    out = expert_ffn(**{name: convert(np.asarray(array)) for name, array in arrays.items()})
+    assert_same_bits(out, call())

@@ -1,12 +1,13 @@
 """The layer as a function: its parts put together."""
 
 import chex
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blaze_jax import EMPTY_SLOT, MoEConfig, Router, expert_ffn, moe, route
+from blaze_jax import EMPTY_SLOT, MoE, MoEConfig, Router, expert_ffn, moe, nnx, route
 from blaze_jax.layer import auxiliary_losses, initial_value, statistics
 from blaze_jax.oracle import dense_expert_ffn
 from tests.expert_problems import apply
@@ -153,6 +154,21 @@ PARAMS = random_parameters(CONFIGS["plain"])
             r"params\['w_router'\] has shape \(10, 6\), must be \(11, 6\)",
         ),
         (jnp.zeros((3, WIDTH), jnp.int32), PARAMS, r"x must be a floating array \(..., d\), got int32"),
+        (
+            jnp.zeros((3, 0)),
+            PARAMS,
+            r"x must be a floating array \(..., d\) with d at least 1, got .* of shape \(3, 0\)",
+        ),
+        ("tokens", PARAMS, "x='tokens' must be an array"),
+        (None, PARAMS, "x=None must be an array"),
+        (random_tokens(3), list(PARAMS.items()), "params=.* must be a mapping from names to arrays"),
+        (random_tokens(3), None, "params=None must be a mapping from names to arrays"),
+        (random_tokens(3), PARAMS | {"w_up": "up"}, r"params\['w_up'\]='up' must be an array"),
+        (
+            random_tokens(3),
+            jax.tree.map(lambda a: a.astype(jnp.int32), PARAMS),
+            r"params\['w_router'\] has dtype int32, must be floating",
+        ),
         (jnp.zeros(()), PARAMS, r"x must be a floating array .* of shape \(\)"),
     ],
 )
@@ -176,3 +192,58 @@ def test_layer_is_the_router_and_the_experts():
     y, routing = layer(x, PARAMS, config)
     own = without(PARAMS, "w_router")
     assert_close(y, apply(expert_ffn, x, own, routing.weights, routing.experts))
+
+
+@pytest.mark.parametrize("config", ["plain", None, PARAMS], ids=["text", "none", "parameters"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda config: moe(random_tokens(3), PARAMS, config),
+        lambda config: MoE(config).init(jax.random.key(0), random_tokens(3)),
+        lambda config: nnx.MoE(WIDTH, config, rngs=flax.nnx.Rngs(0)),
+    ],
+    ids=["function", "linen", "nnx"],
+)
+def test_configuration_that_is_none_is_named(use, config):
+    with pytest.raises(ValueError, match=r"config=.* must be a MoEConfig"):
+        use(config)
+
+
+@pytest.mark.parametrize(
+    "x", [jnp.zeros(()), jnp.zeros((3, 0)), "tokens", None], ids=["scalar", "empty", "text", "none"]
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: MoE(CONFIGS["plain"]).init(jax.random.key(0), x),
+        lambda x: nnx.MoE(WIDTH, CONFIGS["plain"], rngs=flax.nnx.Rngs(0))(x),
+    ],
+    ids=["linen", "nnx"],
+)
+def test_tokens_of_modules_are_named(use, x):
+    with pytest.raises(ValueError, match=r"x(=.*)? must be a"):
+        use(x)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist], ids=["numpy", "lists"])
+def test_whatever_makes_an_array(convert):
+    config, x = CONFIGS["plain"], random_tokens(3)
+    ref = layer(x, PARAMS, config)[0]
+    assert_close(moe(convert(np.asarray(x)), {k: convert(np.asarray(v)) for k, v in PARAMS.items()}, config)[0], ref)
+    linen = MoE(config)
+    assert_close(linen.apply({"params": PARAMS}, convert(np.asarray(x)), train=False), ref)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"router": "sigmoid"}, "router='sigmoid' must be a Router"),
+        ({"selection_bias": "bias"}, "selection_bias='bias' must be an array"),
+        ({"logits": "logits"}, "logits='logits' must be an array"),
+        ({"weight_scale": "2"}, "weight_scale='2' must be a number"),
+        ({"scoring": None}, "scoring=None must be one of"),
+    ],
+)
+def test_misuse_of_router_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        route(**{"logits": jnp.zeros((4, 6)), "experts_per_token": 2} | options)
