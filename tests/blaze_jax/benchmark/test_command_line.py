@@ -72,7 +72,7 @@ def test_presets_and_no_peers():
     ],
 )
 def test_the_other_studies(mode, kind, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("blaze_jax.benchmark.sizes.CPU_ROUTING_SIZES", ((64, 8, 2),))
+    monkeypatch.setattr("blaze_jax.benchmark.sizes.CPU_ROUTING_SIZES", ((512, 8, 2),))
     scaling = tuple(Sizes(t, 16, 8, 4, 2) for t in (64, 128))
     monkeypatch.setattr("blaze_jax.benchmark.sizes.CPU_SCALING_SIZES", scaling)
     monkeypatch.setattr("blaze_jax.benchmark.sizes.CPU_ROUNDING_SIZES", Sizes(64, 16, 8, 4, 2))
