@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import jax
 from jaxtyping import Array
 
+from blaze_jax.warn import warn_once
 from pallas_kernels import mosaic_gpu, xla
 from pallas_kernels.compat import has_symbolic_sizes, varying_axes
 
@@ -25,7 +26,8 @@ def choose_implementation(
 ) -> Implementation:
     """The implementation demanded, or for None the best that can run here.
 
-    Demanded by name, the Hopper kernels ask for no device: the call lowers and compiles on a machine without one.
+    Demanded by name, the Hopper kernels ask for no device: the call lowers and compiles on a machine without one. With
+    None, an accelerator that has to do without them gets a warning, once for each reason.
 
     Raises:
       ValueError: there is no implementation of that name.
@@ -60,9 +62,20 @@ def _choose(implementation: Implementation | None, unsupported: Callable[[], str
         reason = unsupported()
     if implementation == "mosaic_gpu" and reason:
         raise NotImplementedError(f"{implementation=} cannot run this: {reason}; use 'xla' or None")
-    if implementation is None:
-        return "mosaic_gpu" if reason is None and _is_hopper() else "xla"
-    return implementation
+    if implementation is not None:
+        return implementation
+    backend = jax.default_backend()
+    if backend == "cpu":
+        return "xla"
+    if not _is_hopper():
+        reason = f"they are for NVIDIA Hopper GPUs, and this is {jax.devices()[0].device_kind}"
+    if reason is None:
+        return "mosaic_gpu"
+    warn_once(
+        f"the MoE layer runs in plain XLA, which is slower than the Hopper kernels: {reason}. implementation='xla' says "
+        "that this is meant"
+    )
+    return "xla"
 
 
 def kernels_of(implementation: Implementation) -> ModuleType:

@@ -25,7 +25,10 @@ def unsupported(
     if reason := dispatch_unsupported(num_experts):
         return reason
     if x.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"x has dtype {x.dtype}, the tensor cores take bfloat16 or float16"
+        return (
+            f"x has dtype {x.dtype}, the tensor cores take bfloat16 or float16 (MoE(..., dtype=jnp.bfloat16) casts the "
+            "tokens; parameters may stay float32)"
+        )
     for array in (*weights, *biases):
         if array.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"a weight or bias has dtype {array.dtype}, must be bfloat16, float16 or float32"

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from blaze_jax.implementation import check_implementation, choose_implementation, kernels_of
+from blaze_jax.warn import warn_once
 from pallas_kernels import mosaic_gpu, xla
 
 
@@ -36,6 +37,39 @@ def test_a_demand_is_met(implementation):
 def test_portable_kernels_serve_everywhere():
     assert choose_implementation(None, *operands()) == "xla"
     assert choose_implementation(None, *operands(dtype=jnp.float32, d=3, biases=2)) == "xla"
+
+
+class Device:
+    """What jax says of an accelerator."""
+
+    def __init__(self, device_kind, compute_capability=None):
+        self.device_kind, self.compute_capability = device_kind, compute_capability
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "changes", "message"),
+    [
+        ("gpu", Device("NVIDIA H200", "9.0"), {"dtype": jnp.float32}, r"x has dtype float32, .* dtype=jnp\.bfloat16"),
+        ("gpu", Device("NVIDIA H200", "9.0"), {"d": 100}, "d=100 must be a multiple of 8"),
+        ("gpu", Device("NVIDIA A100", "8.0"), {}, "they are for NVIDIA Hopper GPUs, and this is NVIDIA A100"),
+        ("tpu", Device("TPU v5"), {}, "they are for NVIDIA Hopper GPUs, and this is TPU v5"),
+    ],
+)
+def test_an_accelerator_without_the_kernels_is_told_once(monkeypatch, backend, device, changes, message):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    warn_once.cache_clear()
+    assert choose_implementation("xla", *operands(**changes)) == "xla"
+    with pytest.warns(UserWarning, match=f"plain XLA, which is slower than the Hopper kernels: {message}") as warned:
+        assert choose_implementation(None, *operands(**changes)) == "xla"
+    assert "implementation='xla' says that this is meant" in str(warned[0].message)
+    assert choose_implementation(None, *operands(**changes)) == "xla"
+
+
+def test_hopper_gets_its_kernels(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA H200", "9.0")])
+    assert choose_implementation(None, *operands()) == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(
