@@ -25,6 +25,7 @@ PRECISIONS = {
     f"matmul_precision={precision}": partial(jax.default_matmul_precision, precision)
     for precision in ("bfloat16", "tensorfloat32", "float32", "highest", "default")
 }
+WIDE = ("matmul_precision=tensorfloat32", "matmul_precision=highest")  # the others ask for what is done anyway
 MODES = {None: nullcontext, **PROMOTIONS, **PRECISIONS, "enable_x64": partial(jax.enable_x64, True)}
 DTYPES = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
 
@@ -98,11 +99,15 @@ def test_promotion_rule(layer, config, dtype, param_dtype, mode):
     assert_mode_changes_nothing(layer, config, dtype, param_dtype, mode=mode)
 
 
-@pytest.mark.parametrize("mode", PRECISIONS)
 @pytest.mark.parametrize(
-    ("layer", "dtype"), [("function", "bfloat16"), ("function", "float32"), ("linen", "float32"), ("nnx", "float32")]
+    ("layer", "dtype", "mode"),
+    [
+        *(("function", "float32", mode) for mode in PRECISIONS),
+        *(("function", "bfloat16", mode) for mode in PRECISIONS),
+        *((layer, "float32", "matmul_precision=highest") for layer in ("linen", "nnx")),
+    ],
 )
-def test_matmul_precision(layer, mode, dtype):
+def test_matmul_precision(layer, dtype, mode):
     assert_mode_changes_nothing(layer, "plain", dtype, "float32", mode=mode)  # on CPUs, which have one precision
 
 
@@ -148,7 +153,7 @@ def hopper_kernels(mode) -> list[str]:
     return [re.findall("moe_[a-z_]+", kernel)[0] if numbered else kernel for kernel in kernels]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode])
+@pytest.mark.parametrize("mode", [*PROMOTIONS, *WIDE, "enable_x64"])
 def test_hopper_kernels_are_the_same(mode):
     changed, unchanged = (hopper_kernels(m) for m in (mode, None))  # from one line: kernels have it in them
     assert len(unchanged) == 12
