@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
@@ -20,7 +19,7 @@ from blaze_jax.dispatch import EMPTY_SLOT, check_experts, int32_experts
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
-from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, undifferentiable
+from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, differentiated_once
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes
 from pallas_kernels.xla.row_groups import accumulator_dtype
 
@@ -203,15 +202,10 @@ def _dispatch(experts, num_experts: int, implementation: Implementation, dispatc
     return Indices(groups, position)
 
 
-def _differentiated_once(run: Callable) -> Callable:
-    """`run`, which is a part of a derivative: one example after another under `vmap`, and without one of its own."""
-    return undifferentiable(sequential_vmap(run))
-
-
 def _up(settings: _Settings, x, params: Parameters, indices: Indices):
     """Pre-activations and activation of every row."""
 
-    @_differentiated_once
+    @differentiated_once
     def run(x, params, indices):
         kernels = kernels_of(settings.implementation)
         return kernels.up_projection(
@@ -224,7 +218,7 @@ def _up(settings: _Settings, x, params: Parameters, indices: Indices):
 def _down(settings: _Settings, hidden, params: Parameters, weights, experts, indices: Indices):
     """The layer's output from the activation of every row."""
 
-    @_differentiated_once
+    @differentiated_once
     def run(hidden, params, weights, experts, indices):
         kernels = kernels_of(settings.implementation)
         # An id out of range, E, cannot raise under tracing; it must not pass for an empty slot either.
@@ -245,7 +239,7 @@ def _down(settings: _Settings, hidden, params: Parameters, weights, experts, ind
 def _grads(settings: _Settings, x, params: Parameters, weights, indices: Indices, pre_activations, dy):
     """Gradients of tokens, parameters and routing weights."""
 
-    @_differentiated_once
+    @differentiated_once
     def run(x, params, weights, indices, pre_activations, dy):
         kernels = kernels_of(settings.implementation)
         groups, position = indices.groups, indices.token_index_map

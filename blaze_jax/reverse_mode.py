@@ -1,9 +1,11 @@
-"""Errors for derivatives that there are none of."""
+"""What has first derivatives in reverse mode alone says so of all others."""
 
 from collections.abc import Callable
 from functools import partial
 
-import jax
+from jax.custom_batching import sequential_vmap
+
+from pallas_kernels.compat import undifferentiable
 
 REVERSE_MODE_ONLY = partial(
     NotImplementedError,
@@ -12,12 +14,10 @@ REVERSE_MODE_ONLY = partial(
 )
 
 
-def undifferentiable(function: Callable, error: Callable[[], Exception] = REVERSE_MODE_ONLY) -> Callable:
-    """`function`, which raises `error()` where it is differentiated, in whatever mode."""
-    guarded = jax.custom_jvp(function)
+def differentiated_once(run: Callable) -> Callable:
+    """`run`, a part of a function with a derivative or of that derivative: it has none of its own.
 
-    @guarded.defjvp
-    def _(primals, tangents):
-        raise error()
-
-    return guarded
+    Under `vmap` it is one example after another.
+    """
+    run = sequential_vmap(run)
+    return lambda *arrays: run(*undifferentiable(REVERSE_MODE_ONLY, arrays))

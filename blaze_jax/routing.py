@@ -19,7 +19,7 @@ from blaze_jax.checks import as_array, check_integers, check_numbers, shown
 from blaze_jax.dispatch import EMPTY_SLOT
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, reshard, token_axes
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
-from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, undifferentiable
+from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, differentiated_once
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
 from blaze_jax.warn import warn_once
 from pallas_kernels.compat import InconclusiveDimensionOperation, reverse_mode_token
@@ -347,9 +347,7 @@ def update_selection_bias(
 
 def _kernel(logits, bias, rule: Rule) -> Routed:
     """The Hopper kernel, under `vmap` one example after another."""
-    return undifferentiable(sequential_vmap(lambda *arrays: kernels_of("mosaic_gpu").router(*arrays, rule)))(
-        logits, bias
-    )
+    return differentiated_once(lambda *arrays: kernels_of("mosaic_gpu").router(*arrays, rule))(logits, bias)
 
 
 def _route_on_hopper(logits, bias, rule: Rule) -> Routed:

@@ -56,6 +56,14 @@ def has_symbolic_sizes(*arrays) -> bool:
     return any(is_symbolic_dim(size) for array in jax.tree.leaves(arrays) for size in array.shape)
 
 
+def undifferentiable(error: Callable[[], Exception], tree):
+    """The arrays of `tree`, which raise `error()` where a function of them is differentiated, in whatever mode.
+
+    `jax.custom_jvp` would do, but that jax 0.11 forgets its rule in the body of a scan that was differentiated once.
+    """
+    return jax.tree.map(lambda array: _undifferentiable.bind(array, error=error), tree)
+
+
 def reverse_mode_token(error: Callable[[], Exception], *arrays: jax.Array) -> jax.Array:
     """An array without elements, which raises `error()` where `arrays` are differentiated in forward mode.
 
@@ -81,6 +89,16 @@ def _token_jvp(arrays, tangents, *, error):
 def _transpose(_, *tangents, error):
     return [ad.Zero(t.aval) if ad.is_undefined_primal(t) else None for t in tangents]
 
+
+_undifferentiable = Primitive("undifferentiable")
+_undifferentiable.def_abstract_eval(lambda array, **_: array)
+_undifferentiable.def_impl(lambda array, **_: array)
+mlir.register_lowering(_undifferentiable, lambda _, array, **__: [array])
+ad.primitive_jvps[_undifferentiable] = _raise
+batching.primitive_batchers[_undifferentiable] = lambda arrays, axes, error: (
+    undifferentiable(error, arrays[0]),
+    axes[0],
+)
 
 _token, _tangent_of_token = Primitive("reverse_mode_token"), Primitive("tangent_of_reverse_mode_token")
 for _primitive in (_token, _tangent_of_token):

@@ -1,6 +1,7 @@
 """The layer under what users switch on in jax: promotion rules, 64-bit types, matmul precisions, export."""
 
 import dataclasses
+import re
 from contextlib import nullcontext
 from functools import cache, partial
 
@@ -24,6 +25,7 @@ PRECISIONS = {
     f"matmul_precision={precision}": partial(jax.default_matmul_precision, precision)
     for precision in ("bfloat16", "tensorfloat32", "float32", "highest", "default")
 }
+WIDE = ("matmul_precision=tensorfloat32", "matmul_precision=highest")  # the others ask for what is done anyway
 MODES = {None: nullcontext, **PROMOTIONS, **PRECISIONS, "enable_x64": partial(jax.enable_x64, True)}
 DTYPES = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
 
@@ -97,11 +99,15 @@ def test_promotion_rule(layer, config, dtype, param_dtype, mode):
     assert_mode_changes_nothing(layer, config, dtype, param_dtype, mode=mode)
 
 
-@pytest.mark.parametrize("mode", PRECISIONS)
 @pytest.mark.parametrize(
-    ("layer", "dtype"), [("function", "bfloat16"), ("function", "float32"), ("linen", "float32"), ("nnx", "float32")]
+    ("layer", "dtype", "mode"),
+    [
+        *(("function", "float32", mode) for mode in PRECISIONS),
+        *(("function", "bfloat16", mode) for mode in PRECISIONS),
+        *((layer, "float32", "matmul_precision=highest") for layer in ("linen", "nnx")),
+    ],
 )
-def test_matmul_precision(layer, mode, dtype):
+def test_matmul_precision(layer, dtype, mode):
     assert_mode_changes_nothing(layer, "plain", dtype, "float32", mode=mode)  # on CPUs, which have one precision
 
 
@@ -135,20 +141,23 @@ def test_float64_tokens(layer, config, param_dtype):
 
 @cache
 def hopper_kernels(mode) -> list[str]:
-    """What the step launches, each kernel's own code and parameters."""
+    """What the step launches: each kernel's code, or at least its name."""
     config = dataclasses.replace(CONFIGS["plain"], implementation="mosaic_gpu")
     parameters = config.parameters(16, use_bias=True)
     params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in parameters.items()}
     with MODES[mode]():
         traced = output_and_gradients.trace(of_function, config, params, jax.ShapeDtypeStruct((13, 16), jnp.bfloat16))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return [line.partition("mhlo.backend_config")[2] for line in text.splitlines() if "@mosaic_gpu" in line]
+    kernels = [line.partition("module = ")[2] for line in text.splitlines() if "@mosaic_gpu" in line]
+    numbered = jax.__version_info__ < (0, 12)  # whose kernels have a counter in their code
+    return [re.findall("moe_[a-z_]+", kernel)[0] if numbered else kernel for kernel in kernels]
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode])
+@pytest.mark.parametrize("mode", [*PROMOTIONS, *WIDE, "enable_x64"])
 def test_hopper_kernels_are_the_same(mode):
-    assert len(hopper_kernels(None)) == 12
-    assert hopper_kernels(mode) == hopper_kernels(None)
+    changed, unchanged = (hopper_kernels(m) for m in (mode, None))  # from one line: kernels have it in them
+    assert len(unchanged) == 12
+    assert changed == unchanged
 
 
 def exported(function, *specs, vjp_order=0):
