@@ -72,8 +72,8 @@ def _choose(implementation: Implementation | None, unsupported: Callable[[], str
     if reason is None:
         return "mosaic_gpu"
     warn_once(
-        f"the MoE layer runs in plain XLA, which is slower than the Hopper kernels: {reason}. implementation='xla' says "
-        "that this is meant"
+        f"the MoE layer runs in plain XLA, which is slower than the Hopper kernels: {reason}. implementation='xla' "
+        "says that this is meant"
     )
     return "xla"
 

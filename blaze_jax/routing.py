@@ -255,16 +255,19 @@ def route(
     if mesh is None:
         return _route(logits, selection_bias, experts_per_token, router, axes, implementation)
 
-    def route_here(by_token, shared):
-        routing = _route(*by_token, *shared, experts_per_token, router, (*axes, *split), implementation)
-        return routing._replace(dispatched=None)  # one device's rows
-
     # Capacity and rounding look at all tokens: every device then routes them all.
     of_token = token_axes(logits)
     split = of_token if router.treats_tokens_apart() else ()
-    routing = per_device(
-        route_here, mesh, split, (logits,), (selection_bias,), lambda spec: Routing(spec, spec, *[P()] * 8)
-    )
+
+    def route_here(by_token, shared):
+        routing = _route(by_token, shared, experts_per_token, router, (*axes, *split), implementation)
+        return routing._replace(dispatched=None)  # one device's rows
+
+    def specs(spec) -> Routing:
+        of_fields: dict[str, Any] = dict.fromkeys(Routing._fields, P()) | {"experts": spec, "weights": spec}
+        return Routing(**of_fields)
+
+    routing = per_device(route_here, mesh, split, logits, selection_bias, specs)
     return routing._replace(
         experts=reshard(routing.experts, mesh, of_token), weights=reshard(routing.weights, mesh, of_token)
     )
@@ -294,10 +297,10 @@ def _route(logits, selection_bias, experts_per_token, router: Router, axes: tupl
         experts = _drop_beyond_capacity(routed, num_experts, capacity)
         weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
         tokens_per_expert = jnp.minimum(demand, capacity)
-    elif router.rounds(num_tokens, num_experts, experts_per_token):
+    elif (mode := router.token_rounding) and router.rounds(num_tokens, num_experts, experts_per_token):
         round_counts = partial(
             round_token_counts,
-            mode=router.token_rounding,
+            mode=mode,
             tile=router.rounding_tile,
             extra_slots=router.rounding_slots,
             implementation=implementation,
