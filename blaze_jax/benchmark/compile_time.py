@@ -39,7 +39,7 @@ def measure_compile_time(sizes: Sizes, dtype) -> dict[str, Any]:
     }
 
 
-def model_gradient(sizes: Sizes, dtype, layers: int) -> tuple[Callable, tuple]:
+def _gradient(sizes: Sizes, dtype, layers: int) -> tuple[Callable, tuple]:
     """Forward and backward pass of `x + moe(x)`, so many times with parameters of its own; and its arguments' types."""
     config = MoEConfig(
         num_experts=sizes.num_experts,
@@ -63,7 +63,7 @@ def model_gradient(sizes: Sizes, dtype, layers: int) -> tuple[Callable, tuple]:
 
 def _model(sizes: Sizes, dtype, layers: int) -> dict[str, Any]:
     jax.clear_caches()
-    function, arguments = model_gradient(sizes, dtype, layers)
+    function, arguments = _gradient(sizes, dtype, layers)
     times = {}
     traced = _timed(times, "trace", lambda: jax.jit(function).trace(*on_h200(arguments)))
     lowered = _timed(times, "lower", traced.lower)
