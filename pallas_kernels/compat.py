@@ -1,9 +1,11 @@
 """What differs between jax releases, or is not yet part of its documented interface, in one place."""
 
 from collections.abc import Callable
+from functools import cache
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 from jax import lax
 from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation
 from jax.core import ShapedArray
@@ -49,6 +51,20 @@ def top_k(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         return values, ids
 
     return lax.platform_dependent(operand, cuda=in_rows, rocm=in_rows, default=as_it_is)
+
+
+def remember_assembler_version() -> None:
+    """Lets jaxlib 0.11 ask NVIDIA's assembler for its version once and not for every truth value that a kernel uses.
+
+    It starts a process for each answer, 500 of them and 4 s of 7 for the kernels of a layer. jaxlib 0.12 remembers.
+    """
+    if jaxlib.version.__version_info__ >= (0, 12):
+        return
+    try:
+        from jax._src.lib.mosaic_gpu import _mosaic_gpu_ext as extension  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError:  # without jax's CUDA plugin nothing asks
+        return
+    extension._get_ptxas_isa_version = cache(extension._get_ptxas_isa_version)
 
 
 def has_symbolic_sizes(*arrays) -> bool:

@@ -9,9 +9,10 @@ for linking, which forbids them to move registers between warps (`setmaxnreg`), 
 
 import importlib
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -107,7 +108,7 @@ def compile_for_h200(function: Callable, *arguments, **jit_options) -> CompiledF
     arguments = on_h200(arguments)
     # A function of its own: what jax has compiled before, it would not compile again, and nothing would be reported.
     lowered = jax.jit(lambda *values: function(*values), **jit_options).lower(*arguments)
-    num_kernels = _mark_kernels_as_new(lowered.compiler_ir("stablehlo"))
+    num_kernels = mark_kernels_as_new(lowered)
     with _environment("MOSAIC_GPU_DUMP_PTXAS", "1"), captured_ptxas_report() as kernels:
         executable = lowered.compile()
     if num_kernels and not kernels:
@@ -117,25 +118,37 @@ def compile_for_h200(function: Callable, *arguments, **jit_options) -> CompiledF
     return CompiledForH200(executable, executable.memory_analysis(), tuple(kernels))
 
 
-def _mark_kernels_as_new(module: Any) -> int:
-    """Renames the Mosaic GPU kernels of a lowered program, and counts them.
+def kernel_hashes(lowered: jax.stages.Lowered) -> list[bytes]:
+    """The hash of every Mosaic GPU kernel that a lowered program holds; functions called often hold theirs once."""
+    return [kernel["kernel_hash"].value_bytes for _, kernel in _kernels(lowered.compiler_ir("stablehlo"))]
+
+
+def mark_kernels_as_new(lowered: jax.stages.Lowered) -> int:
+    """Renames the Mosaic GPU kernels of a lowered program, equal ones alike, and counts the different ones.
 
     A process assembles (and reports on) a kernel once; later programs get it from a cache, by this name.
     """
-    found = 0
+    module: Any = lowered.compiler_ir("stablehlo")
+    names = defaultdict(partial(os.urandom, 32))
+    with module.context:
+        for operation, kernel in _kernels(module):
+            name = names[kernel["kernel_hash"].value_bytes]
+            kernel["kernel_hash"] = ir.StringAttr.get(name)
+            operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(kernel)
+    return len(names)
+
+
+def _kernels(module: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The operations that launch Mosaic GPU kernels, each with what describes its kernel."""
+    found = []
 
     def visit(operation):
-        nonlocal found
         attributes = operation.attributes
         if operation.name == "stablehlo.custom_call" and "mosaic_gpu" in str(attributes["call_target_name"]):
-            found += 1
-            kernel = {a.name: a.attr for a in attributes["mhlo.backend_config"]}
-            kernel["kernel_hash"] = ir.StringAttr.get(os.urandom(32))
-            attributes["mhlo.backend_config"] = ir.DictAttr.get(kernel)
+            found.append((operation, {a.name: a.attr for a in attributes["mhlo.backend_config"]}))
         return ir.WalkResult.ADVANCE
 
-    with module.context:
-        module.operation.walk(visit)
+    module.operation.walk(visit)
     return found
 
 

@@ -13,6 +13,7 @@ from blaze_jax.benchmark import sizes as known
 from blaze_jax.benchmark.arguments import parse_arguments
 from blaze_jax.benchmark.compare import compare, print_comparison
 from blaze_jax.benchmark.compile_only import measure_memory, print_memory
+from blaze_jax.benchmark.compile_time import measure_compile_time, print_compile_time
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.kernels import measure_kernels, print_kernels
 from blaze_jax.benchmark.plots import MissingLibraryError, draw
@@ -44,19 +45,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.compile_only and (reason := missing_for_h200()):
-        raise NotImplementedError(f"--compile-only h200 cannot run: {reason}")
+    target = arguments.compile_only or arguments.compile_time
+    if target and (reason := missing_for_h200()):
+        mode = "--compile-only" if arguments.compile_only else "--compile-time"
+        raise NotImplementedError(f"{mode} {target} cannot run: {reason}")
     values = environment()
-    if arguments.compile_only:
-        values["device"] = f"{values['device']}, compiled for {arguments.compile_only}"
+    if target:
+        values["device"] = f"{values['device']}, compiled for {target}"
     file = ResultsFile(arguments.json, values)
     print(describe(file.environment))
     on_gpu = jax.default_backend() == "gpu"
-    if not on_gpu and not arguments.compile_only:
+    if not on_gpu and not target:
         print(
             f"no GPU here but {jax.default_backend()}: wall time, and small sizes unless --config or --preset says so"
         )
-    dtype = jnp.dtype(arguments.dtype or ("bfloat16" if on_gpu or arguments.compile_only else "float32"))
+    dtype = jnp.dtype(arguments.dtype or ("bfloat16" if on_gpu or target else "float32"))
     items, measure, show = _plan(arguments, dtype, on_gpu)
     for item, bar in counted(items):
         file.add(measure(item, bar))
@@ -85,6 +88,8 @@ def _plan(
     if arguments.token_rounding:
         items = chosen or [known.ROUNDING_SIZES if on_gpu else known.CPU_ROUNDING_SIZES]
         return items, _said(partial(measure_rounding, dtype=dtype, **common)), print_rounding
+    if arguments.compile_time:
+        return chosen or known.GPU_SIZES[:1], _said(partial(measure_compile_time, dtype=dtype)), print_compile_time
     items = chosen or (known.GPU_SIZES if on_gpu or arguments.compile_only else known.CPU_SIZES)
     if arguments.compile_only:
         return items, _said(partial(measure_memory, dtype=dtype, peers=arguments.peers)), print_memory

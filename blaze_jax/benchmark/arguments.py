@@ -46,6 +46,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name, text in _MODES:
         mode.add_argument(f"--{name}", action="store_true", help=text)
     mode.add_argument("--compile-only", choices=("h200",), help="the memory table, without a GPU")
+    mode.add_argument("--compile-time", choices=("h200",), help="to trace, lower and compile layers, without a GPU")
     mode.add_argument("--recorded", type=Path, nargs="+", metavar="FILE", help="take these results, measure nothing")
     add("--json", type=Path, metavar="FILE", help="write all results")
     add("--plot", type=Path, metavar="FOLDER", help="draw the results as PNG files")

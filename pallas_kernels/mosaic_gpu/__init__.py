@@ -1,5 +1,6 @@
 """Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`."""
 
+from pallas_kernels.compat import remember_assembler_version
 from pallas_kernels.mosaic_gpu.column_block import column_block
 from pallas_kernels.mosaic_gpu.combine import combine
 from pallas_kernels.mosaic_gpu.dispatch import dispatch, dispatch_unsupported
@@ -35,3 +36,5 @@ __all__ = [
     "up_projection",
     "up_weight_gradients",
 ]
+
+remember_assembler_version()

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
 from pallas_kernels.mosaic_gpu.simt import Long, Vector, branch, loop, minimum, select, when
+from pallas_kernels.mosaic_gpu.traced_once import traced_once
 from pallas_kernels.mosaic_gpu.tuning import CombineTuning, find_tuning, shape_key
 
 WARPGROUPS = 2
@@ -17,6 +18,7 @@ THREADS = WARPGROUPS * 128
 COLUMNS = 8  # of a thread: 16 bytes
 
 
+@traced_once("blocks", "tuning")
 def combine(
     rows: Float[Array, "R columns"],
     token_index_map: Int[Array, "T K"],

@@ -13,6 +13,7 @@ from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.dispatch_place import Size, known_expert, place
 from pallas_kernels.mosaic_gpu.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, RowGroups, TileSchedule
 from pallas_kernels.mosaic_gpu.simt import block_barrier, loop, minimum, select
+from pallas_kernels.mosaic_gpu.traced_once import traced_once
 
 MAX_EXPERTS = 2048  # every warp counts them in shared memory
 BLOCKS = 128  # a power of two, and one SM left for the block that adds up the router's sums
@@ -21,6 +22,7 @@ THREADS = WARPGROUPS * 128
 IN_FLIGHT = 8  # pairs that a thread loads at a time
 
 
+@traced_once("num_experts", "row_alignment", "spare_rows", "blocks")
 def dispatch(
     experts: Int[Array, "T K"],
     num_experts: int,

@@ -17,6 +17,7 @@ from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
 from pallas_kernels.mosaic_gpu.ragged_store import ragged_copy
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups, rows_of_tiles
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
+from pallas_kernels.mosaic_gpu.traced_once import traced_once
 from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -25,6 +26,7 @@ PANELS = TILE_COLUMNS // PANEL
 COPIES = TILE_COLUMNS // TILE_ROWS
 
 
+@traced_once("activation", "tuning")
 def down_backward(
     dy: Float[Array, "T d"],
     w_down: Float[Array, "E n d"],

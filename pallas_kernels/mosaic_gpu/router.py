@@ -46,6 +46,7 @@ from pallas_kernels.mosaic_gpu.simt import (
     warp_barrier,
     when,
 )
+from pallas_kernels.mosaic_gpu.traced_once import traced_once
 from pallas_kernels.xla.router import EMPTY_SLOT, Losses, Routed, Rule
 
 MAX_EXPERTS = 1024
@@ -107,6 +108,7 @@ class _Layout(NamedTuple):
         return WARP // self.lanes
 
 
+@traced_once("rule", "blocks")
 def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule, *, blocks: int = BLOCKS) -> Routed:
     """Chooses and weighs experts; see the portable twin.
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.simt import WARP, Long, block_barrier, branch, loop, minimum, select, total, when
+from pallas_kernels.mosaic_gpu.traced_once import traced_once
 from pallas_kernels.xla.token_selection import KEY_BITS, Cutoffs
 
 WARPGROUPS = 4
@@ -19,6 +20,7 @@ BINS_PER_THREAD = BINS // THREADS
 IN_FLIGHT = 8  # keys that a thread loads at a time
 
 
+@traced_once()
 def token_cutoffs(keys: Int[Array, "E T"], wanted: Int[Array, " E"]) -> Cutoffs:
     """Cuts each expert's list off after `wanted[e]` tokens; see the portable twin.
 
@@ -134,6 +136,7 @@ class _Cutoffs:
         return out
 
 
+@traced_once("chosen_key", "slots")
 def experts_added(
     keys: Int[Array, "E T"], cutoffs: Cutoffs, chosen_key: int, slots: int
 ) -> tuple[Int[Array, "T slots"], Bool[Array, " E"]]:

@@ -140,6 +140,16 @@ def hopper_gpu() -> str | None:
     return device.device_kind if device.compute_capability == "9.0" else None
 
 
+def _gpu() -> str:
+    """The GPU whose table is read."""
+    return hopper_gpu() or H200
+
+
+def tables_in_use() -> tuple:
+    """What tells the tables that `find_tuning` reads from others: while it is the same, so are the parameters found."""
+    return _gpu(), *tuning_files.user_version()
+
+
 def find_tuning[K: TileTuning | CombineTuning | ColumnBlock](
     kind: type[K], kernel: str, own: K | None, shape: str
 ) -> K:
@@ -158,7 +168,7 @@ def find_tuning[K: TileTuning | CombineTuning | ColumnBlock](
         if not isinstance(own, kind):
             raise ValueError(f"tuning={own!r} of {kernel} must be a {kind.__name__} or None")
         return own
-    place = (hopper_gpu() or H200, kernel, shape)
+    place = (_gpu(), kernel, shape)
     for tunings in (tuning_files.user_tunings(parse), tuning_files.package_tunings(parse)):
         found = tunings.get(place)
         if isinstance(found, kind):

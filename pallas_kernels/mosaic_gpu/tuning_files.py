@@ -44,15 +44,20 @@ def package_files() -> list[Path]:
     return sorted(Path(__file__).parent.glob("tuning_*.json"))
 
 
-def user_tunings(parse: Parse) -> Mapping[Place, Any]:
-    """What the user's file says; read again when it has changed."""
+def user_version() -> tuple[Path | None, int]:
+    """The user's file, or None if there is none, and when it changed last."""
     path = user_file()
     try:
-        changed = path.stat().st_mtime_ns if path is not None else None
+        return path, path.stat().st_mtime_ns if path is not None else 0
     except FileNotFoundError:
-        return {}
+        return None, 0
     except OSError:
-        changed = 0  # reading it says why it cannot be
+        return path, 0  # reading it says why it cannot be
+
+
+def user_tunings(parse: Parse) -> Mapping[Place, Any]:
+    """What the user's file says; read again when it has changed."""
+    path, changed = user_version()
     return {} if path is None else _as_of(path, changed, parse)
 
 
@@ -63,7 +68,7 @@ def package_tunings(parse: Parse) -> Mapping[Place, Any]:
 
 
 @cache
-def _as_of(path: Path, changed: int | None, parse: Parse) -> Mapping[Place, Any]:
+def _as_of(path: Path, changed: int, parse: Parse) -> Mapping[Place, Any]:
     del changed  # a later change is another entry of the cache
     return _valid_tunings(path, parse)
 

@@ -11,9 +11,11 @@ from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
 from pallas_kernels.mosaic_gpu.ragged_store import pack, packed_tile, store_buffers, store_packed
 from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul
+from pallas_kernels.mosaic_gpu.traced_once import traced_once
 from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
 
+@traced_once("num_columns", "tuning")
 def up_backward(
     d_pre_activations: tuple[Float[Array, "R n"], ...],
     weights: tuple[Float[Array, "E d n"], ...],

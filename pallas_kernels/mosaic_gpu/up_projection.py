@@ -14,9 +14,11 @@ from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL
 from pallas_kernels.mosaic_gpu.ragged_store import packed_tile, store_buffer, store_buffers, store_rows
 from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import RowMatmul, row_matmul, tile_panel
+from pallas_kernels.mosaic_gpu.traced_once import traced_once
 from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
 
+@traced_once("activation", "tuning")
 def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],

@@ -21,12 +21,14 @@ from pallas_kernels.mosaic_gpu.inline import K_STEP, PANEL, SWIZZLED, RowGather
 from pallas_kernels.mosaic_gpu.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups
 from pallas_kernels.mosaic_gpu.row_matmul import NUM_SMS
 from pallas_kernels.mosaic_gpu.support import WIDTH_MULTIPLE
+from pallas_kernels.mosaic_gpu.traced_once import traced_once
 from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216
 RHS_PANELS = TILE_COLUMNS // PANEL
 
 
+@traced_once("dtypes", "bias_dtypes", "tuning")
 def up_weight_gradients(
     x: Float[Array, "T d"],
     d_pre_activations: tuple[Float[Array, "R n"], ...],
@@ -65,6 +67,7 @@ def up_weight_gradients(
     return gradients, tuple(s[:, 0].astype(t) for s, t in zip(sums, bias_dtypes, strict=True))
 
 
+@traced_once("dtype", "bias_dtype", "tuning")
 def down_weight_gradients(
     weighted_hidden: Float[Array, "R n"],
     dy: Float[Array, "T d"],

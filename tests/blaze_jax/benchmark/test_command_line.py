@@ -109,7 +109,22 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(capsys, tmp_path
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_compile_only_says_what_is_missing(capsys, monkeypatch):
+@pytest.mark.parametrize("mode", ["--compile-only", "--compile-time"])
+def test_compiling_for_another_gpu_says_what_is_missing(mode, capsys, monkeypatch):
     monkeypatch.setattr("blaze_jax.benchmark.__main__.missing_for_h200", lambda: "the plugin is not installed")
-    assert main(["--compile-only", "h200"]) == 2
-    assert "--compile-only h200 cannot run: the plugin is not installed" in capsys.readouterr().err
+    assert main([mode, "h200"]) == 2
+    assert f"{mode} h200 cannot run: the plugin is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.compile_only
+def test_compile_time(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("blaze_jax.benchmark.compile_time.LAYERS", (1, 2))
+    file = tmp_path / "results.json"
+    assert main(["--compile-time", "h200", "--config", "64,64,32,4,2", "--json", str(file)]) == 0
+    assert "together" in capsys.readouterr().out
+    (record,) = json.loads(file.read_text(encoding="utf-8"))["records"]
+    assert [(model["layers"], model["kernels"], model["different_kernels"]) for model in record["models"]] == [
+        (1, 10, 10),
+        (2, 10, 10),
+    ]
+    assert all(model[f"{stage}_s"] > 0 for model in record["models"] for stage in ("trace", "lower", "compile"))

@@ -1,0 +1,91 @@
+"""`--compile-time h200`: how long a model of several layers takes to be traced, lowered and compiled, with no GPU."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from blaze_jax.benchmark.inputs import forward_and_backward
+from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.config import MoEConfig
+from blaze_jax.layer import moe
+from pallas_kernels.compile_only import kernel_hashes, mark_kernels_as_new, on_h200
+
+LAYERS = (1, 3, 24)
+"""Layers of the models: they stand one after the other in the program, as a Python loop has them."""
+
+STAGES = ("trace", "lower", "compile")
+
+
+def measure_compile_time(sizes: Sizes, dtype) -> dict[str, Any]:
+    """Seconds for the gradient of models of `LAYERS` layers, and the kernels in the lowered program.
+
+    Wall time, and CPU time of this process and of the assemblers that it starts. jax and the compiler have started
+    before, but nothing that one model was compiled of serves another.
+
+    Raises:
+      NotImplementedError: jax's CUDA plugin is not installed, or the kernels cannot do these sizes.
+    """
+    jax.jit(jnp.negative).lower(on_h200(jax.ShapeDtypeStruct((1,), dtype))).compile()
+    return {
+        "kind": "compile_time",
+        "target": "h200",
+        "sizes": sizes._asdict(),
+        "dtype": jnp.dtype(dtype).name,
+        "models": [_model(sizes, dtype, number) for number in LAYERS],
+    }
+
+
+def _gradient(sizes: Sizes, dtype, layers: int) -> tuple[Callable, tuple]:
+    """Forward and backward pass of `x + moe(x)`, so many times with parameters of its own; and its arguments' types."""
+    config = MoEConfig(
+        num_experts=sizes.num_experts,
+        experts_per_token=sizes.experts_per_token,
+        expert_width=sizes.expert_width,
+        implementation="mosaic_gpu",
+    )
+    array = jax.ShapeDtypeStruct
+    parameters = {name: array(p.shape, dtype) for name, p in config.parameters(sizes.model_width).items()}
+    names, number = list(parameters), len(parameters)
+
+    def model(x, *values):
+        for i in range(layers):
+            y, _ = moe(x, dict(zip(names, values[i * number : (i + 1) * number], strict=True)), config)
+            x = x + y
+        return x
+
+    tokens = array((sizes.num_tokens, sizes.model_width), dtype)
+    return forward_and_backward(model), (tokens, *[*parameters.values()] * layers, tokens)
+
+
+def _model(sizes: Sizes, dtype, layers: int) -> dict[str, Any]:
+    jax.clear_caches()
+    function, arguments = _gradient(sizes, dtype, layers)
+    times = {}
+    traced = _timed(times, "trace", lambda: jax.jit(function).trace(*on_h200(arguments)))
+    lowered = _timed(times, "lower", traced.lower)
+    kernels = kernel_hashes(lowered)
+    mark_kernels_as_new(lowered)
+    _timed(times, "compile", lowered.compile)
+    return {"layers": layers, "kernels": len(kernels), "different_kernels": len(set(kernels)), **times}
+
+
+def _timed(times: dict[str, float], stage: str, run: Callable[[], Any]) -> Any:
+    wall, cpu = time.perf_counter(), sum(os.times()[:4])
+    out = run()
+    times[f"{stage}_s"], times[f"{stage}_cpu_s"] = time.perf_counter() - wall, sum(os.times()[:4]) - cpu
+    return out
+
+
+def print_compile_time(record: dict[str, Any]) -> None:
+    """The record as a table."""
+    print(f"  {'layers':>6s} {'kernels':>8s} {'different':>9s}", *(f"{stage:>16s}" for stage in (*STAGES, "together")))
+    for model in record["models"]:
+        pairs = [(model[f"{stage}_s"], model[f"{stage}_cpu_s"]) for stage in STAGES]
+        pairs.append((sum(wall for wall, _ in pairs), sum(cpu for _, cpu in pairs)))
+        times = (f"{wall:6.1f} s ({cpu:5.1f})" for wall, cpu in pairs)
+        print(f"  {model['layers']:6d} {model['kernels']:8d} {model['different_kernels']:9d}", *times)
+    print("  wall time, in parentheses CPU time; kernels: in the lowered program, where equal calls should share one")
