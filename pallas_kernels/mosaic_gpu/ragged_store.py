@@ -53,9 +53,9 @@ def store_buffer(buffers, panel: int, where: Where):
     return buffers.at[where.warpgroup * 2 + panel % 2]
 
 
-def packed_tile(dtype):
-    """What `pack` returns."""
-    return plgpu.ShapeDtypeStruct((GROUP_ROWS, TILE_COLUMNS), dtype, layout=plgpu.Layout.WGMMA)
+def packed_tile(dtype, columns: int = TILE_COLUMNS):
+    """What `pack` returns; or so many columns of it."""
+    return plgpu.ShapeDtypeStruct((GROUP_ROWS, columns), dtype, layout=plgpu.Layout.WGMMA)
 
 
 def pack(accumulator, where, inputs, outputs, scratch):

@@ -26,13 +26,14 @@ def up_projection(
     groups: RowGroups,
     *,
     activation: Callable[..., Array],
+    keep_pre_activations: bool = True,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
 
     A tile holds `256 / len(weights)` columns of each projection side by side, so one wgmma multiplies a gathered tile
     with both. The activation is computed from the float32 accumulators and stored at the end of its tile; the packed
-    pre-activations follow under the next tile.
+    pre-activations follow under the next tile. Where they are not kept, the activation does.
     """
     weights = tuple(w.astype(x.dtype) for w in weights)
     num_experts, d, n = weights[0].shape
@@ -53,19 +54,21 @@ def up_projection(
 
     def finish(accumulator, where, inputs, outputs, scratch):
         bias = inputs[-1] if biases else None
-        packed = {}
+        packed, activated = {}, []
         for panel in range(panels):
             own = range(panel, TILE_COLUMNS // PANEL, panels)  # of each projection
             pre = [tile_panel(accumulator, p, where, bias) for p in own]
             for p, values in zip(own, pre, strict=True):
                 packed[p] = values.astype(x.dtype)
-            hidden = value(activation, pre).astype(x.dtype)
-            column = place(panel, where.column_tile)[1]
-            store_rows(hidden, store_buffer(scratch[0], panel, where), outputs[-1], where, column)
-        return lax.concatenate([packed[p] for p in range(TILE_COLUMNS // PANEL)], 1)
+            activated.append(value(activation, pre).astype(x.dtype))
+            if keep_pre_activations:
+                column = place(panel, where.column_tile)[1]
+                store_rows(activated[-1], store_buffer(scratch[0], panel, where), outputs[-1], where, column)
+        held = [packed[p] for p in range(TILE_COLUMNS // PANEL)] if keep_pre_activations else activated
+        return lax.concatenate(held, 1)
 
     def store(packed, panel, where, inputs, outputs, scratch):
-        projection, column = place(panel, where.column_tile)
+        projection, column = place(panel, where.column_tile)  # the activation's panels are those of the first
         values = packed[:, panel * PANEL : (panel + 1) * PANEL]
         store_rows(values, store_buffer(scratch[0], panel, where), outputs[projection], where, column)
 
@@ -75,11 +78,12 @@ def up_projection(
         bias = (jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2),)
 
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
+    held_panels = TILE_COLUMNS // PANEL if keep_pre_activations else panels
     *pre_activations, hidden = row_matmul(
         RowMatmul(
             name="moe_up_projection",
             inputs=(x, groups.token_indices, *weights, *bias),
-            outputs=(rows,) * (len(weights) + 1),
+            outputs=(rows,) * (len(weights) + 1 if keep_pre_activations else 1),
             num_column_tiles=column_tiles,
             k_steps=-(-x.shape[1] // K_STEP),
             gathers=True,
@@ -88,8 +92,8 @@ def up_projection(
             load=load,
             finish=finish,
             store=store,
-            held=packed_tile(x.dtype),
-            chunks=TILE_COLUMNS // PANEL,
+            held=packed_tile(x.dtype, held_panels * PANEL),
+            chunks=held_panels,
             scratch=(store_buffers(x.dtype),),
             registers=(88, 208),
             tuning=find_tuning(TileTuning, "up_projection", tuning, shape),

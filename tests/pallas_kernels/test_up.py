@@ -1,10 +1,12 @@
 """Up projection and its backward with respect to the tokens."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.numerics import TOLERANCE, assert_close
+from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 from tests.pallas_kernels.rows import (
     ACTIVATIONS,
     D,
@@ -36,6 +38,16 @@ def test_up_projection(kernels, rows, dtype, biases, projections):
     assert_close(hidden[owned], expected_hidden[owned], TOLERANCE[dtype])
     assert {a.dtype.name for a in (*pre, hidden)} == {dtype}
     assert np.isfinite(wide(hidden)[rows.expert >= 0]).all()
+
+
+@over_projections
+def test_activation_without_pre_activations(kernels, rows, projections):
+    x = rows.normal(rows.num_tokens, D, dtype="bfloat16")
+    weights = tuple(rows.normal(rows.num_experts, D, N, fan_in=D) for _ in range(projections))
+    up = partial(kernels.up_projection, x, weights, (), rows.groups, activation=ACTIVATIONS[projections])
+    pre, hidden = jax.jit(lambda: up(keep_pre_activations=False))()
+    assert pre == ()
+    assert_same_bits(hidden[rows.owned], jax.jit(up)()[1][rows.owned])
 
 
 @over_dtypes
