@@ -24,6 +24,7 @@ def up_projection(
     groups: RowGroups,
     *,
     activation: Callable[..., Array],
+    keep_pre_activations: bool = True,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
@@ -94,4 +95,4 @@ def up_projection(
         ),
         groups.tiles,
     )
-    return tuple(pre_activations), hidden
+    return tuple(pre_activations) if keep_pre_activations else (), hidden
