@@ -161,18 +161,17 @@ class _Settings:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _expert_ffn(settings: _Settings, token, x, params: Parameters, weights, experts, indices: Indices):
-    return _forward(settings, token, x, params, weights, experts, indices)[0]
+    _, hidden = _up(settings, x, params, indices, keep_pre_activations=False)
+    return _down(settings, hidden, params, weights, experts, indices)
 
 
 def _forward(settings, _, x, params, weights, experts, indices):
-    pre_activations, hidden = _up(settings, x, params, indices)
-    pre_activations = tuple(
-        checkpoint_name(p, name)
-        for p, name in zip(pre_activations, PRE_ACTIVATION_NAMES[-len(pre_activations) :], strict=True)
-    )
+    keep = settings.save == "pre_activations"
+    pre_activations, hidden = _up(settings, x, params, indices, keep_pre_activations=keep)
+    names = PRE_ACTIVATION_NAMES[-len(params.up_weights) :] if keep else ()
+    kept = tuple(checkpoint_name(p, name) for p, name in zip(pre_activations, names, strict=True))
     y = _down(settings, hidden, params, weights, experts, indices)
-    kept = pre_activations if settings.save == "pre_activations" else None
-    return y, (x, params, weights, indices, kept)
+    return y, (x, params, weights, indices, kept if keep else None)
 
 
 def _backward(settings, residuals, dy):
@@ -180,7 +179,7 @@ def _backward(settings, residuals, dy):
     if pre_activations is None:
         # Without the barrier XLA would see that these were computed before, and keep them.
         x, dy = lax.optimization_barrier((x, dy))
-        pre_activations, _ = _up(settings, x, params, indices)
+        pre_activations, _ = _up(settings, x, params, indices, keep_pre_activations=True)
     dx, d_params, d_weights = _grads(settings, x, params, weights, indices, pre_activations, dy)
     return None, dx, d_params, d_weights, None, None
 
@@ -202,14 +201,19 @@ def _dispatch(experts, num_experts: int, implementation: Implementation, dispatc
     return Indices(groups, position)
 
 
-def _up(settings: _Settings, x, params: Parameters, indices: Indices):
-    """Pre-activations and activation of every row."""
+def _up(settings: _Settings, x, params: Parameters, indices: Indices, *, keep_pre_activations: bool):
+    """Pre-activations (none unless kept) and activation of every row."""
 
     @differentiated_once
     def run(x, params, indices):
         kernels = kernels_of(settings.implementation)
         return kernels.up_projection(
-            x, params.up_weights, params.up_biases, indices.groups, activation=settings.activation.function
+            x,
+            params.up_weights,
+            params.up_biases,
+            indices.groups,
+            activation=settings.activation.function,
+            keep_pre_activations=keep_pre_activations,
         )
 
     return run(x, params, indices)

@@ -95,7 +95,8 @@ def _plan(
         return items, _said(partial(measure_memory, dtype=dtype, peers=arguments.peers)), print_memory
     if arguments.kernels:
         return items, _said(partial(measure_kernels, dtype=dtype, **common)), print_kernels
-    run = partial(compare, dtype=dtype, peers=arguments.peers, limit_seconds=arguments.limit_seconds, **common)
+    of_layers = {"peers": arguments.peers, "same_experts": arguments.same_experts}
+    run = partial(compare, dtype=dtype, limit_seconds=arguments.limit_seconds, **of_layers, **common)
     return items, lambda item, bar: run(item, progress=bar.say), print_comparison
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from blaze_jax.benchmark.ceilings import DENSE, CeilingCalls, Ceilings
 from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, abstract_inputs, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.peers import (
+    PORTABLE,
     RAGGED_DOT,
     TOKAMAX,
     Layer,
@@ -40,6 +41,7 @@ def compare(
     repeats: int,
     implementation=None,
     limit_seconds: float = 20.0,
+    same_experts: bool = False,
     progress: Callable[[str], object] = lambda message: None,
 ) -> dict[str, Any]:
     """Times and memory of our layer and its peers, as they go into the JSON file.
@@ -51,15 +53,18 @@ def compare(
       repeats: timed runs of each pass; three of what takes more than a quarter of a second.
       implementation: of our layer.
       limit_seconds: a call estimated, or seen, to take longer is reported and not timed.
+      same_experts: route all tokens to the same K experts, not at random.
       progress: called with what comes next.
     """
-    inputs = expert_inputs(sizes, dtype)
+    inputs = expert_inputs(sizes, dtype, same_experts=same_experts)
     ceiling_calls = CeilingCalls(dtype)
     rough = ceiling_calls.rates(time_calls(ceiling_calls.calls, repeats=3))
     implementation = choose_implementation(implementation, inputs[0], inputs[1:4], ())
     layers = [_Candidate(OURS, implementation, partial(expert_ffn, implementation=implementation))]
     failures = []
     for name in peers:
+        if name == PORTABLE and implementation == "xla":
+            continue  # ours already
         progress(f"compiling {name}")
         try:
             layers.append(_best_variant(name, sizes, inputs, rough, limit_seconds))
@@ -88,6 +93,7 @@ def compare(
         "kind": "compare",
         "sizes": sizes._asdict(),
         "dtype": jnp.dtype(dtype).name,
+        "same_experts": same_experts,
         "ceilings": {phase: c._asdict() for phase, c in ceilings.items()},
         "layers": [*records.values(), *failures],
     }

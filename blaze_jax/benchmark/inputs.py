@@ -14,11 +14,12 @@ PASSES = {FORWARD: 1, BOTH: 3}
 """The two passes that are timed, and how many times the forward pass's arithmetic they take."""
 
 
-def expert_inputs(sizes: Sizes, dtype) -> tuple:
-    """Random `(x, w_gate, w_up, w_down, weights, experts)` under uniformly random routing."""
+def expert_inputs(sizes: Sizes, dtype, *, same_experts: bool = False) -> tuple:
+    """Random `(x, w_gate, w_up, w_down, weights, experts)`, routed at random, or all tokens to the same K experts."""
     tokens, d, n, num_experts, slots = sizes
     keys = jax.random.split(jax.random.key(0), 5)
-    routing = route(jax.random.normal(keys[4], (tokens, num_experts)), slots)
+    logits = jax.random.normal(keys[4], (1 if same_experts else tokens, num_experts))
+    routing = route(jnp.broadcast_to(logits, (tokens, num_experts)), slots)
     matrices = (_matrices(keys[i], num_experts, shape, dtype) for i, shape in ((1, (d, n)), (2, (d, n)), (3, (n, d))))
     x = jax.random.normal(keys[0], (tokens, d), jnp.float32).astype(dtype)
     return x, *matrices, routing.weights, routing.experts

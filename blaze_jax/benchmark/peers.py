@@ -1,4 +1,4 @@
-"""What a JAX user would otherwise run: the same layer in three conventional forms.
+"""What a JAX user would otherwise run: the same layer in three conventional forms, and our portable one.
 
 All take `(x, w_gate, w_up, w_down, weights, experts)` as `blaze_jax.expert_ffn` does, SwiGLU, without empty slots.
 """
@@ -12,13 +12,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from blaze_jax.experts import expert_ffn
+
 type Layer = Callable[..., Array]
 type RaggedDot = Callable[[Array, Array, Array], Array]
 
 TOKAMAX = "sort + tokamax"
 RAGGED_DOT = "sort + lax.ragged_dot"
 DENSE_DISPATCH = "dense dispatch"
-PEERS = (TOKAMAX, RAGGED_DOT, DENSE_DISPATCH)
+PORTABLE = "blaze_jax (xla)"
+PEERS = (TOKAMAX, RAGGED_DOT, DENSE_DISPATCH, PORTABLE)
 
 GROUP_TOKENS = 1024
 CAPACITY_FACTOR = 1.25
@@ -90,6 +93,8 @@ def peer_variants(name: str, *, for_gpu: bool | None = None) -> Mapping[str, Lay
         return {"XLA": sorted_layer(jax.lax.ragged_dot)}
     if name == DENSE_DISPATCH:
         return {"einsum": dense_dispatch_layer}
+    if name == PORTABLE:
+        return {"": partial(expert_ffn, implementation="xla")}
     return {
         backend: sorted_layer(dot)
         for backend, dot in tokamax_backends(jax.default_backend() == "gpu" if for_gpu is None else for_gpu).items()

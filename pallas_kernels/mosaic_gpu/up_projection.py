@@ -18,7 +18,7 @@ from pallas_kernels.mosaic_gpu.traced_once import traced_once
 from pallas_kernels.mosaic_gpu.tuning import TileTuning, find_tuning, shape_key
 
 
-@traced_once("activation", "tuning")
+@traced_once("activation", "keep_pre_activations", "tuning")
 def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
@@ -100,4 +100,4 @@ def up_projection(
         ),
         groups.tiles,
     )
-    return tuple(pre_activations), hidden
+    return tuple(pre_activations) if keep_pre_activations else (), hidden

@@ -1,5 +1,7 @@
 """Dispatch without a sort: counts per tile, an exclusive scan, and direct writes to the final position."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 from jax.core import min_dim
@@ -11,6 +13,32 @@ from pallas_kernels.xla.row_groups import RowGroups, zeros
 def tile_pairs(num_experts: int) -> int:
     """Pairs of a tile: few, since they are counted in turn, but enough that the counts stay linear in T·K."""
     return min(max(32, 1 << (num_experts // 4 - 1).bit_length()), 256)
+
+
+def count_in_turn(
+    tiles: Int[Array, "tiles P"], num_experts: int
+) -> tuple[Int[Array, "tiles E+1"], Int[Array, "tiles P"]]:
+    """Pairs of each tile by expert, and every pair's rank: how many of its expert come before it in its tile.
+
+    A step per place in a tile, all tiles at once: one operation per pair, which is what suits a CPU.
+    """
+    tile = jnp.arange(tiles.shape[0], dtype=jnp.int32)
+
+    def count_pair(counts, expert):
+        return counts.at[tile, expert].add(1, mode="promise_in_bounds"), counts[tile, expert]
+
+    counts, rank = lax.scan(count_pair, zeros((tiles.shape[0], num_experts + 1), jnp.int32, tiles), tiles.T)
+    return counts, rank.T
+
+
+def count_by_comparison(
+    tiles: Int[Array, "tiles P"], num_experts: int
+) -> tuple[Int[Array, "tiles E+1"], Int[Array, "tiles P"]]:
+    """The same with each pair compared to all of its tile and to every expert, all at once, as suits an accelerator."""
+    counts = (tiles[:, None] == jnp.arange(num_experts + 1, dtype=jnp.int32)[None, :, None]).sum(2, dtype=jnp.int32)
+    place = jnp.arange(tiles.shape[1], dtype=jnp.int32)
+    earlier = (place[None] < place[:, None])[None]
+    return counts, ((tiles[:, None] == tiles[:, :, None]) & earlier).sum(2, dtype=jnp.int32)
 
 
 def dispatch(
@@ -39,20 +67,18 @@ def dispatch(
     num_tiles = -(-flat.size // pairs)
     tiles = jnp.pad(flat, (0, num_tiles * pairs - flat.size), constant_values=num_experts).reshape(num_tiles, pairs)
 
-    # One step per place in a tile, all tiles at once: a pair's rank is the count so far of its expert in its tile.
+    options = {"num_experts": num_experts}
+    counts, rank_in_tile = lax.platform_dependent(
+        tiles, cpu=partial(count_in_turn, **options), default=partial(count_by_comparison, **options)
+    )
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
-
-    def count_pair(counts, expert):
-        return counts.at[tile, expert].add(1, mode="promise_in_bounds"), counts[tile, expert]
-
-    counts, rank_in_tile = lax.scan(count_pair, zeros((num_tiles, num_experts + 1), jnp.int32, experts), tiles.T)
     pairs_before_tile = jnp.cumsum(counts, axis=0) - counts
     group_sizes = counts.sum(0, dtype=jnp.int32)[:num_experts]
     aligned_sizes = -(-group_sizes // row_alignment) * row_alignment
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(aligned_sizes, dtype=jnp.int32)])
 
     first_position = pairs_before_tile + offsets[None]
-    positions = first_position[tile[:, None], tiles] + rank_in_tile.T
+    positions = first_position[tile[:, None], tiles] + rank_in_tile
     positions = jnp.where(tiles < num_experts, positions, num_rows).reshape(-1)[: flat.size]
     tokens = lax.iota(jnp.int32, flat.size) // slots
     token_indices = jnp.full((num_rows,), num_tokens, jnp.int32).at[positions].set(tokens, mode="drop")

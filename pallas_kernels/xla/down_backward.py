@@ -3,10 +3,18 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, gather_rows, map_rows, read_rows, zeros
+from pallas_kernels.xla.row_groups import (
+    RowGroups,
+    accumulator_dtype,
+    gather_rows,
+    map_rows,
+    product,
+    read_rows,
+    zeros,
+)
 
 
 def down_backward(
@@ -37,19 +45,24 @@ def down_backward(
     dtype = pre_activations[0].dtype
     wide = accumulator_dtype(dtype)
 
+    def prepare(own):
+        return tuple(a.astype(dtype) for a in own)
+
     def compute(own, tile, rows):
         *pre, _, _ = rows
         dy_rows = gather_rows(dy, groups, tile)
-        d_hidden = jnp.dot(dy_rows, own[0].astype(dtype).T, preferred_element_type=wide)
+        d_hidden = product(dy_rows, own[0], 2, 2)
         hidden, activation_vjp = jax.vjp(activation, *(read_rows(p, tile).astype(wide) for p in pre))
-        d_weight = (d_hidden * hidden).sum(-1)
+        d_weight = (d_hidden * hidden).sum(-1, keepdims=True)
         if b_down is not None:
-            d_weight += jnp.dot(dy_rows, own[1].astype(dtype), preferred_element_type=wide)
-        weight = read_rows(row_weights, tile).astype(wide)[:, None]
-        return *activation_vjp(weight * d_hidden), weight * hidden, d_weight[:, None]
+            d_weight += product(dy_rows, own[1][:, None], 2, 2)
+        weight = read_rows(row_weights, tile).astype(wide)[..., None]
+        values = (*(v.astype(dtype) for v in (*activation_vjp(weight * d_hidden), weight * hidden)), d_weight)
+        # Every read of the tile before the first write: otherwise XLA copies whole buffers for each tile.
+        return lax.optimization_barrier(values)
 
     weights = (w_down,) if b_down is None else (w_down, b_down)
     like = (dy, w_down, pre_activations, row_weights)
     buffers = (*pre_activations, zeros(pre_activations[0].shape, dtype, like), zeros((groups.num_rows, 1), wide, like))
-    *d_pre_activations, weighted_hidden, d_row_weights = map_rows(groups, weights, compute, buffers)
+    *d_pre_activations, weighted_hidden, d_row_weights = map_rows(groups, weights, prepare, compute, buffers)
     return tuple(d_pre_activations), weighted_hidden, d_row_weights[:, 0]

@@ -1,10 +1,9 @@
 """Down projection of a block of output columns: activations through the down weights of their expert."""
 
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, map_rows, read_rows, zeros
+from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, map_rows, product, read_rows, zeros
 
 
 def down_projection(
@@ -18,14 +17,14 @@ def down_projection(
     """Columns `first_column` to `first_column + num_columns` of every row's expert output, in the dtype of `hidden`."""
     wide = accumulator_dtype(hidden.dtype)
 
-    def columns(array):
-        return lax.dynamic_slice_in_dim(array, first_column, num_columns, axis=-1)
+    def prepare(own):
+        weight, *bias = (lax.dynamic_slice_in_dim(a, first_column, num_columns, axis=-1) for a in own)
+        return (weight.astype(hidden.dtype), *(b.astype(wide)[:, None] for b in bias))
 
     def compute(own, tile, _):
-        out = jnp.dot(read_rows(hidden, tile), columns(own[0]).astype(hidden.dtype), preferred_element_type=wide)
-        out = out + columns(own[1])[None].astype(wide) if b_down is not None else out
-        return (out,)
+        out = product(read_rows(hidden, tile), own[0], 2, 1)
+        return (out if b_down is None else out + own[1],)
 
     weights = (w_down,) if b_down is None else (w_down, b_down)
     buffer = zeros((groups.num_rows, num_columns), hidden.dtype, hidden)
-    return map_rows(groups, weights, compute, (buffer,))[0]
+    return map_rows(groups, weights, prepare, compute, (buffer,))[0]

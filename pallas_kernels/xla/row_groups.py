@@ -1,10 +1,15 @@
 """Rows grouped by expert, and the loops over them that every portable op is built from.
 
-A row is one (token, slot) pair; rows of an expert lie next to each other. The loops visit only experts that have rows,
-and only as many tiles as those rows need, so the arithmetic is exact: nothing grows with the number of experts.
+A row is one (token, slot) pair; rows of an expert lie next to each other. A turn of the loops takes a window of rows of
+each of a few experts, multiplied as a batch. Experts come in the order of their rows, the most first, so that those of
+a batch have about as many; experts without rows are not visited. So the arithmetic is exact whatever the routing, and
+little of it is done on rows that do not count.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
@@ -20,6 +25,13 @@ type Arrays = tuple[Array, ...]
 
 MAX_TILE_ROWS = 128
 MIN_TILE_ROWS = 8
+
+TURN_ELEMENTS = 24 * 2**20
+"""Elements that an accelerator reads and writes in a turn: enough to keep it busy, not so many that they need memory.
+"""
+
+MAX_BATCH = 16
+"""Experts of a batch at most: with all tokens on a few, the others of their batch are computed for nothing."""
 
 
 class RowGroups(NamedTuple):
@@ -42,15 +54,31 @@ class RowGroups(NamedTuple):
         return self.offsets.shape[0] - 1
 
 
-class Tile(NamedTuple):
-    """A window of consecutive rows: `rows` of them from `start`; `mine` marks those of the expert being visited."""
+class Turn(NamedTuple):
+    """What a turn of the loops takes: `rows` of each of `experts` experts."""
 
-    start: Int[Array, ""]
-    mine: Bool[Array, "rows 1"]
+    experts: int
+    rows: int
+
+
+class Tile(NamedTuple):
+    """Windows of consecutive rows, one for each expert visited: `mine` marks the rows that are its own.
+
+    Attributes:
+      start: `(B,)` int32, first row of each window.
+      mine: `(B, C, 1)`, for windows of C rows.
+    """
+
+    start: Int[Array, " B"]
+    mine: Bool[Array, "B C 1"]
 
     @property
-    def rows(self) -> int:
-        return self.mine.shape[0]
+    def turn(self) -> Turn:
+        return Turn(*self.mine.shape[:2])
+
+    @property
+    def row(self) -> Int[Array, "B C"]:
+        return self.start[:, None] + lax.iota(jnp.int32, self.turn.rows)[None]
 
 
 def accumulator_dtype(*dtypes) -> jnp.dtype:
@@ -58,37 +86,97 @@ def accumulator_dtype(*dtypes) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
-def tile_rows(groups: RowGroups) -> int:
-    """Rows per tile: about half an expert's share, so that partly filled tiles waste little and products stay large."""
+_forced_turn: ContextVar[Turn | None] = ContextVar("forced_turn", default=None)
+
+
+@contextmanager
+def turns_of(experts: int, rows: int) -> Iterator[None]:
+    """What is traced inside takes so many rows of so many experts a turn, on every platform: for tests and tuning."""
+    token = _forced_turn.set(Turn(experts, rows))
+    try:
+        yield
+    finally:
+        _forced_turn.reset(token)
+
+
+def cpu_turn(groups: RowGroups) -> Turn:
+    """One expert's rows, about half its share: partly filled tiles waste little there, and products stay large."""
     if is_symbolic_dim(groups.num_rows):
-        return min_dim(MAX_TILE_ROWS, groups.num_rows)
+        return Turn(1, min_dim(MAX_TILE_ROWS, groups.num_rows))
     share = groups.num_rows // groups.num_experts
-    return min(max(MIN_TILE_ROWS, min(MAX_TILE_ROWS, 1 << (share // 2).bit_length())), groups.num_rows)
+    rows = max(MIN_TILE_ROWS, min(MAX_TILE_ROWS, 1 << (share // 2).bit_length()))
+    return Turn(1, min(rows, groups.num_rows))
 
 
-def read_rows(array: Shaped[Array, "R ..."], tile: Tile) -> Shaped[Array, "rows ..."]:
+def accelerator_turn(groups: RowGroups, width: int) -> Turn:
+    """Many rows: of one expert if it has as many, or else of a batch of experts.
+
+    Args:
+      groups: the rows by expert.
+      width: elements read and written for a row.
+    """
+    budget = max(MAX_TILE_ROWS, TURN_ELEMENTS // width)
+    if is_symbolic_dim(groups.num_rows):
+        return Turn(1, min_dim(budget, groups.num_rows))
+    share = groups.num_rows / groups.num_experts
+    share += 3 * math.sqrt(share)  # so many rows has hardly an expert, if all are chosen alike
+    turns = max(2, math.ceil(share / budget))
+    rows = min(-(-math.ceil(share / turns) // MIN_TILE_ROWS) * MIN_TILE_ROWS, groups.num_rows)
+    # Half of the experts at most: what is gathered or converted for a batch is never a copy of all weights.
+    return Turn(max(1, min(budget // rows, MAX_BATCH, groups.num_experts // 2)), rows)
+
+
+def _on_platform[T](groups: RowGroups, width: int, run: Callable[[Turn], T]) -> T:
+    """`run` with turns that suit the platform which the program is compiled for, and that need not be here."""
+    if forced := _forced_turn.get():
+        return run(Turn(min(forced.experts, groups.num_experts), min_dim(forced.rows, groups.num_rows)))
+    cpu, accelerator = cpu_turn(groups), accelerator_turn(groups, width)
+    return lax.platform_dependent(cpu=lambda: run(cpu), default=lambda: run(accelerator))
+
+
+def read_rows(array: Shaped[Array, "R ..."], tile: Tile) -> Shaped[Array, "B C ..."]:
     """The tile's rows of `array`, rows of other experts included."""
-    return lax.dynamic_slice_in_dim(array, tile.start, tile.rows)
+
+    def window(start):
+        return lax.dynamic_slice_in_dim(array, start, tile.turn.rows)
+
+    return window(tile.start[0])[None] if tile.turn.experts == 1 else jax.vmap(window)(tile.start)
 
 
-def read_own_rows(array: Float[Array, "R width"], tile: Tile) -> Float[Array, "rows width"]:
+def read_own_rows(array: Float[Array, "R width"], tile: Tile) -> Float[Array, "B C width"]:
     """The tile's rows of `array`, zeros for rows of other experts: they may hold NaN, and NaN times zero is NaN."""
     return jnp.where(tile.mine, read_rows(array, tile), 0)
 
 
-def gather_rows(tokens: Float[Array, "T width"], groups: RowGroups, tile: Tile) -> Float[Array, "rows width"]:
+def gather_rows(tokens: Float[Array, "T width"], groups: RowGroups, tile: Tile) -> Float[Array, "B C width"]:
     """Rows of `tokens` that the tile's own rows stand for; zeros for padding and for rows of other experts."""
-    indices = jnp.where(tile.mine[:, 0], read_rows(groups.token_indices, tile), tokens.shape[0])
+    indices = jnp.where(tile.mine[..., 0], read_rows(groups.token_indices, tile), tokens.shape[0])
     # The barrier keeps the gather out of the product's operand loop, where the CPU would index element by element.
     return lax.optimization_barrier(tokens.at[indices].get(mode="fill", fill_value=0))
 
 
 def write_rows(
-    array: Float[Array, "R width"], values: Float[Array, "rows width"], tile: Tile
+    array: Float[Array, "R width"], values: Float[Array, "B C width"], tile: Tile
 ) -> Float[Array, "R width"]:
     """`array` with the tile's own rows replaced by `values`; rows of other experts keep what they hold."""
-    merged = jnp.where(tile.mine, values.astype(array.dtype), read_rows(array, tile))
-    return lax.dynamic_update_slice_in_dim(array, merged, tile.start, axis=0)
+    if tile.turn.experts == 1:
+        start = tile.start[0]
+        merged = jnp.where(tile.mine[0], values[0], lax.dynamic_slice_in_dim(array, start, tile.turn.rows))
+        return lax.dynamic_update_slice_in_dim(array, merged, start, axis=0)
+    # Those dropped are distinct rows, too: told that all are, XLA writes plainly, and not one after another.
+    dropped = array.shape[0] + lax.iota(jnp.int32, math.prod(tile.turn)).reshape(tile.turn)
+    row = jnp.where(tile.mine[..., 0], tile.row, dropped)
+    return array.at[row].set(values, mode="drop", unique_indices=True)
+
+
+def product(
+    lhs: Float[Array, "B _ _"], rhs: Float[Array, "B _ _"], lhs_axis: int, rhs_axis: int
+) -> Float[Array, "B _ _"]:
+    """Product of each expert's matrices that contracts these axes of `lhs` and `rhs`, accumulated and left wide."""
+    # Without the barrier XLA merges products that share an operand, and concatenates their weights in every turn.
+    lhs, rhs = lax.optimization_barrier((lhs, rhs))
+    axes = (((lhs_axis,), (rhs_axis,)), ((0,), (0,)))
+    return lax.dot_general(lhs, rhs, axes, preferred_element_type=accumulator_dtype(lhs.dtype))
 
 
 def zeros(shape: tuple[int, ...], dtype, *like) -> Array:
@@ -96,51 +184,72 @@ def zeros(shape: tuple[int, ...], dtype, *like) -> Array:
     return vary_over(jnp.zeros(shape, dtype), varying_axes(*like))
 
 
-def _for_each_expert[Carry](groups: RowGroups, visit: Callable[[Int[Array, ""], Carry], Carry], carry: Carry) -> Carry:
-    """`visit(expert, carry)` in ascending order for every expert that has rows."""
-    has_rows = groups.offsets[1:] > groups.offsets[:-1]
-    slot = jnp.where(has_rows, jnp.cumsum(has_rows) - 1, groups.num_experts)
-    busy = jnp.zeros_like(slot).at[slot].set(jnp.arange(groups.num_experts, dtype=slot.dtype), mode="drop")
-    return lax.fori_loop(0, has_rows.sum(dtype=jnp.int32), lambda i, c: visit(busy[i], c), carry)
+def _for_each_batch[Carry](
+    groups: RowGroups, turn: Turn, visit: Callable[[Int[Array, " B"], Callable, Carry], Carry], carry: Carry
+) -> Carry:
+    """`visit(experts, for_each_tile, carry)` for every batch of experts that has rows.
 
+    `for_each_tile(step, carry)` is `step(tile, carry)` over the rows of the batch, first to last. Where the experts do
+    not fill the last batch, there are distinct ids past the last, of experts without rows.
+    """
+    num_experts, batch = groups.num_experts, turn.experts
+    load = groups.offsets[1:] - groups.offsets[:-1]
+    order = jnp.argsort(-load, stable=True).astype(jnp.int32)
+    order = jnp.concatenate([order, jnp.arange(num_experts, num_experts + -num_experts % batch, dtype=jnp.int32)])
 
-def _for_each_tile[Carry](groups: RowGroups, expert, visit: Callable[[Tile, Carry], Carry], carry: Carry) -> Carry:
-    """`visit(tile, carry)` over the rows of one expert, first to last."""
-    rows = tile_rows(groups)
-    first, end = groups.offsets[expert], groups.offsets[expert + 1]
+    def visit_batch(i, carry):
+        experts = lax.dynamic_slice_in_dim(order, i * batch, batch)
+        first, end = (groups.offsets.at[e].get(mode="clip") for e in (experts, experts + 1))
 
-    def step(i, carry):
-        wanted = first + i * rows
-        start = jnp.minimum(wanted, groups.num_rows - rows)  # the last window may reach back, never past the end
-        row = start + jnp.arange(rows, dtype=jnp.int32)
-        return visit(Tile(start, ((row >= wanted) & (row < end))[:, None]), carry)
+        def step_at(step, i, carry):
+            wanted = first + i * turn.rows
+            start = jnp.minimum(wanted, groups.num_rows - turn.rows)  # the last window may reach back, never too far
+            row = Tile(start, jnp.zeros((*turn, 1), jnp.bool)).row
+            mine = (row >= wanted[:, None]) & (row < end[:, None])
+            return step(Tile(start, mine[..., None]), carry)
 
-    return lax.fori_loop(0, (end - first + rows - 1) // rows, step, carry)
+        def for_each_tile(step, carry):
+            tiles = ((end - first).max() + turn.rows - 1) // turn.rows
+            return lax.fori_loop(0, tiles, lambda i, c: step_at(step, i, c), carry)
+
+        return visit(experts, for_each_tile, carry)
+
+    busy = (load > 0).sum(dtype=jnp.int32)
+    return lax.fori_loop(0, (busy + batch - 1) // batch, visit_batch, carry)
 
 
 def map_rows(
-    groups: RowGroups, weights: Arrays, compute: Callable[[Arrays, Tile, Arrays], Arrays], rows: Arrays
+    groups: RowGroups,
+    weights: Arrays,
+    prepare: Callable[[Arrays], Arrays],
+    compute: Callable[[Arrays, Tile, Arrays], Arrays],
+    rows: Arrays,
 ) -> Arrays:
     """Fills row buffers tile by tile, in place.
 
     Args:
       groups: the rows by expert.
-      weights: arrays `(E, ...)`; `compute` gets the slice of the tile's expert.
-      compute: `(expert's weights, tile, rows so far) -> new values of the tile's rows`, one array per buffer.
+      weights: arrays `(E, ...)`, a matrix for each expert first.
+      prepare: what `compute` shall have of a batch's weights `(B, ...)`, computed once for the batch.
+      compute: `(prepared weights, tile, rows so far) -> new values of the tile's rows`, one array `(B, C, ...)` per
+        buffer. One that reads the rows so far does so behind a barrier, before the first write: otherwise XLA copies
+        whole buffers for each tile.
       rows: the buffers `(R, ...)`; rows of no expert keep what they hold.
     """
 
-    def visit_expert(expert, rows):
-        own = tuple(lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in weights)
+    def run(turn: Turn) -> Arrays:
+        def visit(experts, for_each_tile, rows):
+            own = lax.optimization_barrier(prepare(tuple(_own(w, experts) for w in weights)))
 
-        def visit_tile(tile, rows):
-            # Every read of the tile before the first write: otherwise XLA copies whole buffers for each tile.
-            values = lax.optimization_barrier(compute(own, tile, rows))
-            return tuple(write_rows(r, v, tile) for r, v in zip(rows, values, strict=True))
+            def step(tile, rows):
+                values = compute(own, tile, rows)
+                return tuple(write_rows(r, v.astype(r.dtype), tile) for r, v in zip(rows, values, strict=True))
 
-        return _for_each_tile(groups, expert, visit_tile, rows)
+            return for_each_tile(step, rows)
 
-    return _for_each_expert(groups, visit_expert, vary_over(rows, varying_axes(groups, weights, rows)))
+        return _for_each_batch(groups, turn, visit, vary_over(rows, varying_axes(groups, weights, rows)))
+
+    return _on_platform(groups, sum(weights[0].shape[1:]), run)
 
 
 def sum_rows(
@@ -150,22 +259,41 @@ def sum_rows(
 
     Args:
       groups: the rows by expert.
-      terms: the tile's contribution, one array per entry of `out` without its leading axis.
-      out: shape `(E, ...)` and dtype of every result.
+      terms: the tile's contribution, one array `(B, ...)` per entry of `out`.
+      out: shape `(E, ...)` and dtype of every result, a matrix for each expert first.
       *like: the arrays `terms` reads.
     """
     read = [a.dtype for a in jax.tree.leaves(like)]
 
-    def visit_expert(expert, results):
-        start = tuple(zeros(o.shape[1:], accumulator_dtype(o.dtype, *read), groups, like) for o in out)
+    def run(turn: Turn) -> Arrays:
+        def visit(experts, for_each_tile, results):
+            def add(tile, sums):
+                return tuple(s + t.astype(s.dtype) for s, t in zip(sums, terms(tile), strict=True))
 
-        def add(tile, sums):
-            return tuple(s + t.astype(s.dtype) for s, t in zip(sums, terms(tile), strict=True))
+            shapes = ((turn.experts, *o.shape[1:]) for o in out)
+            start = tuple(
+                zeros(shape, accumulator_dtype(o.dtype, *read), groups, like)
+                for shape, o in zip(shapes, out, strict=True)
+            )
+            sums = for_each_tile(add, start)
+            return tuple(_replace(r, s.astype(r.dtype), experts) for r, s in zip(results, sums, strict=True))
 
-        sums = _for_each_tile(groups, expert, add, start)
-        return tuple(
-            lax.dynamic_update_index_in_dim(r, s.astype(r.dtype), expert, axis=0)
-            for r, s in zip(results, sums, strict=True)
-        )
+        return _for_each_batch(groups, turn, visit, tuple(zeros(o.shape, o.dtype, groups, like) for o in out))
 
-    return _for_each_expert(groups, visit_expert, tuple(zeros(o.shape, o.dtype, groups, like) for o in out))
+    return _on_platform(groups, sum(out[0].shape[1:]), run)
+
+
+def _own(array: Shaped[Array, "E ..."], experts: Int[Array, " B"]) -> Shaped[Array, "B ..."]:
+    """The experts' slices; an id past the last gets any."""
+    if experts.shape[0] == 1:
+        return lax.dynamic_slice_in_dim(array, experts[0], 1)
+    return array.at[experts].get(mode="clip")
+
+
+def _replace(
+    array: Shaped[Array, "E ..."], values: Shaped[Array, "B ..."], experts: Int[Array, " B"]
+) -> Shaped[Array, "E ..."]:
+    """`array` with the experts' slices replaced; ids past the last are dropped."""
+    if experts.shape[0] == 1:
+        return lax.dynamic_update_slice_in_dim(array, values, experts[0], axis=0)
+    return array.at[experts].set(values, mode="drop", unique_indices=True)

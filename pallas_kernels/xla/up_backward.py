@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, map_rows, read_rows, zeros
+from pallas_kernels.xla.row_groups import RowGroups, map_rows, product, read_rows, zeros
 
 
 def up_backward(
@@ -16,14 +16,14 @@ def up_backward(
 ) -> Float[Array, "R columns"]:
     """`Σ dP · Wᵀ` over the projections: `num_columns` columns from `first_column` of every row's input gradient."""
     dtype = d_pre_activations[0].dtype
-    wide = accumulator_dtype(dtype)
+
+    def prepare(own):
+        # Side by side along n: one product sums over the projections.
+        columns = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=1).astype(dtype) for w in own)
+        return (jnp.concatenate(list(columns), axis=2),)
 
     def compute(own, tile, _):
-        total = jnp.zeros((), wide)
-        for d_pre, weight in zip(d_pre_activations, own, strict=True):
-            columns = lax.dynamic_slice_in_dim(weight, first_column, num_columns, axis=0).astype(dtype)
-            total += jnp.dot(read_rows(d_pre, tile), columns.T, preferred_element_type=wide)
-        return (total,)
+        return (product(jnp.concatenate([read_rows(p, tile) for p in d_pre_activations], axis=2), own[0], 2, 2),)
 
     buffer = zeros((groups.num_rows, num_columns), dtype, d_pre_activations)
-    return map_rows(groups, weights, compute, (buffer,))[0]
+    return map_rows(groups, weights, prepare, compute, (buffer,))[0]

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, gather_rows, map_rows, zeros
+from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, gather_rows, map_rows, product, zeros
 
 
 def up_projection(
@@ -15,6 +14,7 @@ def up_projection(
     groups: RowGroups,
     *,
     activation: Callable[..., Array],
+    keep_pre_activations: bool = True,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
     """Pre-activations and activation of every row.
 
@@ -24,21 +24,27 @@ def up_projection(
       biases: as many as `weights`, or none.
       groups: the rows by expert.
       activation: elementwise function of the pre-activations.
+      keep_pre_activations: whether the caller wants them; if not, they are written nowhere.
 
     Returns:
-      The pre-activations (one array per weight) and the activation, in the dtype of `x`. The activation is computed
-      from the accumulators, before the pre-activations are rounded.
+      The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x`. The
+      activation is computed from the accumulators, before the pre-activations are rounded.
     """
     wide = accumulator_dtype(x.dtype)
     shape = (groups.num_rows, weights[0].shape[-1])
 
+    def prepare(own):
+        own_weights, own_biases = own[: len(weights)], own[len(weights) :]
+        return (*(w.astype(x.dtype) for w in own_weights), *(b.astype(wide)[:, None] for b in own_biases))
+
     def compute(own, tile, _):
         own_weights, own_biases = own[: len(weights)], own[len(weights) :]
-        gathered = gather_rows(x, groups, tile)
-        pre = [jnp.dot(gathered, w.astype(x.dtype), preferred_element_type=wide) for w in own_weights]
-        pre = [p + b[None].astype(wide) for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre
-        return *pre, activation(*pre)
+        tokens = gather_rows(x, groups, tile)
+        pre = [product(tokens, w, 2, 1) for w in own_weights]
+        pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre
+        return (*pre, activation(*pre)) if keep_pre_activations else (activation(*pre),)
 
-    buffers = tuple(zeros(shape, x.dtype, x) for _ in range(len(weights) + 1))
-    *pre_activations, hidden = map_rows(groups, weights + biases, compute, buffers)
+    num_buffers = len(weights) + 1 if keep_pre_activations else 1
+    buffers = tuple(zeros(shape, x.dtype, x) for _ in range(num_buffers))
+    *pre_activations, hidden = map_rows(groups, weights + biases, prepare, compute, buffers)
     return tuple(pre_activations), hidden

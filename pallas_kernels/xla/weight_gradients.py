@@ -4,15 +4,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, gather_rows, read_own_rows, read_rows, sum_rows
+from pallas_kernels.xla.row_groups import (
+    RowGroups,
+    accumulator_dtype,
+    gather_rows,
+    product,
+    read_own_rows,
+    read_rows,
+    sum_rows,
+)
 
 
-def _contract_rows(lhs: Float[Array, "rows a"], rhs: Float[Array, "rows b"]) -> Float[Array, "a b"]:
-    return jnp.dot(lhs.T, rhs, preferred_element_type=accumulator_dtype(lhs.dtype))
-
-
-def _column_sums(rows: Float[Array, "rows a"]) -> Float[Array, " a"]:
-    return rows.sum(0, dtype=accumulator_dtype(rows.dtype))
+def _column_sums(rows: Float[Array, "B C a"]) -> Float[Array, "B a"]:
+    return rows.sum(1, dtype=accumulator_dtype(rows.dtype))
 
 
 def up_weight_gradients(
@@ -38,7 +42,7 @@ def up_weight_gradients(
         tokens = gather_rows(x, groups, tile)
         grads = [read_own_rows(p, tile) for p in d_pre_activations]
         biases = [_column_sums(g) for g in grads] if bias_dtypes else []
-        return (*(_contract_rows(tokens, g) for g in grads), *biases)
+        return (*(product(tokens, g, 1, 1) for g in grads), *biases)
 
     out = [jax.ShapeDtypeStruct((num_experts, d, n), t) for t in dtypes]
     out += [jax.ShapeDtypeStruct((num_experts, n), t) for t in bias_dtypes]
@@ -60,11 +64,11 @@ def down_weight_gradients(
 
     def terms(tile):
         dy_rows = gather_rows(dy, groups, tile)
-        product = _contract_rows(read_own_rows(weighted_hidden, tile), dy_rows)
+        gradient = product(read_own_rows(weighted_hidden, tile), dy_rows, 1, 1)
         if bias_dtype is None:
-            return (product,)
-        weight = jnp.where(tile.mine, read_rows(row_weights, tile)[:, None], 0)
-        return product, _column_sums(weight * dy_rows.astype(accumulator_dtype(dy.dtype)))
+            return (gradient,)
+        weight = jnp.where(tile.mine, read_rows(row_weights, tile)[..., None], 0)
+        return gradient, _column_sums(weight * dy_rows.astype(accumulator_dtype(dy.dtype)))
 
     out = [jax.ShapeDtypeStruct((num_experts, n, d), dtype)]
     out += [] if bias_dtype is None else [jax.ShapeDtypeStruct((num_experts, d), bias_dtype)]

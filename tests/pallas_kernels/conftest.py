@@ -3,6 +3,7 @@
 import pytest
 
 from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels.xla.row_groups import turns_of
 from tests.pallas_kernels.rows import Rows, needs_interpreter
 
 SLOW_INTERPRETED = {"more_experts_than_rows"}  # its dozens of empty experts cost most; other routings have some, too
@@ -14,11 +15,18 @@ def detect_races():
     return True
 
 
-@pytest.fixture(params=["xla", pytest.param("mosaic_gpu", marks=needs_interpreter)])
+@pytest.fixture(params=["xla", "xla_batched", pytest.param("mosaic_gpu", marks=needs_interpreter)])
 def kernels(request, detect_races):
-    """A module of kernels; those for Hopper run in the interpreter, where a race is an error."""
+    """A module of kernels; those for Hopper run in the interpreter, where a race is an error.
+
+    "xla_batched" are the portable ones as an accelerator runs them: several turns of several experts.
+    """
     if request.param == "xla":
         yield xla
+        return
+    if request.param == "xla_batched":
+        with turns_of(experts=4, rows=24):
+            yield xla
         return
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("dtype") == "float32":
         pytest.skip("the tensor cores take bfloat16 or float16")

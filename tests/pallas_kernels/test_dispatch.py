@@ -1,8 +1,11 @@
 """Dispatch as a kernel: rows by expert, straight from the ids."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.xla.dispatch import count_by_comparison, count_in_turn
 from tests.numerics import assert_same_bits
 from tests.pallas_kernels.rows import dispatch
 from tests.routings import ROUTINGS, reference_dispatch
@@ -27,3 +30,11 @@ def test_any_other_id_is_an_empty_slot(kernels):
     assert groups.token_indices.tolist() == [0, 2, 1, 3, 3, 3]
     assert groups.offsets.tolist() == [0, 2, 3]
     assert positions.tolist() == [[0, 6], [6, 2], [6, 1]]
+
+
+@pytest.mark.parametrize("num_experts", [1, 5, 40])
+def test_both_ways_to_count_agree(num_experts):
+    tiles = jnp.asarray(np.random.default_rng(0).integers(0, num_experts + 1, (7, 32)), jnp.int32)
+    assert_same_bits(
+        *(jax.jit(count, static_argnums=1)(tiles, num_experts) for count in (count_by_comparison, count_in_turn))
+    )
