@@ -123,3 +123,31 @@ def test_whatever_makes_an_array(convert):
     arrays = {"x": problem.x, **problem.params, "weights": problem.weights, "experts": problem.experts}
     out = expert_ffn(**{name: convert(np.asarray(array)) for name, array in arrays.items()})
     assert_same_bits(out, call())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong"), [("uint32", 2**32 - 1), ("int64", 2**32 + 1), ("int64", -(2**32)), ("uint8", 255), ("int8", -2)]
+)
+def test_ids_out_of_range_are_nan_under_tracing_in_any_dtype(dtype, wrong):
+    with jax.enable_x64(True):
+        experts = jnp.asarray(np.array([[0, 1], [wrong, 2], [2, 0]] * 2, dtype))
+        problem = make_problem(np.zeros((6, 2), np.int32), 3, d=4, n=2)
+        y = jax.jit(lambda experts: expert_ffn(problem.x, **problem.params, weights=problem.weights, experts=experts))(
+            experts
+        )
+    assert np.isnan(y[1::3]).all()
+    assert np.isfinite(np.delete(y, [1, 4], 0)).all()
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf])
+def test_weight_of_an_empty_slot_counts_for_nothing(weight):
+    problem = make_problem(random_experts(6, 2, range(3)), 3, d=4, n=2)
+    experts = problem.experts.at[::2, 1].set(-1).at[3].set(-1)
+    clean = jnp.where(experts == -1, 0, problem.weights)
+    value, expected = (
+        jax.value_and_grad(
+            lambda w: jnp.square(expert_ffn(problem.x, **problem.params, weights=w, experts=experts)).sum()
+        )(w)
+        for w in (jnp.where(experts == -1, weight, problem.weights), clean)
+    )
+    assert_same_bits(value, expected)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blaze_jax import EMPTY_SLOT, MoE, MoEConfig, Router, expert_ffn, moe, nnx, route
+from blaze_jax import EMPTY_SLOT, MoE, MoEConfig, Router, expert_ffn, init, moe, nnx, route
 from blaze_jax.layer import auxiliary_losses, initial_value, statistics
 from blaze_jax.oracle import dense_expert_ffn
 from tests.expert_problems import apply
@@ -127,6 +127,19 @@ def test_initial_kernels_have_the_fan_in_of_one_expert():
     per_expert = np.asarray(value).std(axis=(1, 2)) * np.sqrt(256)
     assert (np.abs(per_expert - 1) < 0.05).all()
     assert len({expert.tobytes() for expert in np.asarray(value)}) == 16
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_init_makes_the_parameters_of_the_configuration(use_bias):
+    config = CONFIGS["everything"]
+    params = init(jax.random.key(0), config, WIDTH, use_bias=use_bias, dtype=jnp.bfloat16)
+    expected = config.parameters(WIDTH, use_bias=use_bias)
+    assert {name: value.shape for name, value in params.items()} == {name: p.shape for name, p in expected.items()}
+    assert {name for name, value in params.items() if not value.any()} == {n for n in expected if n.startswith("b_")}
+    chex.assert_type(list(params.values()), jnp.bfloat16)
+    y, routing = layer(random_tokens(30), init(jax.random.key(0), config, WIDTH), config)
+    chex.assert_tree_all_finite(y)
+    assert routing.weighted_losses == auxiliary_losses(routing, config)
 
 
 def without(params, name):
