@@ -9,11 +9,11 @@ from jaxtyping import Array, Float
 from pallas_kernels.xla.row_groups import (
     RowGroups,
     accumulator_dtype,
+    empty,
     gather_rows,
     map_rows,
     product,
     read_rows,
-    zeros,
 )
 
 
@@ -63,6 +63,6 @@ def down_backward(
 
     weights = (w_down,) if b_down is None else (w_down, b_down)
     like = (dy, w_down, pre_activations, row_weights)
-    buffers = (*pre_activations, zeros(pre_activations[0].shape, dtype, like), zeros((groups.num_rows, 1), wide, like))
+    buffers = (*pre_activations, empty(pre_activations[0].shape, dtype, like), empty((groups.num_rows, 1), wide, like))
     *d_pre_activations, weighted_hidden, d_row_weights = map_rows(groups, weights, prepare, compute, buffers)
     return tuple(d_pre_activations), weighted_hidden, d_row_weights[:, 0]

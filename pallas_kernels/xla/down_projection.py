@@ -3,7 +3,7 @@
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, map_rows, product, read_rows, zeros
+from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, empty, map_rows, product, read_rows
 
 
 def down_projection(
@@ -26,5 +26,5 @@ def down_projection(
         return (out if b_down is None else out + own[1],)
 
     weights = (w_down,) if b_down is None else (w_down, b_down)
-    buffer = zeros((groups.num_rows, num_columns), hidden.dtype, hidden)
+    buffer = empty((groups.num_rows, num_columns), hidden.dtype, hidden)
     return map_rows(groups, weights, prepare, compute, (buffer,))[0]

@@ -184,6 +184,11 @@ def zeros(shape: tuple[int, ...], dtype, *like) -> Array:
     return vary_over(jnp.zeros(shape, dtype), varying_axes(*like))
 
 
+def empty(shape: tuple[int, ...], dtype, *like) -> Array:
+    """A buffer for `map_rows` to fill, which holds anything before: nobody reads the rows of no expert."""
+    return vary_over(lax.empty(shape, dtype), varying_axes(*like))
+
+
 def _for_each_batch[Carry](
     groups: RowGroups, turn: Turn, visit: Callable[[Int[Array, " B"], Callable, Carry], Carry], carry: Carry
 ) -> Carry:

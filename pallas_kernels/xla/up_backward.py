@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.xla.row_groups import RowGroups, map_rows, product, read_rows, zeros
+from pallas_kernels.xla.row_groups import RowGroups, empty, map_rows, product, read_rows
 
 
 def up_backward(
@@ -25,5 +25,5 @@ def up_backward(
     def compute(own, tile, _):
         return (product(jnp.concatenate([read_rows(p, tile) for p in d_pre_activations], axis=2), own[0], 2, 2),)
 
-    buffer = zeros((groups.num_rows, num_columns), dtype, d_pre_activations)
+    buffer = empty((groups.num_rows, num_columns), dtype, d_pre_activations)
     return map_rows(groups, weights, prepare, compute, (buffer,))[0]

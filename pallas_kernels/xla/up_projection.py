@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, gather_rows, map_rows, product, zeros
+from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, empty, gather_rows, map_rows, product
 
 
 def up_projection(
@@ -45,6 +45,6 @@ def up_projection(
         return (*pre, activation(*pre)) if keep_pre_activations else (activation(*pre),)
 
     num_buffers = len(weights) + 1 if keep_pre_activations else 1
-    buffers = tuple(zeros(shape, x.dtype, x) for _ in range(num_buffers))
+    buffers = tuple(empty(shape, x.dtype, x) for _ in range(num_buffers))
     *pre_activations, hidden = map_rows(groups, weights + biases, prepare, compute, buffers)
     return tuple(pre_activations), hidden
