@@ -34,7 +34,10 @@ def choose_implementation(
       NotImplementedError: the implementation demanded cannot do this.
     """
     arrays = (x, weights, biases)
-    return _choose(implementation, partial(mosaic_gpu.unsupported, *arrays), arrays)
+    chosen = _choose(implementation, partial(mosaic_gpu.unsupported, *arrays), arrays)
+    if chosen == "mosaic_gpu" and (reason := mosaic_gpu.why_kernels_spill()):
+        warn_once(reason)
+    return chosen
 
 
 def choose_router_implementation(

@@ -1,10 +1,8 @@
 """Compiling for the H200 on a machine without a GPU, and what the compilers say of the outcome.
 
-The extra `compile-only` installs what this takes: jax's CUDA plugin and NVIDIA's assembler, but none of the libraries
-that running on a GPU needs. Only the shapes and dtypes of arguments matter; `on_h200` places them.
-
-NVIDIA's linker (`nvidia-nvjitlink`) is not in the extra on purpose. Where it is installed, jax 0.12 assembles kernels
-for linking, which forbids them to move registers between warps (`setmaxnreg`), and those that count on it spill.
+The extra `compile-only` (CUDA 12) or `compile-only-cuda13` installs what this takes: jax's CUDA plugin and NVIDIA's
+assembler, but none of the libraries that running on a GPU needs. Only the shapes and dtypes of arguments matter;
+`on_h200` places them.
 """
 
 import importlib
@@ -58,7 +56,7 @@ def h200() -> jax.sharding.SingleDeviceSharding:
     """Placement on an H200 that need not be there: lowering with it and compiling gives that GPU's program.
 
     Works before and after jax has started, and changes neither the devices that jax computes on nor the environment.
-    Where a GPU is visible but only the extra `compile-only` is installed, set `JAX_PLATFORMS=cpu`: jax would start that
+    Where a GPU is visible but only one of these extras is installed, set `JAX_PLATFORMS=cpu`: jax would start that
     GPU without its libraries.
 
     Raises:

@@ -1,6 +1,7 @@
 """Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`."""
 
 from pallas_kernels.compat import remember_assembler_version
+from pallas_kernels.mosaic_gpu.assembler import why_kernels_spill
 from pallas_kernels.mosaic_gpu.column_block import column_block
 from pallas_kernels.mosaic_gpu.combine import combine
 from pallas_kernels.mosaic_gpu.dispatch import dispatch, dispatch_unsupported
@@ -35,6 +36,7 @@ __all__ = [
     "up_backward",
     "up_projection",
     "up_weight_gradients",
+    "why_kernels_spill",
 ]
 
 remember_assembler_version()

@@ -72,6 +72,18 @@ def test_hopper_gets_its_kernels(monkeypatch):
     assert choose_implementation(None, *operands()) == "mosaic_gpu"
 
 
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", None])
+def test_kernels_that_spill_say_so_once(monkeypatch, implementation):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA H200", "9.0")])
+    monkeypatch.setattr(mosaic_gpu, "why_kernels_spill", lambda: "the kernels spill, because of that")
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="the kernels spill, because of that"):
+        assert choose_implementation(implementation, *operands()) == "mosaic_gpu"
+    assert choose_implementation(implementation, *operands()) == "mosaic_gpu"
+    assert choose_implementation("xla", *operands()) == "xla"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
