@@ -202,12 +202,10 @@ def _dispatch(experts, num_experts: int, implementation: Implementation, dispatc
 
 
 def _up(settings: _Settings, x, params: Parameters, indices: Indices, *, keep_pre_activations: bool):
-    """Pre-activations (none unless kept) and activation of every row."""
+    """Pre-activations (none unless kept, and where nobody uses them) and activation of every row."""
 
-    @differentiated_once
-    def run(x, params, indices):
-        kernels = kernels_of(settings.implementation)
-        return kernels.up_projection(
+    def run(keep_pre_activations, x, params, indices):
+        return kernels_of(settings.implementation).up_projection(
             x,
             params.up_weights,
             params.up_biases,
@@ -216,7 +214,9 @@ def _up(settings: _Settings, x, params: Parameters, indices: Indices, *, keep_pr
             keep_pre_activations=keep_pre_activations,
         )
 
-    return run(x, params, indices)
+    alone, both = partial(run, False), partial(run, True)
+    up = differentiated_once(both, alone) if keep_pre_activations else differentiated_once(alone)
+    return up(x, params, indices)
 
 
 def _down(settings: _Settings, hidden, params: Parameters, weights, experts, indices: Indices):

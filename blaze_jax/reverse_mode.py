@@ -5,7 +5,7 @@ from functools import partial
 
 from jax.custom_batching import sequential_vmap
 
-from pallas_kernels.compat import undifferentiable
+from pallas_kernels.compat import computed_if_used, undifferentiable
 
 REVERSE_MODE_ONLY = partial(
     NotImplementedError,
@@ -14,10 +14,13 @@ REVERSE_MODE_ONLY = partial(
 )
 
 
-def differentiated_once(run: Callable) -> Callable:
+def differentiated_once(run: Callable, reduced: Callable | None = None) -> Callable:
     """`run`, a part of a function with a derivative or of that derivative: it has none of its own.
 
-    Under `vmap` it is one example after another.
+    Under `vmap` it is one example after another. `reduced` computes the last of the results of `run`, and takes its
+    place where a program uses no others.
     """
     run = sequential_vmap(run)
+    if reduced:
+        run = computed_if_used(run, sequential_vmap(reduced))
     return lambda *arrays: run(*undifferentiable(REVERSE_MODE_ONLY, arrays))

@@ -11,8 +11,8 @@ from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensio
 from jax.core import ShapedArray
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.export import is_symbolic_dim
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 
 def varying_axes(*arrays) -> frozenset[str]:
@@ -89,6 +89,46 @@ def reverse_mode_token(error: Callable[[], Exception], *arrays: jax.Array) -> ja
     return _token.bind(*arrays, error=error)
 
 
+def computed_if_used(full: Callable, reduced: Callable) -> Callable:
+    """`full`, but `reduced` in its place where a program uses no more than that computes.
+
+    jax removes what nobody uses, as in the first pass under `jax.checkpoint`, but not from inside loops and kernels.
+
+    Args:
+      full: function of arrays in any pytrees, to arrays in any.
+      reduced: the same function of them, which computes only the last leaves of the result.
+    """
+
+    def call(*arrays):
+        leaves, structure = jax.tree.flatten(arrays)
+
+        def traced(function):
+            return jax.make_jaxpr(lambda *flat: function(*structure.unflatten(flat)), return_shape=True)(*leaves)
+
+        (jaxpr, out), (less, _) = traced(full), traced(reduced)
+        return jax.tree.unflatten(jax.tree.structure(out), _if_used.bind(*leaves, full=jaxpr, reduced=less))
+
+    return call
+
+
+def _remove_unused(used_outputs, *live_inputs_and_equation):  # jax 0.11 says nothing of live inputs
+    equation = live_inputs_and_equation[-1]
+    full, reduced = equation.params["full"], equation.params["reduced"]
+    optional = len(full.out_avals) - len(reduced.out_avals)
+    if not any(used_outputs) and not full.effects:
+        return [False] * len(equation.invars), None
+    if optional and not any(used_outputs[:optional]):
+        params = {"full": reduced, "reduced": reduced}
+        equation = equation.replace(outvars=equation.outvars[optional:], params=params, effects=reduced.effects)
+    return [True] * len(equation.invars), equation
+
+
+def _batch_if_used(arrays, axes, *, full, reduced):
+    both = (jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes) for jaxpr in (full, reduced))
+    outs = computed_if_used(*both)(*arrays)
+    return outs, [0] * len(outs)
+
+
 def _no_elements(*_, **__):
     return jnp.zeros(0, jnp.float32)
 
@@ -105,6 +145,14 @@ def _token_jvp(arrays, tangents, *, error):
 def _transpose(_, *tangents, error):
     return [ad.Zero(t.aval) if ad.is_undefined_primal(t) else None for t in tangents]
 
+
+_if_used = Primitive("computed_if_used")
+_if_used.multiple_results = True
+_if_used.def_impl(lambda *arrays, full, reduced: jaxpr_as_fun(full)(*arrays))
+_if_used.def_effectful_abstract_eval(lambda *_, full, reduced: (full.out_avals, full.effects))
+mlir.register_lowering(_if_used, mlir.lower_fun(lambda *arrays, full, reduced: jaxpr_as_fun(full)(*arrays)))
+batching.primitive_batchers[_if_used] = _batch_if_used
+partial_eval.dce_rules[_if_used] = _remove_unused
 
 _undifferentiable = Primitive("undifferentiable")
 _undifferentiable.def_abstract_eval(lambda array, **_: array)

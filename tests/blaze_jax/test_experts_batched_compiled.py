@@ -3,6 +3,7 @@
 import re
 from functools import cache, partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -24,17 +25,22 @@ FORWARD_ALONE = {FINE: 388, NARROW: 2500}
 over_sizes = pytest.mark.parametrize("sizes", [FINE, NARROW], ids=str)
 
 
+FIRST_PASS = "first pass under jax.checkpoint"
+
+
 @cache
-def compiled(sizes: Sizes, phase: str, save="pre_activations") -> CompiledForH200:
-    layer = partial(expert_ffn, implementation="xla", save=save)
+def compiled(sizes: Sizes, phase: str, save="pre_activations", implementation="xla") -> CompiledForH200:
+    layer = partial(expert_ffn, implementation=implementation, save=save)
     inputs = abstract_inputs(sizes, jnp.bfloat16)
     if phase == FORWARD:
         return compile_for_h200(layer, *inputs)
+    if phase == FIRST_PASS:
+        return compile_for_h200(lambda *v: jax.vjp(jax.checkpoint(lambda x: layer(x, *v[1:])), v[0])[0], *inputs)
     return compile_for_h200(forward_and_backward(layer), *inputs, inputs[0])
 
 
-def temporaries(sizes: Sizes, phase: str) -> float:
-    return compiled(sizes, phase).memory.temp_size_in_bytes / MIB
+def temporaries(sizes: Sizes, phase: str, **options) -> float:
+    return compiled(sizes, phase, **options).memory.temp_size_in_bytes / MIB
 
 
 @over_sizes
@@ -45,6 +51,11 @@ def test_memory_of_a_training_step(sizes):
 @over_sizes
 def test_memory_of_a_forward_pass_alone(sizes):
     assert temporaries(sizes, FORWARD) <= FORWARD_ALONE[sizes]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_first_pass_under_checkpoint_is_a_forward_pass_alone(implementation):
+    assert temporaries(NARROW, FIRST_PASS, implementation=implementation) <= FORWARD_ALONE[NARROW]
 
 
 @over_sizes

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters import partial_eval
 
 from blaze_jax import PRE_ACTIVATION_NAMES, RESIDUAL_NAMES, Activation, expert_ffn
 from pallas_kernels.xla.dispatch import tile_pairs
@@ -70,6 +72,34 @@ def test_checkpoint_without_policy_keeps_only_arguments(capsys):
     lines = saved_lines(capsys, ffn, x, params, weights, experts)
     assert len(lines) == 9
     assert names_of(lines) == set()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
+def test_first_pass_under_checkpoint_computes_no_pre_activations(implementation):
+    """They go from the program itself: from inside a loop or a kernel no compiler removes what nobody uses."""
+    problem = make_problem(*ROUTINGS["random"], dtype="bfloat16", d=24, n=16, biases=False)
+    params = {name: p for name, p in problem.params.items() if p is not None}
+    arguments = (problem.x, params, problem.weights)
+
+    def layer(*args):
+        return apply(expert_ffn, *args, problem.experts, implementation=implementation)
+
+    def up_projection_outputs(function):
+        jaxpr = jax.make_jaxpr(jax.jit(function))(*arguments).jaxpr
+        jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        (outputs,) = (len(e.outvars) for e in equations(jaxpr) if e.primitive.name == "computed_if_used")
+        return outputs
+
+    assert up_projection_outputs(lambda *args: jax.vjp(layer, *args)) == 3
+    assert up_projection_outputs(lambda *args: jax.vjp(jax.checkpoint(layer), *args)[0]) == 1
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr and of those inside."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 @cache
