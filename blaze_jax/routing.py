@@ -48,7 +48,7 @@ class Router:
         have a slot to spare, keeps its count under "up" and goes down under "nearest". "up" never drops a token.
         Rounding does not apply, with a warning, where an expert's even share `T·K/E` is less than a tile: most counts
         would go to zero, or several times up. Worth trying with few tiles to an expert; on an H200 "down" has paid for
-        itself, "nearest" has not (README).
+        itself, "nearest" has not (docs/benchmarks.md).
       rounding_tile: rows of a kernel tile.
       rounding_slots: experts that rounding may add to one token.
     """

@@ -18,7 +18,6 @@ from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.kernels import measure_kernels, print_kernels
 from blaze_jax.benchmark.plots import MissingLibraryError, draw
 from blaze_jax.benchmark.progress import Bar, counted
-from blaze_jax.benchmark.readme import update_readme
 from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
 from blaze_jax.benchmark.rounding import measure_rounding, print_rounding
 from blaze_jax.benchmark.routing import measure_routing, print_routing
@@ -35,9 +34,6 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.plot is not None:
             for file in draw(results, arguments.plot):
                 print(f"drew {file}")
-        if arguments.readme is not None:
-            update_readme(arguments.readme, results)
-            print(f"wrote the results into {arguments.readme}")
     except (ValueError, NotImplementedError, MissingLibraryError) as error:
         print(f"python -m blaze_jax.benchmark: {error}", file=sys.stderr)
         return 2

@@ -51,15 +51,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     mode.add_argument("--recorded", type=Path, nargs="+", metavar="FILE", help="take these results, measure nothing")
     add("--json", type=Path, metavar="FILE", help="write all results")
     add("--plot", type=Path, metavar="FOLDER", help="draw the results as PNG files")
-    add("--readme", type=Path, metavar="FILE", help="write the results between the marks in a README")
     arguments = parser.parse_args(argv)
     for name in ("repeats", "tokens", "limit_seconds"):
         value = getattr(arguments, name)
         least = 1 if isinstance(value, int) else 0
         if not value >= least:
             parser.error(f"--{name.replace('_', '-')} {value} must be at least {least}")
-    if arguments.recorded and arguments.plot is None and arguments.readme is None:
-        parser.error("--recorded needs --plot FOLDER or --readme FILE, what to do with the results")
+    if arguments.recorded and arguments.plot is None:
+        parser.error("--recorded needs --plot FOLDER: there is nothing else to do with the results")
     for name in ("routing", "scaling", "token_rounding", "recorded"):
         if getattr(arguments, name) and (arguments.preset or (arguments.config and name != "token_rounding")):
             parser.error(f"--{name.replace('_', '-')} has sizes of its own: leave --config and --preset out")

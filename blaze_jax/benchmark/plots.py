@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from blaze_jax.benchmark.inputs import BOTH
-from blaze_jax.benchmark.results_file import RECORDED, Record, read_results
+from blaze_jax.benchmark.results_file import PUBLISHED, Record, read_results
 from blaze_jax.benchmark.scaling import FLAT_FROM, FLAT_WITHIN
 
 OURS = "blaze_jax"
@@ -103,13 +103,12 @@ def _published(record: Record) -> list[Record]:
     """Figures of other runs at the same sizes."""
     if record["dtype"] != "bfloat16":
         return []
-    content = read_results(RECORDED / "published.json")
-    return [r for r in content["records"] if r["kind"] == "published" and r["sizes"] == record["sizes"]]
+    return [r for r in read_results(PUBLISHED)["records"] if r["kind"] == "published" and r["sizes"] == record["sizes"]]
 
 
 def published_scaling() -> list[Record]:
     """MoEBlaze's own figures from few tokens to many."""
-    return [r for r in read_results(RECORDED / "published.json")["records"] if r["kind"] == "published_scaling"]
+    return [r for r in read_results(PUBLISHED)["records"] if r["kind"] == "published_scaling"]
 
 
 def _draw_speed(records: Sequence[Record]):

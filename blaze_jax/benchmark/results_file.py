@@ -9,10 +9,10 @@ from typing import Any
 
 type Record = dict[str, Any]
 
-_WHERE = ("--json", "--plot", "--readme")
+_WHERE = ("--json", "--plot")
 
-RECORDED = Path(__file__).parent / "results"
-"""The results that are part of the repository."""
+PUBLISHED = Path(__file__).parent / "published.json"
+"""Figures of other implementations at the same sizes, from other runs."""
 
 
 class ResultsFile:

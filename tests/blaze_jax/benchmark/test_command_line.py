@@ -91,7 +91,7 @@ def test_the_other_studies(mode, kind, said, capsys, tmp_path, monkeypatch):
     [
         ("--repeats 0", "--repeats 0 must be at least 1"),
         ("--tokens -1", "--tokens -1 must be at least 1"),
-        ("--recorded results.json", "--recorded needs --plot FOLDER or --readme FILE"),
+        ("--recorded results.json", "--recorded needs --plot FOLDER"),
         ("--routing --preset olmoe", "--routing has sizes of its own"),
         ("--kernels --scaling", "not allowed with"),
         ("--peers pytorch", "invalid choice: 'pytorch'"),

@@ -4,15 +4,14 @@ import pytest
 
 from blaze_jax.benchmark import plots
 from blaze_jax.benchmark.plots import draw
-from blaze_jax.benchmark.results_file import RECORDED, read_results
+from docs.write_benchmarks import recorded_results
 
 SIZES = {"num_tokens": 8, "model_width": 16, "expert_width": 8, "num_experts": 2, "experts_per_token": 1}
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    results = [read_results(path) for path in sorted(RECORDED.glob("*.json"))]
-    return draw(results, tmp_path_factory.mktemp("figures"))
+    return draw(recorded_results(), tmp_path_factory.mktemp("figures"))
 
 
 def test_the_recorded_figures_are_small_files(recorded):

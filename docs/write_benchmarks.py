@@ -1,18 +1,22 @@
-"""`--readme`: the figures in the README, written from results files and nothing else."""
+"""`python -m docs.write_benchmarks`: what was measured in the documents, from the files in docs/results alone."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from blaze_jax.benchmark.inputs import BOTH
-from blaze_jax.benchmark.plots import published_scaling, reason, source
-from blaze_jax.benchmark.results_file import RECORDED, Record, read_results
+from blaze_jax.benchmark.plots import draw, published_scaling, reason, source
+from blaze_jax.benchmark.results_file import PUBLISHED, Record, read_results
 from blaze_jax.benchmark.routing import DECIDERS
 from blaze_jax.benchmark.scaling import FLAT_FROM, flatness
 from blaze_jax.benchmark.sizes import GPU_SIZES
 
-START = "<!-- results: written by `python -m blaze_jax.benchmark --recorded ... --readme`, do not edit -->"
+START = "<!-- results: written by `python -m docs.write_benchmarks`, do not edit -->"
 END = "<!-- end of results -->"
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS / "results"
+README = DOCS.parent / "README.md"
 
 FIGURES = {
     "compare": {"speed.png": "Speed of forward and backward pass", "memory.png": "Memory kept for the backward pass"},
@@ -25,56 +29,69 @@ FIGURES = {
 
 SAYS = {
     "compare": (
-        "**Beside other layers.** The experts alone, the layers taking turns. TFLOP/s count the layer's own "
-        "arithmetic, whatever a peer does besides; of dense is the share of an 8192³ matmul's rate in the same run. "
-        "Out of memory is beyond what this GPU gave the program; the file says by how much. Dense dispatch drops "
-        "tokens beyond an expert's capacity, the others none. Pale bars are other runs: {published}."
+        "## Beside other layers\n\nThe experts without the router; the layers are timed in turns. TFLOP/s count the "
+        'arithmetic that the layer needs, not what an implementation adds to it. The column "of dense" is the share '
+        'of the rate that a matrix product of 8192³ reaches in the same run. "Out of memory" means more than this '
+        "GPU gave the program; the results file says how much. Dense dispatch drops tokens beyond an expert's "
+        "capacity; the others drop none. Pale bars come from other runs: {published}."
     ),
     "scaling": (
-        "**From few tokens to many.** One small layer, and what MoEBlaze's slides say of theirs, on an H100 and of a "
-        "configuration that they do not name: compare the shapes rather than the distance."
+        "## From few tokens to many\n\nOne small layer, next to the figures in MoEBlaze's slides. Those were measured "
+        "on an H100 with a configuration that the slides do not name, so only the shapes of the curves can be compared."
     ),
     "training": (
-        "**Training end to end.** The same model with each layer, from the same parameters and on the same batches, so "
-        "that their losses should be equal but for rounding. The final loss is the mean of the last steps, a twentieth."
+        "## Training end to end\n\nThe same model with each layer, from the same parameters and on the same batches. "
+        "The losses should be equal up to rounding. The final loss is averaged over the last 5% of steps."
     ),
     "routing": (
-        "**Routing.** From router logits to index arrays: our kernels beside XLA's top_k and sorts. Inside a jitted "
-        "step the kernels' time counts; a call alone waits for the host to launch it, too."
+        "## Routing\n\nFrom router logits to index arrays: our kernels next to XLA's top_k and sorts. Inside a jitted "
+        "training step the time of the kernels counts. A separate call also waits for the host to launch it."
     ),
     "token_rounding": (
-        "**Token rounding.** Whole tiles of tokens for each expert, beside plain top-k. Rounding down drops "
-        "pairs: TFLOP/s are of those that are left."
+        "## Token rounding\n\nEvery expert gets whole tiles of tokens, next to plain top-k. Rounding down drops pairs; "
+        "its TFLOP/s count those that are left."
     ),
     "memory": (
-        "**Memory.** XLA's own plan of forward+backward, made without a GPU: what is kept, the temporaries, and the "
-        "peak, which has the results in it."
+        "## Memory\n\nXLA's own plan for forward and backward pass, made without a GPU: what is kept, the temporaries, "
+        "and the peak, which includes the results."
     ),
     "kernels": (
-        "**Kernel by kernel.** Bursts are runs on an emptied L2 cache; back to back is a second without a pause, at "
-        "the clocks of a long run. In the figure each kernel has its share of the rate of a dense matmul or a copy in "
-        "the same run; it can pass 100%, as XLA's matmul is not the chip's peak."
+        '## Kernel by kernel\n\nBursts are runs on an emptied L2 cache. "Back to back" is a second without a pause, '
+        "at the clock rates of a long run. In the figure each kernel shows its share of the rate of a dense matrix "
+        "product or a copy in the same run. The share can pass 100%, because XLA's product is not the GPU's peak."
     ),
 }
 """What each kind of results shows."""
 
-_FIGURES = "blaze_jax/benchmark/results"
-
 type Result = dict[str, Any]
 
 
-def update_readme(path: Path, results: Sequence[Result]) -> None:
-    """Puts what the results say between the two marks in the file.
+def main() -> None:
+    """Draws the figures and writes the tables of all recorded results."""
+    results = recorded_results()
+    for file in draw(results, RESULTS):
+        print(f"drew {file}")
+    update(DOCS / "benchmarks.md", render(results))
+    update(README, summary(results))
+
+
+def recorded_results() -> list[Result]:
+    """The contents of all files of results, in the order of their names."""
+    return [read_results(path) for path in sorted(RESULTS.glob("*.json"))]
+
+
+def update(path: Path, text: str) -> None:
+    """Puts `text` between the two marks in the file.
 
     Raises:
       ValueError: the file lacks a mark.
     """
-    text = path.read_text(encoding="utf-8")
-    before, _ = split_readme(text)
-    path.write_text(f"{before}{START}\n{render(results)}\n{text[text.index(END) :]}", encoding="utf-8")
+    old = path.read_text(encoding="utf-8")
+    before, _ = split(old)
+    path.write_text(f"{before}{START}\n\n{text}\n\n{old[old.index(END) :]}", encoding="utf-8")
 
 
-def split_readme(text: str) -> tuple[str, str]:
+def split(text: str) -> tuple[str, str]:
     """What is before the first mark, and what is between the marks.
 
     Raises:
@@ -97,7 +114,7 @@ def render(results: Sequence[Result]) -> str:
         ("memory", _memory),
         ("kernels", _kernels),
     )
-    published = read_results(RECORDED / "published.json")["command"]
+    published = read_results(PUBLISHED)["command"]
     lines: list[str] = []
     shown: set[str] = set()
     for kind, section in sections:
@@ -106,12 +123,36 @@ def render(results: Sequence[Result]) -> str:
             if records:
                 if kind not in shown:
                     lines += ["", SAYS[kind].format(published=published)]
-                    lines += [f"\n![{text}]({_FIGURES}/{name})" for name, text in FIGURES.get(kind, {}).items()]
+                    lines += [f"\n![{text}](results/{name})" for name, text in FIGURES.get(kind, {}).items()]
                     shown.add(kind)
                 lines += ["", *section(records), "", f"{source(result)}: `{result['command']}`"]
         if kind == "compare":
             lines += _sizes_left_out(results)
     return "\n".join(lines).strip("\n")
+
+
+def summary(results: Sequence[Result]) -> str:
+    """The first size that was compared, a row for each layer: what a reader should know first."""
+    result = next(r for r in results if any(record["kind"] == "compare" for record in r["records"]))
+    record = next(r for r in result["records"] if r["kind"] == "compare")
+    layers = [layer for layer in record["layers"] if layer["status"] == "ok"]
+    rows = [
+        [
+            _layer(layer),
+            f"{_milliseconds(layer['forward']['us'])} / {_milliseconds(layer[BOTH]['us'])}",
+            f"{layer[BOTH]['ratio_to_ours']:.1f}×",
+            f"{layer['saved_mib']:,.0f}",
+        ]
+        for layer in layers
+    ]
+    header = ("layer", "forward / with backward, ms", "time to ours", "kept for the backward pass, MiB")
+    sizes = "{num_tokens:,} tokens of width {model_width:,}, {experts_per_token} of {num_experts} experts of width "
+    sizes = (sizes + "{expert_width:,}").format(**record["sizes"])
+    return "\n".join([*_table(header, rows), "", f"{sizes}, {record['dtype']}; {source(result)}."])
+
+
+def _layer(layer: dict[str, Any]) -> str:
+    return f"{layer['layer']} ({layer['backend']})" if layer["backend"] else layer["layer"]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -130,8 +171,7 @@ def _comparison(records: list[Record]) -> list[str]:
     rows = []
     for record in records:
         for i, layer in enumerate(record["layers"]):
-            name = f"{layer['layer']} ({layer['backend']})" if layer["backend"] else layer["layer"]
-            cells = [_name(record["sizes"]) if i == 0 else "", name]
+            cells = [_name(record["sizes"]) if i == 0 else "", _layer(layer)]
             if layer["status"] != "ok":
                 time = reason(layer["status"])
                 if "forward" in layer:
@@ -285,3 +325,7 @@ def _memory(records: list[Record]) -> list[str]:
             planned = [f"{layer[k]:,.0f}" for k in ("temporaries_mib", "peak_mib")] if status == "ok" else [status, ""]
             rows.append([_name(record["sizes"]) if i == 0 else "", layer["layer"], saved, *planned])
     return _table(("T, d, n, E, K", "layer", "saved, MiB", "temporaries, MiB", "with results, MiB"), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,11 @@
-"""What the README's tables say of the odd results: peers that fail half-way, runs cut off."""
+"""What the tables of results say of the odd results: peers that fail half-way, runs cut off."""
 
 import pytest
 
 from blaze_jax.benchmark.inputs import BOTH, FORWARD
 from blaze_jax.benchmark.plots import reason
-from blaze_jax.benchmark.readme import render
 from blaze_jax.benchmark.sizes import GPU_SIZES, Sizes
+from docs.write_benchmarks import render
 
 TIMED = {"us": 2000.0, "spread": 0.02, "tflops": 123.4, "share_of_dense": 0.5, "ratio_to_ours": 1.0}
 OURS = {"layer": "blaze_jax", "backend": "xla", "status": "ok", "saved_mib": 7.0, FORWARD: TIMED, BOTH: TIMED}

@@ -1,0 +1,114 @@
+"""What a reader pastes from the documents runs, and does what the text around it says."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import blaze_jax
+from docs.write_benchmarks import DOCS, README, RESULTS, recorded_results, render, split, summary
+from tests.numerics import assert_close
+
+PAGES = {path.stem: path for path in (README, *DOCS.glob("*.md"))}
+WITH_CODE = sorted(name for name, path in PAGES.items() if "```python" in path.read_text(encoding="utf-8"))
+
+
+@cache
+def run(page: str, folder: Path) -> dict:
+    """The names that a page's blocks leave, pasted into one file."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGES[page].read_text(encoding="utf-8"), re.DOTALL)
+    names = {"__name__": page}
+    exec("\n".join(blocks), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pasted")
+
+
+@pytest.fixture(autouse=True)
+def in_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_the_code_runs(page, folder, capsys):
+    assert run(page, folder)
+
+
+def test_the_readme_uses_the_layer(folder):
+    names = run("README", folder)
+    assert names["y"].shape == names["x"].shape
+    assert jnp.isfinite(names["loss"])
+
+
+def test_the_tutorial_trains(folder):
+    names = run("tutorial", folder)
+    assert names["history"][-1] < 0.75 * names["history"][0]
+    assert names["load"].sum() == 2 * 256
+    assert names["y"].shape == names["x"].shape
+
+
+def test_both_ways_to_shard_give_the_gradient_of_one_device(folder):
+    names = run("sharding", folder)
+    assert names["mesh"].size == jax.device_count() > 1
+    expected = jax.jit(jax.value_and_grad(names["whole_loss"]))(names["params"], names["x"])
+    assert_close((names["value"], names["gradient"]), expected)
+    assert names["split"].sharding.spec[0] == "data"
+    with jax.set_mesh(names["split"].sharding.mesh):
+        assert_close(jax.jit(jax.value_and_grad(names["whole_loss"]))(names["shared"], names["split"]), expected)
+
+
+def test_a_checkpointed_block_has_the_same_gradient_and_a_profile(folder):
+    names = run("memory", folder)
+
+    def loss(params):
+        return (names["x"] + blaze_jax.moe(jnp.tanh(names["x"]), params, names["config"])[0]).sum()
+
+    assert_close(names["gradients"], jax.grad(loss)(names["params"]))
+    assert (folder / "memory.png").exists()
+
+
+def test_the_routers_page_moves_the_bias(folder):
+    names = run("routers", folder)
+    assert names["routing"].experts.shape == (512, 4)
+    assert abs(names["bias"]).max() > 0
+
+
+def test_the_two_commands_of_the_readme_are_single_lines():
+    commands = re.findall(r"```bash\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert [c.strip().split()[-1] for c in commands] == ["train_example", ".venv/bin/pytest"]
+    assert all(len(c.strip().splitlines()) == 1 for c in commands)
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
+
+
+@pytest.mark.parametrize(("page", "tables"), [("README", summary), ("benchmarks", render)])
+def test_the_results_are_those_of_the_files(page, tables):
+    _, block = split(PAGES[page].read_text(encoding="utf-8"))
+    assert block.strip("\n") == tables(recorded_results())
+
+
+def test_nothing_measured_is_written_by_hand():
+    for name in sorted(set(PAGES) - {"performance", "performance_log"}):
+        text = PAGES[name].read_text(encoding="utf-8")
+        text = re.sub(r"<!-- results.*?<!-- end of results -->|```.*?```", "", text, flags=re.DOTALL)
+        measured = re.findall(r"\d[\d.,]*\s?(?:ms|µs|us|[TG]FLOP/s|[TG]B/s|MiB/s|GiB|tokens/s)\b", text)
+        assert measured == [], name
+
+
+def test_every_figure_is_shown_and_every_link_leads_somewhere():
+    shown = set()
+    for path in PAGES.values():
+        text = path.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+            if not target.startswith("http"):
+                assert (path.parent / target).exists(), (path.name, target)
+                shown.add((path.parent / target).resolve())
+    assert {path.resolve() for path in (*RESULTS.glob("*.png"), *DOCS.glob("*.png"), *DOCS.glob("*.svg"))} <= shown
