@@ -29,7 +29,7 @@ FIGURES = {
 
 SAYS = {
     "compare": (
-        "## Beside other layers\n\nThe experts without the router; the layers are timed in turns. TFLOP/s count the "
+        "## Next to other layers\n\nThe experts without the router; the layers are timed in turns. TFLOP/s count the "
         'arithmetic that the layer needs, not what an implementation adds to it. The column "of dense" is the share '
         'of the rate that a matrix product of 8192³ reaches in the same run. "Out of memory" means more than this '
         "GPU gave the program; the results file says how much. Dense dispatch drops tokens beyond an expert's "

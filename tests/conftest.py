@@ -1,6 +1,8 @@
-"""Settings of every test: four CPU devices to shard over, and the same hypothesis examples on every run."""
+"""Which tests run, and settings of every test: four CPU devices to shard over, the same hypothesis examples always."""
 
 import os
+import shutil
+import tempfile
 from collections import defaultdict
 from zlib import crc32
 
@@ -18,12 +20,32 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 jax.config.update("jax_num_cpu_devices", 4)
 
+# A test's programs serve other processes, too: xdist's workers inherit the folder, and so do subprocesses.
+OWN_CACHE = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    OWN_CACHE = tempfile.mkdtemp(prefix="blaze_jax_tests_")
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": OWN_CACHE, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
+    jax.config.update("jax_compilation_cache_dir", OWN_CACHE)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
 hypothesis.settings.register_profile("library", derandomize=True, deadline=None, max_examples=30, database=None)
 hypothesis.settings.load_profile("library")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--parameter-sets", type=int, metavar="N", help="of each test's parameter sets run N at most")
+    parser.addoption("--all", action="store_true", help="run every parameter set of each test, as CI does")
+    parser.addoption("--parameter-sets", type=int, default=2, metavar="N", help="or N of each test and kind of kernels")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """A worker for each core, which is what xdist takes for None; no other process where they would share a GPU."""
+    return None if jax.default_backend() == "cpu" else 0
+
+
+def pytest_unconfigure(config):
+    if OWN_CACHE and not hasattr(config, "workerinput"):
+        shutil.rmtree(OWN_CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -37,16 +59,23 @@ def pytest_collection_modifyitems(config, items):
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-    if most := config.getoption("--parameter-sets"):
+    if not config.getoption("--all"):
         by_test = defaultdict(list)
         for item in items:
             skipped = any(item.iter_markers("skip")) or any(mark.args[0] for mark in item.iter_markers("skipif"))
-            by_test[item.nodeid.partition("[")[0], skipped].append(item)
+            by_test[item.nodeid.partition("[")[0], kernels_of(item), skipped].append(item)
+        most = config.getoption("--parameter-sets")
         kept = {item for sets in by_test.values() for item in sorted(sets, key=by_hash_of_name)[:most]}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     # The longest first: no worker is left alone with them at the end.
     items.sort(key=lambda item: "tests/train_example" not in item.nodeid)
+
+
+def kernels_of(item) -> str | None:
+    """Which kernels the test is of, if it is one of those that face several."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return next((str(parameters[name]) for name in ("kernels", "implementation") if name in parameters), None)
 
 
 def by_hash_of_name(item) -> int:

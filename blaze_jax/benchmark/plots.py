@@ -129,7 +129,9 @@ def _draw_memory(records: Sequence[Record]):
         rows = [(_label(r), r.get("saved_mib"), r["status"]) for r in record["layers"]]
         return rows + [(r["layer"], r["saved_mib"], "published") for r in _published(record) if "saved_mib" in r]
 
-    return _panels(records, "Kept for the backward pass beside the arguments, MiB (pale: figures of other runs)", bars)
+    return _panels(
+        records, "Kept for the backward pass in addition to the arguments, MiB (pale: figures of other runs)", bars
+    )
 
 
 def _draw_planned_memory(records: Sequence[Record]):
