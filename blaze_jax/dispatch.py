@@ -16,7 +16,7 @@ from blaze_jax.explicit_mesh import explicit_mesh, per_device
 from blaze_jax.implementation import Implementation, choose_dispatch_implementation
 from pallas_kernels import mosaic_gpu, xla
 from pallas_kernels.compat import has_symbolic_sizes
-from pallas_kernels.xla.router import EMPTY_SLOT
+from pallas_kernels.contract import EMPTY_SLOT
 
 _MAX_PAIRS = 2**31 - 2**24  # rows are numbered in int32, with room for the gaps of aligned groups
 

@@ -21,7 +21,7 @@ from blaze_jax.implementation import Implementation, choose_implementation, kern
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, differentiated_once
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes
-from pallas_kernels.xla.row_groups import accumulator_dtype
+from pallas_kernels.contract import accumulator_dtype
 
 Save = Literal["pre_activations", "inputs"]
 

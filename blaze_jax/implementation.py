@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Literal, get_args
 
 import jax
@@ -11,6 +10,7 @@ from jaxtyping import Array
 from blaze_jax.warn import warn_once
 from pallas_kernels import mosaic_gpu, xla
 from pallas_kernels.compat import has_symbolic_sizes, varying_axes
+from pallas_kernels.contract import Kernels
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -81,8 +81,8 @@ def _choose(implementation: Implementation | None, unsupported: Callable[[], str
     return "xla"
 
 
-def kernels_of(implementation: Implementation) -> ModuleType:
-    """The module that holds the kernels."""
+def kernels_of(implementation: Implementation) -> Kernels:
+    """The family of kernels."""
     return mosaic_gpu if implementation == "mosaic_gpu" else xla
 
 

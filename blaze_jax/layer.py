@@ -14,7 +14,7 @@ from blaze_jax.experts import expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
 from blaze_jax.routing import AxisName, Routing, route
 from blaze_jax.warn import warn_once
-from pallas_kernels.xla.row_groups import accumulator_dtype
+from pallas_kernels.contract import accumulator_dtype
 
 
 def init(

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.dispatch import EMPTY_SLOT
-from pallas_kernels.xla.row_groups import accumulator_dtype
+from pallas_kernels.contract import accumulator_dtype
 
 
 def dense_expert_ffn(

@@ -23,7 +23,8 @@ from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, differentiated_once
 from blaze_jax.token_rounding import TokenRounding, round_token_counts
 from blaze_jax.warn import warn_once
 from pallas_kernels.compat import InconclusiveDimensionOperation, reverse_mode_token
-from pallas_kernels.xla.router import Losses, Routed, Rule, Scoring, balance_loss, ranking_scores, weights_of, widened
+from pallas_kernels.contract import Losses, Routed, Rule, Scoring
+from pallas_kernels.xla.router import balance_loss, ranking_scores, weights_of, widened
 
 type AxisName = str | tuple[str, ...] | None
 
@@ -350,7 +351,7 @@ def update_selection_bias(
 
 def _kernel(logits, bias, rule: Rule) -> Routed:
     """The Hopper kernel, under `vmap` one example after another."""
-    return differentiated_once(lambda *arrays: kernels_of("mosaic_gpu").router(*arrays, rule))(logits, bias)
+    return differentiated_once(lambda logits, bias: kernels_of("mosaic_gpu").router(logits, bias, rule))(logits, bias)
 
 
 def _route_on_hopper(logits, bias, rule: Rule) -> Routed:

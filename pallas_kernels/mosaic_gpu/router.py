@@ -4,9 +4,9 @@ A row of logits belongs to a group of lanes of one warp, 32 of them from 125 exp
 experts. It sorts theirs, and in every round the group takes the largest of the lanes' heads, whose lane drops it.
 
 Logits are compared as integers of the same order. The low bits of each make room for the expert's id, so that a single
-word is sorted and all words differ. Should two that were chosen one after the other, or the last chosen and the best
-one left, differ in nothing but the ids, then the warp chooses again by the whole keys, with ids beside them: rarely for
-logits that are not equal, and always for those that are.
+word is sorted and all words differ. If two experts that were chosen one after the other differ only in their ids, or
+the last one chosen and the best one left do, the warp chooses again by the whole keys, with the ids next to them. That
+happens always for equal logits, and rarely for others.
 """
 
 import functools
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.dispatch import BLOCKS, dispatch_routed
 from pallas_kernels.mosaic_gpu.router_keys import (
@@ -47,7 +48,6 @@ from pallas_kernels.mosaic_gpu.simt import (
     when,
 )
 from pallas_kernels.mosaic_gpu.traced_once import traced_once
-from pallas_kernels.xla.router import EMPTY_SLOT, Losses, Routed, Rule
 
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from pallas_kernels.contract import KEY_BITS, Cutoffs
 from pallas_kernels.mosaic_gpu import simt
 from pallas_kernels.mosaic_gpu.simt import WARP, Long, block_barrier, branch, loop, minimum, select, total, when
 from pallas_kernels.mosaic_gpu.traced_once import traced_once
-from pallas_kernels.xla.token_selection import KEY_BITS, Cutoffs
 
 WARPGROUPS = 4
 THREADS = WARPGROUPS * 128

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.xla.row_groups import accumulator_dtype
+from pallas_kernels.contract import accumulator_dtype
 
 
 def combine(

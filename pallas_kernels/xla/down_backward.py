@@ -6,9 +6,9 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import accumulator_dtype
 from pallas_kernels.xla.row_groups import (
     RowGroups,
-    accumulator_dtype,
     empty,
     gather_rows,
     map_rows,

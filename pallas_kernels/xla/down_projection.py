@@ -3,7 +3,8 @@
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, empty, map_rows, product, read_rows
+from pallas_kernels.contract import accumulator_dtype
+from pallas_kernels.xla.row_groups import RowGroups, empty, map_rows, product, read_rows
 
 
 def down_projection(

@@ -1,73 +1,11 @@
 """Router: the experts of every token, their weights, and what its losses are made of."""
 
-from typing import Any, Literal, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.compat import top_k
-from pallas_kernels.xla.row_groups import accumulator_dtype
-
-Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
-
-EMPTY_SLOT = -1
-
-
-class Rule(NamedTuple):
-    """How experts are chosen and weighted.
-
-    Attributes:
-      experts_per_token: K.
-      scoring: scores are a "softmax" of the logits or their "sigmoid"; "softmax_selected" ranks as "softmax" does, and
-        weights by a softmax over the K selected logits alone.
-      normalize: divide a token's weights by their sum (already one after "softmax_selected").
-      scale: factor on the weights.
-      num_groups: experts fall into this many equal groups of consecutive ids.
-      groups_per_token: a token chooses only from this many groups, those with the largest sum of their two best scores.
-    """
-
-    experts_per_token: int
-    scoring: Scoring
-    normalize: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    groups_per_token: int = 1
-
-
-class Losses(NamedTuple):
-    """Means over tokens, of the weights' dtype; zero of no tokens. A token of -inf alone adds nothing to them.
-
-    Attributes:
-      balance: `E · Σ_e demand_e / (T·K) · mean_t probability_te`, one in perfect balance.
-      squared_log: of `logsumexp(logits)²`.
-      entropy: of the tokens' expert probabilities, in nats.
-    """
-
-    balance: Float[Array, ""]
-    squared_log: Float[Array, ""]
-    entropy: Float[Array, ""]
-
-
-class Routed(NamedTuple):
-    """What the router returns.
-
-    Attributes:
-      experts: `(T, K)` int32, distinct, best first; -1 in the slots of a token that has fewer possible experts.
-      weights: `(T, K)`, zero in an empty slot.
-      demand: `(E,)` int32, tokens of each expert.
-      losses: what may be added to a training loss, unweighted.
-      probability: `(E,)`, mean over tokens of each expert's probability: with the demand, what the balance loss of
-        several devices' tokens is made of.
-      dispatched: what `dispatch` of the same module makes of `experts`, where that was no further work; else None.
-    """
-
-    experts: Int[Array, "T K"]
-    weights: Float[Array, "T K"]
-    demand: Int[Array, " E"]
-    losses: Losses
-    probability: Float[Array, " E"]
-    dispatched: Any = None
+from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule, accumulator_dtype
 
 
 def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule) -> Routed:

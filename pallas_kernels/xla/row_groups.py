@@ -20,6 +20,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.compat import vary_over, varying_axes
+from pallas_kernels.contract import accumulator_dtype
 
 type Arrays = tuple[Array, ...]
 
@@ -79,11 +80,6 @@ class Tile(NamedTuple):
     @property
     def row(self) -> Int[Array, "B C"]:
         return self.start[:, None] + lax.iota(jnp.int32, self.turn.rows)[None]
-
-
-def accumulator_dtype(*dtypes) -> jnp.dtype:
-    """float32 for every type up to float32, float64 if one of them is that; also where jax promotes no types."""
-    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
 _forced_turn: ContextVar[Turn | None] = ContextVar("forced_turn", default=None)

@@ -1,29 +1,10 @@
 """Experts choose tokens: each expert's best few of all tokens, without a sort."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-KEY_BITS = 31
-
-
-class Cutoffs(NamedTuple):
-    """Where each expert's list of tokens, best first, is cut off: which tokens an expert takes is a comparison then.
-
-    Attributes:
-      keys: `(E,)` int32; tokens with larger keys are taken.
-      tokens: `(E,)` int32; of the tokens with just that key, those up to this id are taken.
-    """
-
-    keys: Int[Array, " E"]
-    tokens: Int[Array, " E"]
-
-    def take(self, key: Int[Array, "..."], expert: Int[Array, "..."], token: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Whether an expert takes a token that has such a key there."""
-        cutoff = self.keys[expert]
-        return (key > cutoff) | ((key == cutoff) & (token <= self.tokens[expert]))
+from pallas_kernels.contract import KEY_BITS, Cutoffs
 
 
 def token_cutoffs(keys: Int[Array, "E T"], wanted: Int[Array, " E"]) -> Cutoffs:

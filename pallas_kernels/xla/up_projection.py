@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.xla.row_groups import RowGroups, accumulator_dtype, empty, gather_rows, map_rows, product
+from pallas_kernels.contract import accumulator_dtype
+from pallas_kernels.xla.row_groups import RowGroups, empty, gather_rows, map_rows, product
 
 
 def up_projection(

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import accumulator_dtype
 from pallas_kernels.xla.row_groups import (
     RowGroups,
-    accumulator_dtype,
     gather_rows,
     product,
     read_own_rows,

@@ -9,8 +9,8 @@ import pytest
 
 from pallas_kernels import mosaic_gpu, xla
 from pallas_kernels.compile_only import compile_for_h200
+from pallas_kernels.contract import Rule
 from pallas_kernels.mosaic_gpu import simt
-from pallas_kernels.xla.router import Rule
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.test_dispatch_hopper import assert_same_as_portable
 

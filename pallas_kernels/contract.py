@@ -1,0 +1,198 @@
+"""What every family of kernels offers: the types that its operations take and return, and their signatures.
+
+`Kernels` is what a family's module looks like. The portable forms in `pallas_kernels.xla` say in their docstrings what
+each operation computes; other families give the same results faster, and may differ in the last bits.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
+
+EMPTY_SLOT = -1
+
+
+class Rule(NamedTuple):
+    """How experts are chosen and weighted.
+
+    Attributes:
+      experts_per_token: K.
+      scoring: scores are a "softmax" of the logits or their "sigmoid"; "softmax_selected" ranks as "softmax" does, and
+        weights by a softmax over the K selected logits alone.
+      normalize: divide a token's weights by their sum (already one after "softmax_selected").
+      scale: factor on the weights.
+      num_groups: experts fall into this many equal groups of consecutive ids.
+      groups_per_token: a token chooses only from this many groups, those with the largest sum of their two best scores.
+    """
+
+    experts_per_token: int
+    scoring: Scoring
+    normalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    groups_per_token: int = 1
+
+
+class Losses(NamedTuple):
+    """Means over tokens, of the weights' dtype; zero of no tokens. A token of -inf alone adds nothing to them.
+
+    Attributes:
+      balance: `E · Σ_e demand_e / (T·K) · mean_t probability_te`, one in perfect balance.
+      squared_log: of `logsumexp(logits)²`.
+      entropy: of the tokens' expert probabilities, in nats.
+    """
+
+    balance: Float[Array, ""]
+    squared_log: Float[Array, ""]
+    entropy: Float[Array, ""]
+
+
+class Routed(NamedTuple):
+    """What the router returns.
+
+    Attributes:
+      experts: `(T, K)` int32, distinct, best first; -1 in the slots of a token that has fewer possible experts.
+      weights: `(T, K)`, zero in an empty slot.
+      demand: `(E,)` int32, tokens of each expert.
+      losses: what may be added to a training loss, unweighted.
+      probability: `(E,)`, mean over tokens of each expert's probability: with the demand, what the balance loss of
+        several devices' tokens is made of.
+      dispatched: what `dispatch` of the same module makes of `experts`, where that was no further work; else None.
+    """
+
+    experts: Int[Array, "T K"]
+    weights: Float[Array, "T K"]
+    demand: Int[Array, " E"]
+    losses: Losses
+    probability: Float[Array, " E"]
+    dispatched: Any = None
+
+
+KEY_BITS = 31
+"""Bits of the keys by which experts choose tokens."""
+
+
+class Cutoffs(NamedTuple):
+    """Where each expert's list of tokens, best first, is cut off: which tokens an expert takes is a comparison then.
+
+    Attributes:
+      keys: `(E,)` int32; tokens with larger keys are taken.
+      tokens: `(E,)` int32; of the tokens with just that key, those up to this id are taken.
+    """
+
+    keys: Int[Array, " E"]
+    tokens: Int[Array, " E"]
+
+    def take(self, key: Int[Array, "..."], expert: Int[Array, "..."], token: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Whether an expert takes a token that has such a key there."""
+        cutoff = self.keys[expert]
+        return (key > cutoff) | ((key == cutoff) & (token <= self.tokens[expert]))
+
+
+def accumulator_dtype(*dtypes) -> jnp.dtype:
+    """float32 for every type up to float32, float64 if one of them is that; also where jax promotes no types."""
+    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
+
+
+class Kernels(Protocol):
+    """A family of kernels. `groups`, what its `dispatch` makes of the experts, is its own kind of `RowGroups`."""
+
+    RowGroups: type
+
+    def router(self, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule) -> Routed: ...
+
+    def router_backward(
+        self,
+        logits: Float[Array, "T E"],
+        experts: Int[Array, "T K"],
+        demand: Int[Array, " E"],
+        d_weights: Float[Array, "T K"],
+        d_losses: Losses,
+        d_probability: Float[Array, " E"],
+        rule: Rule,
+    ) -> Float[Array, "T E"]: ...
+
+    def token_cutoffs(self, keys: Int[Array, "E T"], wanted: Int[Array, " E"]) -> Cutoffs: ...
+
+    def experts_added(
+        self, keys: Int[Array, "E T"], cutoffs: Cutoffs, chosen_key: int, slots: int
+    ) -> tuple[Int[Array, "T slots"], Bool[Array, " E"]]: ...
+
+    def dispatch(self, experts: Int[Array, "T K"], num_experts: int) -> tuple[Any, Int[Array, "T K"]]: ...
+
+    def up_projection(
+        self,
+        x: Float[Array, "T d"],
+        weights: tuple[Float[Array, "E d n"], ...],
+        biases: tuple[Float[Array, "E n"], ...],
+        groups: Any,
+        *,
+        activation: Callable[..., Array],
+        keep_pre_activations: bool = True,
+    ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]: ...
+
+    def down_projection(
+        self,
+        hidden: Float[Array, "R n"],
+        w_down: Float[Array, "E n d"],
+        b_down: Float[Array, "E d"] | None,
+        groups: Any,
+        first_column: Int[Array, ""] | int,
+        num_columns: int,
+    ) -> Float[Array, "R columns"]: ...
+
+    def combine(
+        self,
+        rows: Float[Array, "R columns"],
+        token_index_map: Int[Array, "T K"],
+        weights: Float[Array, "T K"] | None,
+        out: Float[Array, "T d"],
+        first_column: Int[Array, ""] | int,
+    ) -> Float[Array, "T d"]: ...
+
+    def column_block(self, num_rows: int, d: int, n: int, num_experts: int, dtype) -> int: ...
+
+    def down_backward(
+        self,
+        dy: Float[Array, "T d"],
+        w_down: Float[Array, "E n d"],
+        b_down: Float[Array, "E d"] | None,
+        pre_activations: tuple[Float[Array, "R n"], ...],
+        row_weights: Float[Array, " R"],
+        groups: Any,
+        *,
+        activation: Callable[..., Array],
+    ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]: ...
+
+    def down_weight_gradients(
+        self,
+        weighted_hidden: Float[Array, "R n"],
+        dy: Float[Array, "T d"],
+        row_weights: Float[Array, " R"],
+        groups: Any,
+        *,
+        dtype,
+        bias_dtype,
+    ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]: ...
+
+    def up_weight_gradients(
+        self,
+        x: Float[Array, "T d"],
+        d_pre_activations: tuple[Float[Array, "R n"], ...],
+        groups: Any,
+        *,
+        dtypes: tuple,
+        bias_dtypes: tuple,
+    ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]: ...
+
+    def up_backward(
+        self,
+        d_pre_activations: tuple[Float[Array, "R n"], ...],
+        weights: tuple[Float[Array, "E d n"], ...],
+        groups: Any,
+        first_column: Int[Array, ""] | int,
+        num_columns: int,
+    ) -> Float[Array, "R columns"]: ...
