@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from blaze_jax.checks import check_integers
 from blaze_jax.explicit_mesh import explicit_mesh, per_device
 from blaze_jax.implementation import Implementation, choose_dispatch_implementation
-from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels import hopper, xla
 from pallas_kernels.compat import has_symbolic_sizes
 from pallas_kernels.contract import EMPTY_SLOT
 
@@ -96,7 +96,7 @@ def build_dispatch(
         experts = int32_experts(experts, num_experts)
         on_hopper = choose_dispatch_implementation(implementation, experts, num_experts) == "mosaic_gpu"
         if on_hopper and experts.size:  # no kernel without work
-            groups, positions = sequential_vmap(partial(mosaic_gpu.dispatch, spare_rows=0, **options))(experts)
+            groups, positions = sequential_vmap(partial(hopper.dispatch, spare_rows=0, **options))(experts)
         else:
             groups, positions = xla.dispatch(experts, **options)
         return Dispatch(groups.token_indices, groups.offsets, experts, positions)

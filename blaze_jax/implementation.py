@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array
 
 from blaze_jax.warn import warn_once
-from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels import hopper, xla
 from pallas_kernels.compat import has_symbolic_sizes, varying_axes
 from pallas_kernels.contract import Kernels
 
@@ -34,8 +34,8 @@ def choose_implementation(
       NotImplementedError: the implementation demanded cannot do this.
     """
     arrays = (x, weights, biases)
-    chosen = _choose(implementation, partial(mosaic_gpu.unsupported, *arrays), arrays)
-    if chosen == "mosaic_gpu" and (reason := mosaic_gpu.why_kernels_spill()):
+    chosen = _choose(implementation, partial(hopper.unsupported, *arrays), arrays)
+    if chosen == "mosaic_gpu" and (reason := hopper.why_kernels_spill()):
         warn_once(reason)
     return chosen
 
@@ -44,14 +44,14 @@ def choose_router_implementation(
     implementation: Implementation | None, logits: Array, experts_per_token: int
 ) -> Implementation:
     """The same for the router of these logits."""
-    return _choose(implementation, partial(mosaic_gpu.router_unsupported, logits, experts_per_token), logits)
+    return _choose(implementation, partial(hopper.router_unsupported, logits, experts_per_token), logits)
 
 
 def choose_dispatch_implementation(
     implementation: Implementation | None, experts: Array, num_experts: int
 ) -> Implementation:
     """The same for grouping rows by these experts."""
-    return _choose(implementation, partial(mosaic_gpu.dispatch_unsupported, num_experts), experts)
+    return _choose(implementation, partial(hopper.dispatch_unsupported, num_experts), experts)
 
 
 def _choose(implementation: Implementation | None, unsupported: Callable[[], str | None], arrays) -> Implementation:
@@ -83,7 +83,7 @@ def _choose(implementation: Implementation | None, unsupported: Callable[[], str
 
 def kernels_of(implementation: Implementation) -> Kernels:
     """The family of kernels."""
-    return mosaic_gpu if implementation == "mosaic_gpu" else xla
+    return hopper if implementation == "mosaic_gpu" else xla
 
 
 def _is_hopper() -> bool:

@@ -1,5 +1,11 @@
 """Compute kernels of a Mixture-of-Experts layer: arrays in, arrays out.
 
-Nothing here knows of Flax, of autodiff rules or of routing policy. Every operation exists in a portable form in
-`pallas_kernels.xla`, which runs wherever XLA does; faster forms have the same signatures.
+Nothing here knows of Flax, of autodiff rules or of routing policy. `contract` says what a family of kernels offers.
+
+- `xla`: the portable family, which runs wherever XLA does and whose docstrings define every operation.
+- `hopper`: the family for NVIDIA Hopper, and its kernels with tensor cores.
+- `simt`: router, dispatch, combine and token selection, which need no tensor cores.
+- `mosaic`: what kernels in Pallas Mosaic GPU share.
+- `tuning`: their free parameters.
+- `compile_only`: compiling for an H200 that need not be there.
 """

@@ -17,9 +17,9 @@ from blaze_jax.benchmark.progress import Bar
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.tune.cases import Case, Operands, make_operands, tuning_cases
 from blaze_jax.tune.measure import Found, tune
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.mosaic_gpu.tuning import KINDS, hopper_gpu
-from pallas_kernels.mosaic_gpu.tuning_files import USER_FILE_VARIABLE, add_tunings, user_file
+from pallas_kernels import hopper
+from pallas_kernels.tuning.files import USER_FILE_VARIABLE, add_tunings, user_file
+from pallas_kernels.tuning.parameters import KINDS, hopper_gpu
 
 PROGRAM = "python -m blaze_jax.tune"
 
@@ -94,7 +94,7 @@ def _tune_layer(sizes: Sizes, dtype, kernels: list[str], arguments: argparse.Nam
     """Yields each case with what was found."""
     began = time.monotonic()
     inputs = expert_inputs(sizes, dtype)
-    if reason := mosaic_gpu.unsupported(inputs[0], inputs[1:4], ()):
+    if reason := hopper.unsupported(inputs[0], inputs[1:4], ()):
         raise ValueError(f"--config {','.join(map(str, sizes))} cannot run on the kernels: {reason}")
     operands: Operands = jax.block_until_ready(jax.jit(make_operands)(*inputs))
     cases: list[Case] = [case for case in tuning_cases(operands) if case.kernel in kernels]

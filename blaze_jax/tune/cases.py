@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
 from blaze_jax.experts import Indices, block_width, combine_columns
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.mosaic_gpu.row_groups import TILE_COLUMNS, TILE_ROWS
-from pallas_kernels.mosaic_gpu.tuning import (
+from pallas_kernels import hopper
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
+from pallas_kernels.tuning.parameters import (
     ColumnBlock,
     CombineTuning,
     TileTuning,
@@ -64,13 +64,13 @@ class Case(NamedTuple):
 
 def make_operands(x, w_gate, w_up, w_down, weights, experts) -> Operands:
     """What the kernels of a layer take, from the layer's own arguments."""
-    indices = Indices(*mosaic_gpu.dispatch(experts, w_down.shape[0]))
+    indices = Indices(*hopper.dispatch(experts, w_down.shape[0]))
     groups, positions = indices.groups, indices.token_index_map
     row_weights = jnp.zeros(groups.num_rows, weights.dtype).at[positions].set(weights, mode="drop")
     columns = block_width(x.shape[1], ColumnBlock().columns)
     tuning = TileTuning()
-    pre, hidden = mosaic_gpu.up_projection(x, (w_gate, w_up), (), groups, activation=_ACTIVATION, tuning=tuning)
-    block = mosaic_gpu.down_projection(hidden, w_down, None, groups, 0, columns, tuning=tuning)
+    pre, hidden = hopper.up_projection(x, (w_gate, w_up), (), groups, activation=_ACTIVATION, tuning=tuning)
+    block = hopper.down_projection(hidden, w_down, None, groups, 0, columns, tuning=tuning)
     return Operands(x, (w_gate, w_up), w_down, weights, indices, row_weights, pre, hidden, block)
 
 
@@ -131,26 +131,26 @@ def _distinct[K](candidates: Iterable[K], effect: Callable[[K], object]) -> tupl
 
 
 def _up_projection(tuning, o: Operands):
-    return mosaic_gpu.up_projection(o.x, o.up_weights, (), o.indices.groups, activation=_ACTIVATION, tuning=tuning)
+    return hopper.up_projection(o.x, o.up_weights, (), o.indices.groups, activation=_ACTIVATION, tuning=tuning)
 
 
 def _down_projection(columns: int, tuning, o: Operands):
-    return mosaic_gpu.down_projection(o.hidden, o.w_down, None, o.indices.groups, 0, columns, tuning=tuning)
+    return hopper.down_projection(o.hidden, o.w_down, None, o.indices.groups, 0, columns, tuning=tuning)
 
 
 def _combine(tuning, o: Operands):
-    return mosaic_gpu.combine(o.block, o.indices.token_index_map, o.weights, o.x, 0, tuning=tuning)
+    return hopper.combine(o.block, o.indices.token_index_map, o.weights, o.x, 0, tuning=tuning)
 
 
 def _down_backward(tuning, o: Operands):
     groups = o.indices.groups
-    return mosaic_gpu.down_backward(
+    return hopper.down_backward(
         o.x, o.w_down, None, o.pre, o.row_weights, groups, activation=_ACTIVATION, tuning=tuning
     )
 
 
 def _down_weight_gradients(tuning, o: Operands):
-    gradient, _ = mosaic_gpu.down_weight_gradients(
+    gradient, _ = hopper.down_weight_gradients(
         o.hidden, o.x, o.row_weights, o.indices.groups, dtype=o.w_down.dtype, bias_dtype=None, tuning=tuning
     )
     return gradient
@@ -158,22 +158,22 @@ def _down_weight_gradients(tuning, o: Operands):
 
 def _up_weight_gradients(tuning, o: Operands):
     dtypes = tuple(w.dtype for w in o.up_weights)
-    return mosaic_gpu.up_weight_gradients(o.x, o.pre, o.indices.groups, dtypes=dtypes, bias_dtypes=(), tuning=tuning)
+    return hopper.up_weight_gradients(o.x, o.pre, o.indices.groups, dtypes=dtypes, bias_dtypes=(), tuning=tuning)
 
 
 def _up_backward(columns: int, tuning, o: Operands):
-    return mosaic_gpu.up_backward(o.pre, o.up_weights, o.indices.groups, 0, columns, tuning=tuning)
+    return hopper.up_backward(o.pre, o.up_weights, o.indices.groups, 0, columns, tuning=tuning)
 
 
 def _column_block(tuning, o: Operands):
     """Both loops over blocks of columns: the forward pass's last step, and the backward pass's."""
 
     def down(first_column, num_columns):
-        return mosaic_gpu.down_projection(o.hidden, o.w_down, None, o.indices.groups, first_column, num_columns)
+        return hopper.down_projection(o.hidden, o.w_down, None, o.indices.groups, first_column, num_columns)
 
     def up(first_column, num_columns):
-        return mosaic_gpu.up_backward(o.pre, o.up_weights, o.indices.groups, first_column, num_columns)
+        return hopper.up_backward(o.pre, o.up_weights, o.indices.groups, first_column, num_columns)
 
     both = ((down, o.weights), (up, None))
     width, most, dtype = o.x.shape[1], tuning.columns, o.x.dtype
-    return [combine_columns(mosaic_gpu, rows, width, most, dtype, o.indices, weights) for rows, weights in both]
+    return [combine_columns(hopper, rows, width, most, dtype, o.indices, weights) for rows, weights in both]

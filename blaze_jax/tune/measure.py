@@ -13,7 +13,7 @@ from jax import lax
 
 from blaze_jax.benchmark.timing import Timing, time_calls
 from blaze_jax.tune.cases import Case, Operands
-from pallas_kernels.mosaic_gpu.tuning import Tuning
+from pallas_kernels.tuning.parameters import Tuning
 
 WORTH = 0.01
 """Of the heuristic's time: candidates that save less do not replace it, two runs may differ by as much."""

@@ -7,8 +7,8 @@ import pytest
 
 from blaze_jax import expert_ffn, route
 from blaze_jax.layer import moe
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.mosaic_gpu import simt
+from pallas_kernels import hopper
+from pallas_kernels.simt import language as simt
 from tests.layers import CONFIGS, random_parameters, random_tokens
 from tests.numerics import assert_same_bits
 
@@ -30,7 +30,7 @@ def call(routing, implementation=None, num_experts=E, **options):
 def test_are_those_of_dispatch():
     routing = routed()
     with simt.interpreted():
-        assert_same_bits(routing.dispatched, mosaic_gpu.dispatch(routing.experts, E))
+        assert_same_bits(routing.dispatched, hopper.dispatch(routing.experts, E))
 
 
 @pytest.mark.parametrize("options", [{"expert_capacity": 9}, {"token_rounding": "nearest", "rounding_tile": 8}])

@@ -12,7 +12,7 @@ import pytest
 
 from blaze_jax import expert_ffn
 from blaze_jax.activations import get_activation
-from pallas_kernels import mosaic_gpu
+from pallas_kernels import hopper
 from pallas_kernels.compile_only import CompiledForH200, compile_for_h200
 from tests.blaze_jax.test_experts_hopper import KERNELS
 from tests.expert_problems import Problem, apply
@@ -98,7 +98,7 @@ def compiled(layer: Layer) -> CompiledForH200:
     present = {name: p for name, p in problem.params.items() if p is not None}
     weights = tuple(p for name, p in present.items() if name.startswith("w_"))
     biases = tuple(p for name, p in present.items() if name.startswith("b_"))
-    if reason := mosaic_gpu.unsupported(problem.x, weights, biases):
+    if reason := hopper.unsupported(problem.x, weights, biases):
         pytest.skip(f"the kernels cannot do this yet: {reason}")
     return compile_for_h200(layer.step, *problem)
 

@@ -6,7 +6,7 @@ import pytest
 
 from blaze_jax.implementation import check_implementation, choose_implementation, kernels_of
 from blaze_jax.warn import warn_once
-from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels import hopper, xla
 
 
 def operands(*, dtype=jnp.bfloat16, d=256, n=256, num_experts=4, biases=0):
@@ -21,11 +21,11 @@ def operands(*, dtype=jnp.bfloat16, d=256, n=256, num_experts=4, biases=0):
 
 def test_every_name_has_its_kernels():
     assert kernels_of("xla") is xla
-    assert kernels_of("mosaic_gpu") is mosaic_gpu
+    assert kernels_of("mosaic_gpu") is hopper
 
 
 def test_both_modules_offer_the_same_operations():
-    assert set(xla.__all__) <= set(mosaic_gpu.__all__)
+    assert set(xla.__all__) <= set(hopper.__all__)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
@@ -76,7 +76,7 @@ def test_hopper_gets_its_kernels(monkeypatch):
 def test_kernels_that_spill_say_so_once(monkeypatch, implementation):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA H200", "9.0")])
-    monkeypatch.setattr(mosaic_gpu, "why_kernels_spill", lambda: "the kernels spill, because of that")
+    monkeypatch.setattr(hopper, "why_kernels_spill", lambda: "the kernels spill, because of that")
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match="the kernels spill, because of that"):
         assert choose_implementation(implementation, *operands()) == "mosaic_gpu"
@@ -113,5 +113,5 @@ def test_kernels_take_gate_and_up_of_one_narrow_type(up_dtype, reason):
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of mosaic_gpu, xla"):
+    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of hopper, xla"):
         check_implementation("cuda")

@@ -9,7 +9,7 @@ import pytest
 
 from blaze_jax import route
 from pallas_kernels.compile_only import compile_for_h200
-from pallas_kernels.mosaic_gpu import simt
+from pallas_kernels.simt import language as simt
 from tests.numerics import assert_close, assert_same_bits
 
 T, E, K = 40, 12, 3

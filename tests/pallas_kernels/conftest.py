@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels import hopper, xla
 from pallas_kernels.xla.row_groups import turns_of
 from tests.pallas_kernels.rows import Rows, needs_interpreter
 
@@ -30,8 +30,8 @@ def kernels(request, detect_races):
         return
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("dtype") == "float32":
         pytest.skip("the tensor cores take bfloat16 or float16")
-    with mosaic_gpu.interpreted(detect_races=detect_races):
-        yield mosaic_gpu
+    with hopper.interpreted(detect_races=detect_races):
+        yield hopper
 
 
 @pytest.fixture(
@@ -47,6 +47,6 @@ def kernels(request, detect_races):
 def rows(kernels, request):
     """Rows of some routing, in groups that start at multiples of 1 or 8."""
     routing, row_alignment = request.param
-    if kernels is mosaic_gpu and routing in SLOW_INTERPRETED:
+    if kernels is hopper and routing in SLOW_INTERPRETED:
         pytest.skip("slow in the interpreter")
     return Rows(kernels, routing, row_alignment=row_alignment)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from blaze_jax.activations import get_activation
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.mosaic_gpu.row_groups import ROW_ALIGNMENT
+from pallas_kernels import hopper
+from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT
 from tests.routings import ROUTINGS
 
 D, N = 72, 136
@@ -30,7 +30,7 @@ over_projections = pytest.mark.parametrize("projections", [1, 2])
 
 def dispatch(kernels, experts, num_experts, row_alignment=None):
     """Rows of groups that start at multiples of `row_alignment`, by default of what the kernels like."""
-    if kernels is not mosaic_gpu:
+    if kernels is not hopper:
         return kernels.dispatch(jnp.asarray(experts), num_experts, row_alignment=row_alignment or 1)
     if row_alignment not in (None, ROW_ALIGNMENT):
         pytest.skip(f"groups start at multiples of {ROW_ALIGNMENT}")

@@ -6,7 +6,7 @@ from pathlib import Path
 import jaxlib.version
 import pytest
 
-from pallas_kernels.mosaic_gpu import assembler
+from pallas_kernels.hopper import assembler
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu, xla
-from pallas_kernels.mosaic_gpu import simt
+from pallas_kernels import hopper, xla
+from pallas_kernels.simt import language as simt
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 
 RUNS = [
@@ -33,7 +33,7 @@ def test_sums_each_tokens_rows(running, options, dtype, weighted, slots):
     values, positions, weights, before = problem(dtype, slots)
     arguments = (values, positions, weights if weighted else None, before, 8)
     with running():
-        out = mosaic_gpu.combine(*arguments, **options)
+        out = hopper.combine(*arguments, **options)
     assert out.dtype == dtype
     assert_same_bits((out[:, :8], out[:, 32:]), (before[:, :8], before[:, 32:]))
     assert_close(out, xla.combine(*arguments), TOLERANCE[dtype])
@@ -45,7 +45,7 @@ def test_slots_that_are_mostly_empty(running, options):
     late = np.arange(16) >= 8
     positions = jnp.where(late & (np.arange(len(positions))[:, None] % 5 > 0), len(values), positions)
     with running():
-        out = mosaic_gpu.combine(values, positions, weights, before, 8, **options)
+        out = hopper.combine(values, positions, weights, before, 8, **options)
     assert_close(out, xla.combine(values, positions, weights, before, 8), TOLERANCE["bfloat16"])
 
 
@@ -54,7 +54,7 @@ def test_empty_slots_contribute_nothing_unless_nan(running, options):
     values, positions = jnp.full((3, 8), 2.0, jnp.bfloat16), jnp.array([[0, 3], [3, 3], [1, 3]])
     weights = jnp.array([[0.5, 0.5], [0.5, 0.5], [0.5, jnp.nan]])
     with running():
-        out = mosaic_gpu.combine(values, positions, weights, jnp.full((3, 8), 9.0, jnp.bfloat16), 0, **options)
+        out = hopper.combine(values, positions, weights, jnp.full((3, 8), 9.0, jnp.bfloat16), 0, **options)
     assert out[:2].tolist() == [[1.0] * 8, [0.0] * 8]
     assert np.isnan(out[2].astype(jnp.float32)).all()
 
@@ -64,6 +64,6 @@ def test_a_nan_weight_shows_where_all_slots_beside_it_are_empty(running, options
     values, positions, weights, before = problem("bfloat16", slots=16)
     positions, weights = positions.at[:, 8:].set(len(values)), weights.at[7, 13].set(jnp.nan)
     with running():
-        out = mosaic_gpu.combine(values, positions, weights, before, 8, **options)
+        out = hopper.combine(values, positions, weights, before, 8, **options)
     nan = np.isnan(np.asarray(out[:, 8:32], np.float32))
     assert np.flatnonzero(nan.all(1)).tolist() == np.flatnonzero(nan.any(1)).tolist() == [7]

@@ -82,6 +82,6 @@ def test_memory_plan_of_a_program_without_kernels():
 
 @pytest.mark.compile_only
 def test_no_report_is_an_error_not_an_absence_of_spills(monkeypatch):
-    monkeypatch.setattr("pallas_kernels.ptxas_report.parse_ptxas_report", lambda text: [])
+    monkeypatch.setattr("pallas_kernels.compile_only.ptxas_report.parse_ptxas_report", lambda text: [])
     with pytest.raises(RuntimeError, match="ptxas reported on none of 1 kernels"):
         compile_for_h200(scale_kernel, array(128, 64))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu, xla
-from pallas_kernels.mosaic_gpu import simt
-from pallas_kernels.mosaic_gpu.row_groups import SPARE_ROWS, TILE_ROWS
+from pallas_kernels import hopper, xla
+from pallas_kernels.mosaic.row_groups import SPARE_ROWS, TILE_ROWS
+from pallas_kernels.simt import language as simt
 from tests.numerics import assert_same_bits
 from tests.routings import ROUTINGS, random_experts
 
@@ -40,7 +40,7 @@ def assert_is_schedule(groups):
 
 def interpret(experts, num_experts, **options):
     with simt.interpreted():
-        return mosaic_gpu.dispatch(jnp.asarray(experts), num_experts, **options)
+        return hopper.dispatch(jnp.asarray(experts), num_experts, **options)
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -90,7 +90,7 @@ def test_counts_known_before(blocks):
 def test_inside_jit():
     experts, num_experts = ROUTINGS["random"]
     with simt.interpreted():
-        out = jax.jit(lambda e: mosaic_gpu.dispatch(e, num_experts, blocks=2))(experts)
+        out = jax.jit(lambda e: hopper.dispatch(e, num_experts, blocks=2))(experts)
     assert_same_as_portable(experts, num_experts, *out)
 
 
@@ -99,7 +99,7 @@ def test_inside_jit():
 )
 def test_lowers_for_cuda(tokens, slots, num_experts):
     experts = jax.ShapeDtypeStruct((tokens, slots), jnp.int32)
-    lowered = jax.jit(lambda e: mosaic_gpu.dispatch(e, num_experts)).trace(experts)
+    lowered = jax.jit(lambda e: hopper.dispatch(e, num_experts)).trace(experts)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert "moe_dispatch_count" in text
     assert "moe_dispatch_place" in text
@@ -109,7 +109,7 @@ def test_lowers_for_cuda(tokens, slots, num_experts):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_any_routing_on_the_gpu(routing):
     experts, num_experts = ROUTINGS[routing]
-    assert_same_as_portable(experts, num_experts, *mosaic_gpu.dispatch(jnp.asarray(experts), num_experts))
+    assert_same_as_portable(experts, num_experts, *hopper.dispatch(jnp.asarray(experts), num_experts))
 
 
 @pytest.mark.gpu
@@ -118,6 +118,6 @@ def test_any_routing_on_the_gpu(routing):
 )
 def test_sizes_on_the_gpu(tokens, slots, num_experts):
     experts = np.random.default_rng(0).integers(0, num_experts, (tokens, slots), np.int32)
-    first = mosaic_gpu.dispatch(jnp.asarray(experts), num_experts)
+    first = hopper.dispatch(jnp.asarray(experts), num_experts)
     assert_same_as_portable(experts, num_experts, *first)
-    assert_same_bits(mosaic_gpu.dispatch(jnp.asarray(experts), num_experts), first)
+    assert_same_bits(hopper.dispatch(jnp.asarray(experts), num_experts), first)

@@ -4,17 +4,17 @@ import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_gpu
-from pallas_kernels.mosaic_gpu import inline
+from pallas_kernels import hopper
+from pallas_kernels.hopper import inline
 from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, needs_interpreter
 
 
 def run_up_projection():
-    rows = Rows(mosaic_gpu, "whole_tiles_and_a_tail")
+    rows = Rows(hopper, "whole_tiles_and_a_tail")
     x = rows.normal(rows.num_tokens, D, dtype="bfloat16")
     weights = tuple(rows.normal(rows.num_experts, D, N) for _ in range(2))
     return jax.block_until_ready(
-        mosaic_gpu.up_projection(x, weights, (), rows.groups, activation=ACTIVATIONS[2]),
+        hopper.up_projection(x, weights, (), rows.groups, activation=ACTIVATIONS[2]),
     )
 
 
@@ -25,7 +25,7 @@ def run_up_projection():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_missing_wait_is_a_race(monkeypatch, module, name):
-    with mosaic_gpu.interpreted():
+    with hopper.interpreted():
         with monkeypatch.context() as patched:
             patched.setattr(module, name, lambda *args, **options: None)
             with pytest.raises(RuntimeError, match="RACE DETECTED"):

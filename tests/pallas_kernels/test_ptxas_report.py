@@ -2,7 +2,7 @@
 
 import os
 
-from pallas_kernels.ptxas_report import KernelReport, captured_ptxas_report, parse_ptxas_report
+from pallas_kernels.compile_only.ptxas_report import KernelReport, captured_ptxas_report, parse_ptxas_report
 
 REPORT = """\
 ptxas info    : 0 bytes gmem

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu, xla
+from pallas_kernels import hopper, xla
 from pallas_kernels.compile_only import compile_for_h200
 from pallas_kernels.contract import Rule
-from pallas_kernels.mosaic_gpu import simt
+from pallas_kernels.simt import language as simt
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.test_dispatch_hopper import assert_same_as_portable
 
@@ -27,10 +27,10 @@ SIZES = [
 
 def interpret(logits, bias, rule, *, blocks=2):
     with simt.interpreted():
-        return mosaic_gpu.router(logits, bias, rule, blocks=blocks)
+        return hopper.router(logits, bias, rule, blocks=blocks)
 
 
-RUNS = [pytest.param(interpret, id="interpreter"), pytest.param(mosaic_gpu.router, id="gpu", marks=pytest.mark.gpu)]
+RUNS = [pytest.param(interpret, id="interpreter"), pytest.param(hopper.router, id="gpu", marks=pytest.mark.gpu)]
 over_runs = pytest.mark.parametrize("run", RUNS)
 
 
@@ -197,7 +197,7 @@ def test_lowers_for_cuda(num_experts, slots, biased):
         rule = rule._replace(num_groups=1)
     logits = jax.ShapeDtypeStruct((1000, num_experts), jnp.float32)
     bias = jax.ShapeDtypeStruct((num_experts,), jnp.float32) if biased else None
-    lowered = jax.jit(partial(mosaic_gpu.router, rule=rule)).trace(logits, bias).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(partial(hopper.router, rule=rule)).trace(logits, bias).lower(lowering_platforms=("cuda",))
     assert "moe_router" in lowered.as_text()
     assert "moe_dispatch_place" in lowered.as_text()
     assert "moe_dispatch_count" not in lowered.as_text()  # two launches, and no third
@@ -211,7 +211,7 @@ def test_lowers_for_cuda(num_experts, slots, biased):
 def test_compiles_without_spills(num_tokens, num_experts, slots):
     rule = Rule(slots, "softmax")
     logits = jax.ShapeDtypeStruct((num_tokens, num_experts), jnp.float32)
-    compiled = compile_for_h200(lambda x: mosaic_gpu.router(x, None, rule), logits)
+    compiled = compile_for_h200(lambda x: hopper.router(x, None, rule), logits)
     assert [kernel.name for kernel in compiled.kernels] == ["moe_router", "moe_dispatch_place"]
     assert compiled.spill_bytes == {}
 
@@ -228,7 +228,7 @@ def test_compiles_without_spills(num_tokens, num_experts, slots):
 def test_says_what_it_cannot_do(shape, dtype, slots, reason):
     with jax.enable_x64(True):
         logits = jax.ShapeDtypeStruct(shape, dtype)
-    assert mosaic_gpu.router_unsupported(logits, slots).startswith(reason)
+    assert hopper.router_unsupported(logits, slots).startswith(reason)
 
 
 @pytest.mark.gpu
@@ -238,6 +238,6 @@ def test_says_what_it_cannot_do(shape, dtype, slots, reason):
 )
 def test_sizes_on_the_gpu(tokens, num_experts, slots):
     logits, rule = random_logits(tokens, num_experts), Rule(slots, "softmax")
-    out = assert_matches(mosaic_gpu.router, logits, None, rule)
-    assert_same_bits(mosaic_gpu.router(logits, None, rule), out)
-    assert_same_bits(out.dispatched, mosaic_gpu.dispatch(out.experts, num_experts))
+    out = assert_matches(hopper.router, logits, None, rule)
+    assert_same_bits(hopper.router(logits, None, rule), out)
+    assert_same_bits(out.dispatched, hopper.dispatch(out.experts, num_experts))

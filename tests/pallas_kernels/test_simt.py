@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mosaic_gpu import simt
-from pallas_kernels.mosaic_gpu.simt import RaceError, block_barrier, loop, select, thread, warp, warp_barrier, when
+from pallas_kernels.simt import language as simt
+from pallas_kernels.simt.language import RaceError, block_barrier, loop, select, thread, warp, warp_barrier, when
 from tests.numerics import assert_close, assert_same_bits
 
 THREADS = 128

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu, xla
-from pallas_kernels.mosaic_gpu import simt
+from pallas_kernels import hopper, xla
+from pallas_kernels.simt import language as simt
 from tests.numerics import assert_same_bits
 
 CHOSEN = 1 << 30
@@ -20,8 +20,8 @@ KEYS = {
 }
 RUNS = [
     pytest.param(xla, contextlib.nullcontext, id="xla"),
-    pytest.param(mosaic_gpu, simt.interpreted, id="interpreter"),
-    pytest.param(mosaic_gpu, contextlib.nullcontext, id="gpu", marks=pytest.mark.gpu),
+    pytest.param(hopper, simt.interpreted, id="interpreter"),
+    pytest.param(hopper, contextlib.nullcontext, id="gpu", marks=pytest.mark.gpu),
 ]
 over_runs = pytest.mark.parametrize(("kernels", "running"), RUNS)
 over_keys = pytest.mark.parametrize("kind", KEYS)
@@ -85,11 +85,11 @@ def test_added_experts(kernels, running, kind, num_experts, num_tokens, slots):
 @pytest.mark.parametrize(("num_experts", "num_tokens"), [(512, 16384), (128, 24576), (4, 2**21)])
 def test_sizes_on_the_gpu(kind, num_experts, num_tokens):
     keys, wanted = (jnp.asarray(a) for a in problem(kind, num_experts, num_tokens))
-    cutoffs = mosaic_gpu.token_cutoffs(keys, wanted)
+    cutoffs = hopper.token_cutoffs(keys, wanted)
     expected = xla.token_cutoffs(keys, wanted)
     assert_same_bits(take(cutoffs, keys), take(expected, keys))
-    few = mosaic_gpu.token_cutoffs(keys, jnp.minimum(wanted, num_tokens // 8 + 50))
-    assert_same_bits(mosaic_gpu.experts_added(keys, few, CHOSEN, 8), xla.experts_added(keys, few, CHOSEN, 8))
+    few = hopper.token_cutoffs(keys, jnp.minimum(wanted, num_tokens // 8 + 50))
+    assert_same_bits(hopper.experts_added(keys, few, CHOSEN, 8), xla.experts_added(keys, few, CHOSEN, 8))
 
 
 @pytest.mark.compile_only
@@ -97,8 +97,8 @@ def test_compiles_for_the_h200_without_spills():
     from pallas_kernels.compile_only import compile_for_h200
 
     def both(keys, wanted):
-        cutoffs = mosaic_gpu.token_cutoffs(keys, wanted)
-        return cutoffs, mosaic_gpu.experts_added(keys, cutoffs, CHOSEN, 8)
+        cutoffs = hopper.token_cutoffs(keys, wanted)
+        return cutoffs, hopper.experts_added(keys, cutoffs, CHOSEN, 8)
 
     keys, wanted = (jnp.zeros(shape, jnp.int32) for shape in ((512, 16384), (512,)))
     compiled = compile_for_h200(both, keys, wanted)

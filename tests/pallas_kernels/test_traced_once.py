@@ -5,8 +5,8 @@ import os
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.mosaic_gpu.interpreter import interpreted
-from pallas_kernels.mosaic_gpu.traced_once import traced_once
+from pallas_kernels.mosaic.interpreter import interpreted
+from pallas_kernels.mosaic.traced_once import traced_once
 
 
 class Unhashable:

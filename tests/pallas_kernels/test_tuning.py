@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_gpu, xla
-from pallas_kernels.mosaic_gpu import simt, tuning_files
-from pallas_kernels.mosaic_gpu.tuning import (
+from pallas_kernels import hopper, xla
+from pallas_kernels.simt import language as simt
+from pallas_kernels.tuning import files as tuning_files
+from pallas_kernels.tuning.parameters import (
     H200,
     KINDS,
     ColumnBlock,
@@ -197,8 +198,7 @@ def test_the_combines_bits_do_not_depend_on_its_tuning(tuning):
     weights, before = jnp.asarray(rng.random((9, 5)), jnp.float32), jnp.zeros((9, 8), jnp.bfloat16)
     with simt.interpreted():
         expected, out = (
-            mosaic_gpu.combine(rows, positions, weights, before, 0, blocks=2, tuning=t)
-            for t in (CombineTuning(), tuning)
+            hopper.combine(rows, positions, weights, before, 0, blocks=2, tuning=t) for t in (CombineTuning(), tuning)
         )
     assert_same_bits(out, expected)
     assert np.abs(np.asarray(out, np.float32)).max() > 0.5
@@ -206,5 +206,5 @@ def test_the_combines_bits_do_not_depend_on_its_tuning(tuning):
 
 def test_column_blocks():
     sizes = (1000, 2048, 256, 8, jnp.bfloat16)
-    assert xla.column_block(*sizes) == mosaic_gpu.column_block(*sizes) == 512
-    assert mosaic_gpu.column_block(*sizes, tuning=ColumnBlock(256)) == 256
+    assert xla.column_block(*sizes) == hopper.column_block(*sizes) == 512
+    assert hopper.column_block(*sizes, tuning=ColumnBlock(256)) == 256

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_gpu
+from pallas_kernels import hopper
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 from tests.pallas_kernels.rows import D, N, Rows, over_dtypes_and_biases, over_projections, wide
 
@@ -20,7 +20,7 @@ def test_up_weight_gradients(kernels, rows, dtype, biases, projections):
     x = rows.normal(rows.num_tokens, D, dtype=dtype)
     d_pre = tuple(rows.of_rows(N, dtype=dtype) for _ in range(projections))
     dtypes = ("float32", "bfloat16")[:projections]
-    if kernels is mosaic_gpu:  # which has one dtype for all
+    if kernels is hopper:  # which has one dtype for all
         dtypes = dtypes[-1:] * projections
     bias_dtypes = dtypes[::-1] if biases else ()
     run = jax.jit(lambda *args: kernels.up_weight_gradients(*args, dtypes=dtypes, bias_dtypes=bias_dtypes))

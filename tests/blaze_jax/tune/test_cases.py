@@ -12,8 +12,8 @@ from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.tune.cases import make_operands, orders, tuning_cases
 from pallas_kernels.compile_only import compile_for_h200
-from pallas_kernels.mosaic_gpu import tuning_files
-from pallas_kernels.mosaic_gpu.tuning import H200, KINDS, TileTuning, hopper_gpu
+from pallas_kernels.tuning import files as tuning_files
+from pallas_kernels.tuning.parameters import H200, KINDS, TileTuning, hopper_gpu
 
 SIZES = Sizes(1000, 1024, 512, 8, 4)
 OPERANDS = jax.eval_shape(make_operands, *abstract_inputs(SIZES, jnp.bfloat16))

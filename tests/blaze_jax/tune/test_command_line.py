@@ -8,10 +8,10 @@ import pytest
 
 from blaze_jax.tune.__main__ import line, main
 from blaze_jax.tune.measure import Found
-from pallas_kernels import mosaic_gpu, xla
-from pallas_kernels.mosaic_gpu.row_groups import TileSchedule
-from pallas_kernels.mosaic_gpu.tuning import KINDS, TileTuning, hopper_gpu, parse
-from pallas_kernels.mosaic_gpu.tuning_files import read_tunings
+from pallas_kernels import hopper, xla
+from pallas_kernels.mosaic.row_groups import TileSchedule
+from pallas_kernels.tuning.files import read_tunings
+from pallas_kernels.tuning.parameters import KINDS, TileTuning, hopper_gpu, parse
 
 CONFIG = ["--config", "512,1024,512,8,4"]
 
@@ -84,7 +84,7 @@ def portable(name):
     """A portable kernel that looks like the Hopper one."""
 
     def run(*arguments, tuning=None, **options):
-        groups = (xla.RowGroups(*a[:2]) if isinstance(a, mosaic_gpu.RowGroups) else a for a in arguments)
+        groups = (xla.RowGroups(*a[:2]) if isinstance(a, hopper.RowGroups) else a for a in arguments)
         return getattr(xla, name)(*groups, **options)
 
     return run
@@ -93,12 +93,12 @@ def portable(name):
 def portable_dispatch(experts, num_experts):
     groups, positions = xla.dispatch(experts, num_experts, row_alignment=8)
     tiles = TileSchedule(*(jnp.zeros(experts.size // 128 + num_experts, jnp.int32) for _ in range(3)))
-    return mosaic_gpu.RowGroups(*groups, tiles), positions
+    return hopper.RowGroups(*groups, tiles), positions
 
 
 def test_the_whole_command_with_portable_kernels(capsys, monkeypatch, tmp_path):
     kernels = SimpleNamespace(**{name: portable(name) for name in KINDS}, dispatch=portable_dispatch)
-    monkeypatch.setattr("blaze_jax.tune.cases.mosaic_gpu", kernels)
+    monkeypatch.setattr("blaze_jax.tune.cases.hopper", kernels)
     monkeypatch.setattr("blaze_jax.tune.__main__.hopper_gpu", lambda: "NVIDIA H200")
     monkeypatch.setenv("BLAZE_JAX_TUNING", "")
     file = tmp_path / "tuning.json"

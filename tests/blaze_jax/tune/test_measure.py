@@ -10,7 +10,7 @@ import pytest
 from blaze_jax.benchmark.timing import KernelTotal, Timing
 from blaze_jax.tune.cases import Case
 from blaze_jax.tune.measure import choose, kernel_us, tune
-from pallas_kernels.mosaic_gpu.tuning import TileTuning
+from pallas_kernels.tuning.parameters import TileTuning
 
 CANDIDATES = tuple(TileTuning(tile_width=width) for width in (1, 2, 4, 8))
 DEFAULT, SAME, WRONG, BROKEN = CANDIDATES

@@ -1,0 +1,171 @@
+"""Compiling for the H200 on a machine without a GPU, and what the compilers say of the outcome.
+
+The extra `compile-only` (CUDA 12) or `compile-only-cuda13` installs what this takes: jax's CUDA plugin and NVIDIA's
+assembler, but none of the libraries that running on a GPU needs. Only the shapes and dtypes of arguments matter;
+`on_h200` places them.
+"""
+
+import importlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+from jaxlib.mlir import ir
+
+from pallas_kernels.compile_only.ptxas_report import KernelReport, captured_ptxas_report
+
+_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+
+
+class CompiledForH200(NamedTuple):
+    """A program for the H200 and what is known of it without running it.
+
+    Attributes:
+      executable: the compiled function; it cannot be called here.
+      memory: XLA's own plan, in bytes: `temp_size_in_bytes`, `argument_size_in_bytes`, `output_size_in_bytes`,
+        `alias_size_in_bytes`.
+      kernels: what the assembler reports of every Mosaic GPU kernel in the program; not of XLA's own.
+    """
+
+    executable: jax.stages.Compiled
+    memory: Any
+    kernels: tuple[KernelReport, ...]
+
+    @property
+    def spill_bytes(self) -> dict[str, int]:
+        """Bytes that the kernels that do spill registers move for it, by kernel."""
+        return {k.name: k.spill_bytes for k in self.kernels if k.spill_bytes}
+
+
+def missing_for_h200() -> str | None:
+    """Why nothing can be compiled for the H200 here, or None if it can."""
+    if _plugin() is None:
+        return "jax's CUDA plugin is not installed: pip install 'blaze_jax[compile-only]'"
+    return None
+
+
+@cache
+def h200() -> jax.sharding.SingleDeviceSharding:
+    """Placement on an H200 that need not be there: lowering with it and compiling gives that GPU's program.
+
+    Works before and after jax has started, and changes neither the devices that jax computes on nor the environment.
+    Where a GPU is visible but only one of these extras is installed, set `JAX_PLATFORMS=cpu`: jax would start that
+    GPU without its libraries.
+
+    Raises:
+      NotImplementedError: jax's CUDA plugin is not installed.
+    """
+    plugin = _plugin()
+    if plugin is None:
+        raise NotImplementedError(f"cannot compile for the H200: {missing_for_h200()}")
+    target = files("pallas_kernels.compile_only").joinpath("h200.txtpb").read_text()
+    if plugin == "jax_plugins.xla_cuda12":
+        target = target.replace("13.0.0", "12.9.0")  # the versions of driver and toolkit
+
+    def topology():
+        return topologies.get_topology_desc("h200", "cuda", target_config=target, topology="1x1x1")
+
+    # The plugin refuses to load without libraries that only running needs, unless told otherwise when jax first looks
+    # for plugins. If jax has already looked, the plugin is asked once more.
+    with _environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"):
+        try:
+            devices = topology().devices
+        except NotImplementedError:
+            importlib.import_module(plugin).initialize()
+            devices = topology().devices
+    return jax.sharding.SingleDeviceSharding(devices[0])
+
+
+def on_h200(tree):
+    """Shapes and dtypes of `tree`'s arrays (or `jax.ShapeDtypeStruct`s), placed on an H200."""
+    placement = h200()
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placement), tree)
+
+
+def compile_for_h200(function: Callable, *arguments, **jit_options) -> CompiledForH200:
+    """Compiles `function` for the H200, down to machine code.
+
+    What the process writes to its standard output meanwhile, in whichever thread, is read as the assembler's report.
+
+    Args:
+      function: what to compile.
+      arguments: arrays or `jax.ShapeDtypeStruct`s, of which shapes and dtypes matter, in any pytrees.
+      jit_options: for `jax.jit`, such as `donate_argnums`.
+
+    Raises:
+      NotImplementedError: jax's CUDA plugin is not installed.
+      RuntimeError: there are Mosaic GPU kernels in the program but the assembler reported on none.
+    """
+    arguments = on_h200(arguments)
+    # A function of its own: what jax has compiled before, it would not compile again, and nothing would be reported.
+    lowered = jax.jit(lambda *values: function(*values), **jit_options).lower(*arguments)
+    num_kernels = mark_kernels_as_new(lowered)
+    with _environment("MOSAIC_GPU_DUMP_PTXAS", "1"), captured_ptxas_report() as kernels:
+        executable = lowered.compile()
+    if num_kernels and not kernels:
+        raise RuntimeError(
+            f"ptxas reported on none of {num_kernels} kernels; jax {jax.__version__} may print no report"
+        )
+    return CompiledForH200(executable, executable.memory_analysis(), tuple(kernels))
+
+
+def kernel_hashes(lowered: jax.stages.Lowered) -> list[bytes]:
+    """The hash of every Mosaic GPU kernel that a lowered program holds; functions called often hold theirs once."""
+    return [kernel["kernel_hash"].value_bytes for _, kernel in _kernels(lowered.compiler_ir("stablehlo"))]
+
+
+def mark_kernels_as_new(lowered: jax.stages.Lowered) -> int:
+    """Renames the Mosaic GPU kernels of a lowered program, equal ones alike, and counts the different ones.
+
+    A process assembles (and reports on) a kernel once; later programs get it from a cache, by this name.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    names = defaultdict(partial(os.urandom, 32))
+    with module.context:
+        for operation, kernel in _kernels(module):
+            name = names[kernel["kernel_hash"].value_bytes]
+            kernel["kernel_hash"] = ir.StringAttr.get(name)
+            operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(kernel)
+    return len(names)
+
+
+def _kernels(module: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The operations that launch Mosaic GPU kernels, each with what describes its kernel."""
+    found = []
+
+    def visit(operation):
+        attributes = operation.attributes
+        if operation.name == "stablehlo.custom_call" and "mosaic_gpu" in str(attributes["call_target_name"]):
+            found.append((operation, {a.name: a.attr for a in attributes["mhlo.backend_config"]}))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+def _plugin() -> str | None:
+    """Name of the module of the newest CUDA plugin that is installed."""
+    if find_spec("jax_plugins") is None:
+        return None
+    return next((name for name in _PLUGINS if find_spec(name)), None)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Sets an environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

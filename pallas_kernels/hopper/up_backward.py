@@ -1,0 +1,72 @@
+"""Backward of the up projection with respect to its input, for a block of columns."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.hopper.inline import K_STEP, PANEL
+from pallas_kernels.hopper.ragged_store import pack, packed_tile, store_buffers, store_packed
+from pallas_kernels.hopper.row_matmul import RowMatmul, row_matmul
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
+from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
+
+
+@traced_once("num_columns", "tuning")
+def up_backward(
+    d_pre_activations: tuple[Float[Array, "R n"], ...],
+    weights: tuple[Float[Array, "E d n"], ...],
+    groups: RowGroups,
+    first_column: Int[Array, ""] | int,
+    num_columns: int,
+    *,
+    tuning: TileTuning | None = None,
+) -> Float[Array, "R columns"]:
+    """`Σ dP · Wᵀ` over the projections, into one accumulator; see the portable twin."""
+    rows, n = d_pre_activations[0].shape
+    steps_each = -(-n // K_STEP)
+    dtype = d_pre_activations[0].dtype
+    num_experts, d, _ = weights[0].shape
+    shape = shape_key(rows, dtype, d=d, n=n, E=num_experts)
+    first_column = jnp.asarray(first_column, jnp.int32)
+    if weights[0].dtype != dtype:  # converted for the block alone
+        blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=1) for w in weights)
+        weights = tuple(block.astype(dtype) for block in blocks)
+        first_column = jnp.zeros_like(first_column)
+
+    def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
+        first_column = inputs[-1]
+        column = first_column[0] + column_tile * TILE_COLUMNS
+        for i in range(len(weights)):
+            d_pre, weight = inputs[2 * i], inputs[2 * i + 1]
+
+            @pl.when((k >= i * steps_each) & (k < (i + 1) * steps_each))
+            def _(d_pre=d_pre, weight=weight, i=i):
+                steps = pl.ds((k - i * steps_each) * K_STEP, K_STEP)
+                plgpu.copy_gmem_to_smem(d_pre.at[pl.ds(row, TILE_ROWS), steps], lhs, barrier)
+                plgpu.copy_gmem_to_smem(weight.at[expert, pl.ds(column, TILE_COLUMNS), steps], rhs, barrier)
+
+    pairs = [array for pair in zip(d_pre_activations, weights, strict=True) for array in pair]
+    return row_matmul(
+        RowMatmul(
+            name="moe_up_backward",
+            inputs=(*pairs, first_column.reshape(1)),
+            outputs=(jax.ShapeDtypeStruct((rows, num_columns), dtype),),
+            num_column_tiles=-(-num_columns // TILE_COLUMNS),
+            k_steps=len(weights) * steps_each,
+            gathers=False,
+            transposed_weights=True,
+            copies=2,
+            load=load,
+            finish=pack,
+            store=store_packed,
+            held=packed_tile(dtype),
+            chunks=TILE_COLUMNS // PANEL,
+            scratch=(store_buffers(dtype),),
+            tuning=find_tuning(TileTuning, "up_backward", tuning, shape),
+        ),
+        groups.tiles,
+    )[0]

@@ -1,0 +1,1 @@
+"""What all kernels in Pallas Mosaic GPU share: groups of rows cut into tiles, tracing, launching and interpreting."""

@@ -1,0 +1,10 @@
+"""The GPU that kernels are launched on."""
+
+import jax
+
+H200_SMS = 132
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors of the GPU that jax computes on; an H200's where a program is made elsewhere."""
+    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else H200_SMS

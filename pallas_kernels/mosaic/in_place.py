@@ -1,0 +1,60 @@
+"""Kernels whose results take the memory of operands, and are right also where XLA does not let them.
+
+`plgpu.kernel` writes in place through a `jax.Ref`: the kernel then has one pointer, the operand's, and trusts XLA that
+the result is there. XLA's fusion of slices into launches breaks that: given a slice of a stacked array, as in a scan
+over layers, it hands over the stack itself and takes the result from fresh memory that nobody wrote (jaxlib 0.11.2 and
+0.12.0). So these kernels have both pointers, read from the operand and write to the result, wherever that is.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+from jax._src.pallas.mpmd import _mpmd_map  # the public form of it takes no aliases
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.interpreter import interpreter_parameters
+
+
+def kernel(
+    body: Callable,
+    *,
+    in_place: Mapping[int, int],
+    out_type,
+    scratch_types=(),
+    compiler_params: plgpu.CompilerParams,
+    **mesh,
+) -> Callable:
+    """`plgpu.kernel`, where result `in_place[i]` takes the memory of operand `i` if XLA can do so without a copy.
+
+    Inside the kernel whole numbers have 32 bits, also where the caller has `jax_enable_x64` on.
+    """
+    if not in_place:
+        return _narrow(
+            plgpu.kernel(body, out_type=out_type, scratch_types=scratch_types, compiler_params=compiler_params, **mesh)
+        )
+
+    def with_scratch(*refs):
+        pl.run_scoped(partial(body, *refs), *scratch_types, collective_axes=mesh["thread_name"])
+
+    return _narrow(
+        _mpmd_map(
+            [(plgpu.Mesh(**mesh), with_scratch)],
+            out_type,
+            input_output_aliases=in_place,
+            compiler_params=compiler_params,
+            interpret=interpreter_parameters(),
+            name=body.__name__,
+        )
+    )
+
+
+def _narrow(launch: Callable) -> Callable:
+    """`launch`, traced where Python's numbers have 32 bits."""
+
+    def launch_narrow(*operands):
+        with jax.enable_x64(False):
+            return launch(*operands)
+
+    return launch_narrow

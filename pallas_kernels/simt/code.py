@@ -1,0 +1,200 @@
+"""The machine of `simt` that is a GPU: every operation emits MLIR into a body of `plgpu.inline_mgpu`."""
+
+# pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
+
+from typing import NamedTuple
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
+
+from pallas_kernels.mosaic import in_place
+
+_ALL_LANES = 0xFFFFFFFF
+_GLOBAL, _SHARED = 1, 3
+_KINDS = {"i32": "int32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_BYTES = {"int32": 4, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
+    """The launcher of a kernel whose threads do `run(machine, pointers)`; see `simt.simt_kernel`."""
+
+    def call(*inputs):
+        first_updated = len(inputs) - updated
+        changed = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs[first_updated:]]
+        num_global = len(inputs) + updated + len(outputs)
+
+        def body(*refs):
+            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+            def emit(ctx, *refs):
+                run(Code(), [_pointer(r, _GLOBAL if i < num_global else _SHARED) for i, r in enumerate(refs)])
+
+            emit(*refs)
+
+        body.__name__ = name
+        return in_place.kernel(
+            body,
+            in_place={first_updated + i: i for i in range(updated)},
+            out_type=[*changed, *outputs],
+            grid=(blocks,),
+            grid_names=("block",),
+            num_threads=warpgroups,
+            thread_name="wg",
+            scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in shared],
+            compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        )(*inputs)
+
+    return call
+
+
+class _Pointer(NamedTuple):
+    value: ir.Value
+    space: int
+    kind: str
+
+
+def _pointer(ref, space) -> _Pointer:
+    pointer = mgpu.utils.memref_ptr(ref)
+    wanted = llvm.PointerType.get(address_space=space)
+    pointer = pointer if pointer.type == wanted else llvm.addrspacecast(wanted, pointer)
+    return _Pointer(pointer, space, _KINDS[str(ir.MemRefType(ref.type).element_type)])
+
+
+def _type(kind: str):
+    integers = {"bool": 1, "int32": 32, "int64": 64}
+    if kind in integers:
+        return ir.IntegerType.get_signless(integers[kind])
+    return {"float32": ir.F32Type, "bfloat16": ir.BF16Type, "float16": ir.F16Type}[kind].get()
+
+
+def _vector(kind: str, size: int):
+    return ir.VectorType.get((size,), _type(kind))
+
+
+def _address(pointer: _Pointer, index):
+    if pointer.space == _GLOBAL and index.type == _type("int32"):
+        index = arith.extui(_type("int64"), index)
+    return mgpu.utils.getelementptr(pointer.value, [index], _type(pointer.kind))
+
+
+class Code:
+    """Emits; a value is an `ir.Value`."""
+
+    def constant(self, kind, x):
+        if kind == "float32":
+            return arith.constant(_type(kind), float(x))
+        if kind == "bool":
+            return arith.constant(_type(kind), int(x))
+        bits = _type(kind).width
+        x = int(x) & ((1 << bits) - 1)
+        return arith.constant(_type(kind), x - (1 << bits) if x >> (bits - 1) else x)
+
+    def operate(self, operation, a, b):
+        name, _, predicate = operation.partition(".")
+        if predicate:
+            predicates = arith.CmpIPredicate if name == "cmpi" else arith.CmpFPredicate
+            return getattr(arith, name)(getattr(predicates, predicate), a, b)
+        return getattr(arith, name)(a, b)
+
+    def multiply_add(self, a, b, c):
+        return math.fma(a, b, c)
+
+    def convert(self, operation, kind, x):
+        return getattr(arith, operation)(_type(kind), x)
+
+    def convert_vector(self, operation, kind, x):
+        return getattr(arith, operation)(_vector(kind, ir.VectorType(x.type).shape[0]), x)
+
+    def select(self, condition, a, b):
+        return arith.select(condition, a, b)
+
+    def zero_vector(self, kind, size):
+        of = _vector(kind, size)
+        zero = ir.IntegerAttr.get(_type(kind), 0) if kind == "int32" else ir.FloatAttr.get(_type(kind), 0.0)
+        return arith.constant(of, ir.DenseElementsAttr.get_splat(of, zero))
+
+    def broadcast(self, x, size):
+        return vector.broadcast(ir.VectorType.get((size,), x.type), x)
+
+    def element(self, x, i):
+        return llvm.extractelement(x, self.constant("int32", i))
+
+    def is_same(self, pointer, other):
+        addresses = [llvm.ptrtoint(_type("int64"), p.value) for p in (pointer, other)]
+        return arith.cmpi(arith.CmpIPredicate.eq, *addresses)
+
+    def offset(self, pointer, index):
+        return pointer._replace(value=_address(pointer, index))
+
+    def load(self, pointer, index):
+        return llvm.load(_type(pointer.kind), _address(pointer, index))
+
+    def store(self, pointer, index, x):
+        x = x if x.type == _type(pointer.kind) else arith.truncf(_type(pointer.kind), x)
+        llvm.store(x, _address(pointer, index))
+
+    def load_vector(self, pointer, index, size):
+        alignment = size * _BYTES[pointer.kind]
+        return llvm.load(_vector(pointer.kind, size), _address(pointer, index), alignment=alignment)
+
+    def store_vector(self, pointer, index, x, size):
+        llvm.store(x, _address(pointer, index), alignment=size * _BYTES[pointer.kind])
+
+    def atomic_add(self, pointer, index, x):
+        space = {_GLOBAL: "global", _SHARED: "shared"}[pointer.space]
+        mgpu.utils.inline_ptx(f"red.{space}.add.u32 [$0], $1;", _address(pointer, index), x, has_side_effects=True)
+
+    def branch(self, condition, body, otherwise):
+        op = scf.IfOp(condition, [v.type for v in otherwise], has_else=bool(otherwise))
+        with ir.InsertionPoint(op.then_block):
+            scf.yield_(body())
+        if otherwise:
+            with ir.InsertionPoint(op.else_block):
+                scf.yield_(otherwise)
+        return list(op.results)
+
+    def loop(self, start, stop, step, body, carry):
+        op = scf.ForOp(start, stop, step, carry)
+        with ir.InsertionPoint(op.body):
+            scf.yield_(body(op.induction_variable, *op.inner_iter_args))
+        return list(op.results)
+
+    def thread(self):
+        return mgpu.utils.thread_idx()
+
+    def warp(self):
+        return mgpu.utils.warp_idx(sync=True)
+
+    def block(self):
+        return mgpu.utils.block_idx()
+
+    def block_barrier(self):
+        nvvm.barrier()
+
+    def warp_barrier(self):
+        nvvm.bar_warp_sync(self.constant("int32", _ALL_LANES))
+
+    def ballot(self, x):
+        return nvvm.vote_sync(self.constant("int32", _ALL_LANES), x, nvvm.VoteSyncKind.ballot)
+
+    def warp_maximum(self, x):
+        return nvvm.redux_sync(x, nvvm.ReductionKind.MAX, self.constant("int32", _ALL_LANES))
+
+    def shuffle(self, how, x, by):
+        clamp = self.constant("int32", 0 if how == "up" else 0x1F)
+        return nvvm.shfl_sync(self.constant("int32", _ALL_LANES), x, by, clamp, getattr(nvvm.ShflKind, how))
+
+    def count_bits(self, x):
+        return llvm.intr_ctpop(x)
+
+    def permute_bytes(self, x, order):
+        return self._ptx(f"prmt.b32 $0, $1, $1, {sum(o << (4 * i) for i, o in enumerate(order))};", x)
+
+    def function(self, name, x):
+        return self._ptx(f"{name}.approx.ftz.f32 $0, $1;", x)
+
+    def _ptx(self, text, x):
+        return mgpu.utils.inline_ptx(text, x, result_types=x.type)

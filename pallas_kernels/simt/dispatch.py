@@ -1,0 +1,115 @@
+"""Dispatch without a sort, in two launches: counts per block, then positions.
+
+Block b of both kernels owns the same run of tokens. The first counts its pairs by expert; the router does so too, and
+then saves that launch. The second, `dispatch_place`, adds up the counts of the blocks before it, which gives every
+block the start of its share of each expert's rows.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, RowGroups, TileSchedule
+from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.simt import language as simt
+from pallas_kernels.simt.dispatch_place import Size, known_expert, place
+from pallas_kernels.simt.language import block_barrier, loop, minimum, select
+
+MAX_EXPERTS = 2048  # every warp counts them in shared memory
+BLOCKS = 128  # a power of two, and one SM left for the block that adds up the router's sums
+WARPGROUPS = 4
+THREADS = WARPGROUPS * 128
+IN_FLIGHT = 8  # pairs that a thread loads at a time
+
+
+@traced_once("num_experts", "row_alignment", "spare_rows", "blocks")
+def dispatch(
+    experts: Int[Array, "T K"],
+    num_experts: int,
+    *,
+    counts: Int[Array, "blocks E"] | None = None,
+    row_alignment: int = ROW_ALIGNMENT,
+    spare_rows: int = SPARE_ROWS,
+    blocks: int = BLOCKS,
+) -> tuple[RowGroups, Int[Array, "T K"]]:
+    """Rows grouped by expert, their tiles, and every pair's row; see the portable twin.
+
+    An id outside `[0, num_experts)` marks an empty slot, whose row is R. The expert kernels need the default alignment
+    and spare rows.
+
+    Args:
+      experts: int32, expert of each (token, slot).
+      num_experts: E.
+      counts: int32, pairs of each expert in each block's run of `ceil(T / blocks)` tokens, if they are known already
+        (the router counts them); it saves the first launch.
+      row_alignment: groups start at multiples of so many rows.
+      spare_rows: rows past those that groups can take.
+      blocks: thread blocks of a launch; no result depends on it.
+    """
+    if counts is None:
+        counts = _count(experts, num_experts, blocks)
+    return _grouped(*place(experts, counts, _size(experts.size, num_experts, row_alignment, spare_rows)))
+
+
+def dispatch_routed(
+    experts: Int[Array, "T K"],
+    counts: Int[Array, "blocks E"],
+    sums: tuple[Float[Array, "blocks E"], Float[Array, "blocks 2"]],
+) -> tuple[tuple[RowGroups, Int[Array, "T K"]], list[Array]]:
+    """`dispatch` of what the router chose and counted; and its demand and losses, which the same launch adds up."""
+    arrays = place(experts, counts, _size(experts.size, counts.shape[1]), sums)
+    return _grouped(*arrays[:6]), arrays[6:]
+
+
+def dispatch_unsupported(num_experts: int) -> str | None:
+    """Why the kernels cannot group rows of so many experts, or None if they can."""
+    return None if num_experts <= MAX_EXPERTS else f"{num_experts=} must be at most {MAX_EXPERTS}"
+
+
+def _size(num_pairs: int, num_experts: int, row_alignment=ROW_ALIGNMENT, spare_rows=SPARE_ROWS) -> Size:
+    groups = min(num_experts, num_pairs)
+    max_rows = num_pairs + groups * (row_alignment - 1)
+    num_rows = -(-max_rows // row_alignment) * row_alignment + spare_rows
+    return Size(num_rows, -(-num_pairs // TILE_ROWS) + groups, row_alignment)
+
+
+def _grouped(token_indices, offsets, positions, *tiles) -> tuple[RowGroups, Int[Array, "T K"]]:
+    return RowGroups(token_indices, offsets, TileSchedule(*tiles)), positions
+
+
+def _int32(*shape) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Array, "blocks E"]:
+    """Pairs of each expert in each block's run of tokens."""
+    pairs_per_block = -(-experts.shape[0] // blocks) * experts.shape[1]
+    at_once = min(IN_FLIGHT, -(-pairs_per_block // THREADS))
+
+    def body(experts_ref, counts, histogram):
+        simt.clear(histogram, num_experts + 1, THREADS)
+        first = simt.block() * pairs_per_block
+        last = minimum(first + pairs_per_block, experts.size)
+
+        def add(start):
+            pairs = [start + i * THREADS for i in range(at_once)]
+            loaded = [experts_ref[minimum(pair, experts.size - 1)] for pair in pairs]
+            for pair, expert in zip(pairs, loaded, strict=True):
+                histogram.add(select(pair < last, known_expert(expert, num_experts), num_experts), 1)
+
+        loop(first + simt.thread(), last, THREADS * at_once, add)
+        block_barrier()
+
+        def write(expert):
+            counts[simt.block() * num_experts + expert] = histogram[expert]
+
+        loop(simt.thread(), num_experts, THREADS, write)
+
+    return simt.simt_kernel(
+        body,
+        name="moe_dispatch_count",
+        outputs=[_int32(blocks, num_experts)],
+        blocks=blocks,
+        warpgroups=WARPGROUPS,
+        shared=[num_experts + 1],
+    )(experts)[0]

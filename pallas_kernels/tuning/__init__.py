@@ -1,0 +1,1 @@
+"""The free parameters of the kernels, and where tuned ones come from."""

@@ -1,0 +1,190 @@
+"""The free parameters of the Hopper kernels, and which a call gets: its own, the user's, the package's, or a guess.
+
+None of them changes a result's bits: every number is the sum of the same terms in the same order whichever tile comes
+first, however many copies are under way, and however wide the block of columns that it belongs to.
+"""
+
+from dataclasses import dataclass, fields
+from math import log2
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
+from pallas_kernels.tuning import files as tuning_files
+
+H200 = "NVIDIA H200"
+"""The GPU whose table is read on a machine without a Hopper GPU, where programs are lowered for one elsewhere."""
+
+SHARED_MEMORY = 227 * 1024
+SLOT_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
+STORE_BYTES = 32 * 1024  # buffers that results leave from
+SPARE_BYTES = 2 * 1024  # barriers, and room for sums across warps
+MOST_STAGES = (SHARED_MEMORY - STORE_BYTES - SPARE_BYTES) // SLOT_BYTES
+
+
+def _check(kind: Any, **allowed: tuple[int, ...]) -> None:
+    for name, values in allowed.items():
+        value = getattr(kind, name)
+        if type(value) is not int or value not in values:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, values))}")
+
+
+@dataclass(frozen=True)
+class TileTuning:
+    """Of a kernel that walks over tiles of 128 rows times 256 columns.
+
+    The tiles are walked in stripes: `tile_width` of them side by side along `minor_dim`, and along the other dimension
+    from end to end, back and forth.
+
+    Attributes:
+      stages: slots of 48 KiB in the ring that operands arrive in; more than 4 do not fit into shared memory, and with
+        one the tensor cores would wait for themselves.
+      minor_dim: 0 or 1, the stripes cut the tiles' rows or columns.
+      tile_width: tiles across a stripe, a power of two, so that finding a tile takes no slow division.
+
+    Raises:
+      ValueError: a value is none of these.
+    """
+
+    stages: int = MOST_STAGES
+    minor_dim: int = 0
+    tile_width: int = 1
+
+    def __post_init__(self):
+        widths = tuple(1 << i for i in range(9))
+        _check(self, stages=tuple(range(2, MOST_STAGES + 1)), minor_dim=(0, 1), tile_width=widths)
+
+
+@dataclass(frozen=True)
+class CombineTuning:
+    """Of the combine.
+
+    Attributes:
+      blocks_per_sm: blocks of 256 threads per SM that are launched, 1 to 32.
+      rows_in_flight: rows that a thread loads before it adds the first of them, 1 to 32.
+
+    Raises:
+      ValueError: a value is none of these.
+    """
+
+    blocks_per_sm: int = 8
+    rows_in_flight: int = 8
+
+    def __post_init__(self):
+        up_to_32 = tuple(range(1, 33))
+        _check(self, blocks_per_sm=up_to_32, rows_in_flight=up_to_32)
+
+
+@dataclass(frozen=True)
+class ColumnBlock:
+    """Of the loop over blocks of output columns: rows of one block are alive at a time.
+
+    Attributes:
+      columns: of a block at most, 128, 256 or 512. Wider ones would cost memory that the layer promises to save.
+
+    Raises:
+      ValueError: a value is none of these.
+    """
+
+    columns: int = 512
+
+    def __post_init__(self):
+        _check(self, columns=(128, 256, 512))
+
+
+type Tuning = TileTuning | CombineTuning | ColumnBlock
+
+KINDS: dict[str, type[TileTuning] | type[CombineTuning] | type[ColumnBlock]] = {
+    "up_projection": TileTuning,
+    "down_projection": TileTuning,
+    "down_backward": TileTuning,
+    "down_weight_gradients": TileTuning,
+    "up_weight_gradients": TileTuning,
+    "up_backward": TileTuning,
+    "combine": CombineTuning,
+    "column_block": ColumnBlock,
+}
+"""What there is to tune, and by which parameters."""
+
+
+def heuristic[K: TileTuning | CombineTuning | ColumnBlock](kind: type[K], kernel: str, shape: str) -> K:
+    """Parameters of `kernel` for a `shape` (of `shape_key`) that no table has: so far the same for all shapes.
+
+    A row tile's column tiles follow each other, so that the SMs share gathered rows and an expert's weights in the L2;
+    an expert's gradient is done in stripes of 8 row tiles, which saved 2% to 7% at three sizes; all of shared memory is
+    in use; a combine of up to 8 experts a token loads all their rows at once.
+    """
+    del shape
+    return kind(tile_width=8) if kernel.endswith("weight_gradients") else kind()  # pyright: ignore[reportCallIssue]
+
+
+def shape_key(rows: int, dtype, **sizes: int) -> str:
+    """The shape of a call as tables have it.
+
+    Args:
+      rows: (token, expert) pairs, or rows that hold them; rounded to the nearest power of two.
+      dtype: of the rows.
+      sizes: other sizes by name, taken as they are.
+    """
+    parts = [f"rows=2^{round(log2(max(rows, 1)))}", *(f"{name}={size}" for name, size in sizes.items())]
+    return ",".join([*parts, jnp.dtype(dtype).name])
+
+
+def hopper_gpu() -> str | None:
+    """Name of the Hopper GPU that jax computes on, None if it is another device."""
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.devices()[0]
+    return device.device_kind if device.compute_capability == "9.0" else None
+
+
+def _gpu() -> str:
+    """The GPU whose table is read."""
+    return hopper_gpu() or H200
+
+
+def tables_in_use() -> tuple:
+    """What tells the tables that `find_tuning` reads from others: while it is the same, so are the parameters found."""
+    return _gpu(), *tuning_files.user_version()
+
+
+def find_tuning[K: TileTuning | CombineTuning | ColumnBlock](
+    kind: type[K], kernel: str, own: K | None, shape: str
+) -> K:
+    """The parameters of a call: `own` if there are, else the user's, else the package's, else the heuristic.
+
+    Args:
+      kind: of the parameters, `KINDS[kernel]`.
+      kernel: a name of `KINDS`.
+      own: what the caller asks for.
+      shape: of the call, by `shape_key`.
+
+    Raises:
+      ValueError: `own` is of another kind.
+    """
+    if own is not None:
+        if not isinstance(own, kind):
+            raise ValueError(f"tuning={own!r} of {kernel} must be a {kind.__name__} or None")
+        return own
+    place = (_gpu(), kernel, shape)
+    for tunings in (tuning_files.user_tunings(parse), tuning_files.package_tunings(parse)):
+        found = tunings.get(place)
+        if isinstance(found, kind):
+            return found
+    return heuristic(kind, kernel, shape)
+
+
+def parse(kernel: str, values: Any) -> Tuning:
+    """Parameters from a file.
+
+    Raises:
+      ValueError: there is no such kernel, or these are not its parameters.
+    """
+    if kernel not in KINDS:
+        raise ValueError(f"there is no kernel {kernel!r} to tune")
+    names = [field.name for field in fields(KINDS[kernel])]
+    if not isinstance(values, dict) or set(values) != set(names):
+        raise ValueError(f"the parameters of {kernel} must be {', '.join(names)}, got {values!r}")
+    return KINDS[kernel](**values)
