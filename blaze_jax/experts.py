@@ -1,38 +1,25 @@
-"""The experts of the layer: forward and backward on index arrays, with no buffer of routed tokens."""
+"""The experts of the layer as a function: its arguments checked, and the kernels chosen."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import as_array, shown
-from blaze_jax.dispatch import EMPTY_SLOT, check_experts, int32_experts
+from blaze_jax.dispatch import check_experts, int32_experts
+from blaze_jax.experts_vjp import INDEX_NAME, Indices, Parameters, Save, Settings, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
-from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, differentiated_once
+from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes
-from pallas_kernels.contract import accumulator_dtype
-
-Save = Literal["pre_activations", "inputs"]
-
-PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")
-"""Names of the saved pre-activations, for `jax.checkpoint_policies.save_only_these_names`."""
-
-INDEX_NAME = "moe_indices"
-"""Name of the index arrays, for the same policies."""
-
-RESIDUAL_NAMES = (*PRE_ACTIVATION_NAMES, INDEX_NAME)
-"""Names of all that the experts' backward pass needs beside the layer's inputs."""
+from pallas_kernels.contract import Kernels, accumulator_dtype
 
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
@@ -122,74 +109,25 @@ def expert_ffn(
     return per_device(compute, mesh, token_axes(*tokens), tokens, params, lambda spec: spec)
 
 
-def _compute(tokens, params: "Parameters", activation, save, implementation, dispatched) -> Float[Array, "T d"]:
+def _compute(tokens, params: Parameters, activation, save, implementation, dispatched) -> Float[Array, "T d"]:
     """The experts' output for `tokens = (x, weights, experts)`."""
     x, weights, experts = tokens
     biases = params.up_biases if params.b_down is None else (*params.up_biases, params.b_down)
     implementation = choose_implementation(implementation, x, (*params.up_weights, params.w_down), biases)
+    kernels = kernels_of(implementation)
     tell_observers(TracedLayer.of(x, params.up_weights, params.w_down, experts, activation, save, implementation))
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, params, weights)))
     num_experts = params.w_down.shape[0]
     experts = int32_experts(experts, num_experts)
-    indices = _dispatch(experts, num_experts, implementation, dispatched)
+    indices = _dispatch(experts, num_experts, kernels, dispatched)
     args = (x, params, weights, experts)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     args, indices = vary_over((args, checkpoint_name(indices, INDEX_NAME)), varying_axes(args))
-    return _expert_ffn(_Settings(activation, save, implementation), token, *args, indices)
+    return experts_output(Settings(activation, save, kernels), token, *args, indices)
 
 
-class Parameters(NamedTuple):
-    """Weights of the experts: gate and up (or up alone) with their biases (or none), then down."""
-
-    up_weights: tuple[Float[Array, "E d n"], ...]
-    up_biases: tuple[Float[Array, "E n"], ...]
-    w_down: Float[Array, "E n d"]
-    b_down: Float[Array, "E d"] | None
-
-
-class Indices(NamedTuple):
-    groups: Any  # the kernels' own kind of row groups
-    token_index_map: Int[Array, "T K"]
-
-
-@dataclass(frozen=True)
-class _Settings:
-    activation: Activation
-    save: Save
-    implementation: Implementation
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_ffn(settings: _Settings, token, x, params: Parameters, weights, experts, indices: Indices):
-    _, hidden = _up(settings, x, params, indices, keep_pre_activations=False)
-    return _down(settings, hidden, params, weights, experts, indices)
-
-
-def _forward(settings, _, x, params, weights, experts, indices):
-    keep = settings.save == "pre_activations"
-    pre_activations, hidden = _up(settings, x, params, indices, keep_pre_activations=keep)
-    names = PRE_ACTIVATION_NAMES[-len(params.up_weights) :] if keep else ()
-    kept = tuple(checkpoint_name(p, name) for p, name in zip(pre_activations, names, strict=True))
-    y = _down(settings, hidden, params, weights, experts, indices)
-    return y, (x, params, weights, indices, kept if keep else None)
-
-
-def _backward(settings, residuals, dy):
-    x, params, weights, indices, pre_activations = residuals
-    if pre_activations is None:
-        # Without the barrier XLA would see that these were computed before, and keep them.
-        x, dy = lax.optimization_barrier((x, dy))
-        pre_activations, _ = _up(settings, x, params, indices, keep_pre_activations=True)
-    dx, d_params, d_weights = _grads(settings, x, params, weights, indices, pre_activations, dy)
-    return None, dx, d_params, d_weights, None, None
-
-
-_expert_ffn.defvjp(_forward, _backward)
-
-
-def _dispatch(experts, num_experts: int, implementation: Implementation, dispatched) -> Indices:
-    """Rows by expert: those known already, if this implementation grouped them."""
-    kernels = kernels_of(implementation)
+def _dispatch(experts, num_experts: int, kernels: Kernels, dispatched) -> Indices:
+    """Rows by expert: those known already, if these kernels grouped them."""
     if dispatched is not None and not (isinstance(dispatched, tuple) and len(dispatched) == 2):
         raise ValueError(f"dispatched={shown(dispatched)} must be what Routing.dispatched is, or None")
     if dispatched is None or not isinstance(dispatched[0], kernels.RowGroups):
@@ -199,111 +137,6 @@ def _dispatch(experts, num_experts: int, implementation: Implementation, dispatc
         sizes = f"(T, K) = {position.shape} and E={groups.offsets.shape[0] - 1}"
         raise ValueError(f"dispatched is of {sizes}, must be of the experts given, {experts.shape} and E={num_experts}")
     return Indices(groups, position)
-
-
-def _up(settings: _Settings, x, params: Parameters, indices: Indices, *, keep_pre_activations: bool):
-    """Pre-activations (none unless kept, and where nobody uses them) and activation of every row."""
-
-    def run(keep_pre_activations, x, params, indices):
-        return kernels_of(settings.implementation).up_projection(
-            x,
-            params.up_weights,
-            params.up_biases,
-            indices.groups,
-            activation=settings.activation.function,
-            keep_pre_activations=keep_pre_activations,
-        )
-
-    alone, both = partial(run, False), partial(run, True)
-    up = differentiated_once(both, alone) if keep_pre_activations else differentiated_once(alone)
-    return up(x, params, indices)
-
-
-def _down(settings: _Settings, hidden, params: Parameters, weights, experts, indices: Indices):
-    """The layer's output from the activation of every row."""
-
-    @differentiated_once
-    def run(hidden, params, weights, experts, indices):
-        kernels = kernels_of(settings.implementation)
-        # An id out of range, E, cannot raise under tracing; it must not pass for an empty slot either.
-        weights = jnp.where(experts == EMPTY_SLOT, 0, jnp.where(experts < params.w_down.shape[0], weights, jnp.nan))
-
-        def rows(first_column, num_columns):
-            return kernels.down_projection(
-                hidden, params.w_down, params.b_down, indices.groups, first_column, num_columns
-            )
-
-        num_experts, n, d = params.w_down.shape
-        most = kernels.column_block(hidden.shape[0], d, n, num_experts, hidden.dtype)
-        return combine_columns(kernels, rows, d, most, hidden.dtype, indices, weights)
-
-    return run(hidden, params, weights, experts, indices)
-
-
-def _grads(settings: _Settings, x, params: Parameters, weights, indices: Indices, pre_activations, dy):
-    """Gradients of tokens, parameters and routing weights."""
-
-    @differentiated_once
-    def run(x, params, weights, indices, pre_activations, dy):
-        kernels = kernels_of(settings.implementation)
-        groups, position = indices.groups, indices.token_index_map
-        row_weights = jnp.zeros(groups.num_rows, weights.dtype).at[position].set(weights, mode="drop")
-        d_pre_activations, weighted_hidden, d_row_weights = kernels.down_backward(
-            dy,
-            params.w_down,
-            params.b_down,
-            pre_activations,
-            row_weights,
-            groups,
-            activation=settings.activation.function,
-        )
-        d_weights = d_row_weights.at[position].get(mode="fill", fill_value=0).astype(weights.dtype)
-        d_down, d_down_bias = kernels.down_weight_gradients(
-            weighted_hidden,
-            dy,
-            row_weights,
-            groups,
-            dtype=params.w_down.dtype,
-            bias_dtype=None if params.b_down is None else params.b_down.dtype,
-        )
-        d_up, d_up_biases = kernels.up_weight_gradients(
-            x,
-            d_pre_activations,
-            groups,
-            dtypes=tuple(w.dtype for w in params.up_weights),
-            bias_dtypes=tuple(b.dtype for b in params.up_biases),
-        )
-
-        def rows(first_column, num_columns):
-            return kernels.up_backward(d_pre_activations, params.up_weights, groups, first_column, num_columns)
-
-        num_experts, n, d = params.w_down.shape
-        most = kernels.column_block(groups.num_rows, d, n, num_experts, x.dtype)
-        dx = combine_columns(kernels, rows, d, most, x.dtype, indices, None)
-        return dx, Parameters(d_up, d_up_biases, d_down, d_down_bias), d_weights
-
-    return run(x, params, weights, indices, pre_activations, dy)
-
-
-def block_width(width: int, most: int) -> int:
-    """Columns of a block of `most` at most, where there are `width` in all: never all of them, if they are many."""
-    return min(most, -(-width // 128) * 64, width)
-
-
-def combine_columns(
-    kernels, rows: Callable, width: int, most: int, dtype, indices: Indices, weights
-) -> Float[Array, "T width"]:
-    """Combines `rows(first_column, num_columns)` a block of columns at a time: only one block of rows is ever alive."""
-    block = block_width(width, most)
-
-    def step(i, y):
-        # A last narrow block reaches back over columns that are done.
-        first_column = jnp.minimum(i * block, width - block)
-        return kernels.combine(rows(first_column, block), indices.token_index_map, weights, y, first_column)
-
-    y = lax.empty((indices.token_index_map.shape[0], width), dtype)  # every column is written
-    y = vary_over(y, varying_axes(indices))
-    return lax.fori_loop(0, -(-width // block), step, y)
 
 
 def _check_closure(activation: Activation, x, up_weights) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
-from blaze_jax.experts import Indices, block_width, combine_columns
+from blaze_jax.experts_vjp import Indices, block_width, combine_columns
 from pallas_kernels import hopper
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.tuning.parameters import (
