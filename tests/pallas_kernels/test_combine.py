@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 from tests.pallas_kernels.rows import D, over_dtypes, wide
 
@@ -22,8 +21,6 @@ def looped(rows_of_tokens, positions, weights):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("first", [5, 8])
 def test_sums_each_tokens_rows(kernels, rows, dtype, weighted, first):
-    if kernels is hopper and first % 8:
-        pytest.skip("the first column must be a multiple of 8")
     values, positions = rows.of_rows(D, dtype=dtype), np.asarray(rows.token_index_map)
     weights = rows.normal(*positions.shape) if weighted else None
     before = rows.normal(rows.num_tokens, 2 * D, dtype=dtype)
