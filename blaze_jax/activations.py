@@ -20,7 +20,7 @@ class Activation:
       function: of `(gate, up)` if gated, of `(up)` alone if not. It sees the float32 pre-activations; its derivative is
         taken by jax. What it closes over are constants, not traced arrays. Activations are equal if their functions
         are: with a function made anew, everything is compiled anew.
-      gated: whether the expert has a gate projection beside the up projection.
+      gated: whether the expert has a gate projection in addition to the up projection.
 
     Raises:
       ValueError: a field does not fit.

@@ -38,7 +38,7 @@ INDEX_NAME = "moe_indices"
 """Name of the index arrays, for the same policies."""
 
 RESIDUAL_NAMES = (*PRE_ACTIVATION_NAMES, INDEX_NAME)
-"""Names of all that the experts' backward pass needs beside the layer's inputs."""
+"""Names of all that the experts' backward pass needs in addition to the layer's inputs."""
 
 
 class Parameters(NamedTuple):

@@ -121,7 +121,7 @@ class Router:
             raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
 
     def rule(self, experts_per_token: int) -> Rule:
-        """What of it the kernels do."""
+        """The part of the options that the kernels carry out."""
         return Rule(
             experts_per_token=experts_per_token,
             scoring=self.scoring,

@@ -7,12 +7,16 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 from jax import lax
-from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation
+from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation  # not in `jax.core`
+from jax._src.pallas import mpmd
 from jax.core import ShapedArray
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
+
+launch_with_aliases = mpmd._mpmd_map
+"""`plgpu.kernel` for results that take the memory of operands; waits for aliases in the public form."""
 
 
 def varying_axes(*arrays) -> frozenset[str]:

@@ -37,7 +37,7 @@ class Checkpoints:
         self._manager.save(step, args=items, force=True)
 
     def description(self, step: int) -> dict[str, Any]:
-        """What `save` was given beside the state."""
+        """What `save` was given in addition to the state."""
         return self._restore(step, run=ocp.args.JsonRestore())
 
     def restore(self, step: int, like: TrainState) -> TrainState:

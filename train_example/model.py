@@ -57,7 +57,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each behind a norm and beside a residual connection.
+    """Attention, then a feed-forward layer, each behind a norm and with a residual connection.
 
     Attributes:
       config: the sizes.

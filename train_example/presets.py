@@ -43,7 +43,7 @@ _100M = TrainConfig(
     checkpoint_every=1000,
 )
 
-# Routed as in DeepSeek-V3: sigmoid scores, a shared expert, a selection bias for balance beside a small auxiliary loss.
+# Routed as in DeepSeek-V3: sigmoid scores, a shared expert, a selection bias for balance and a small auxiliary loss.
 _1B = TrainConfig(
     preset="1b",
     model=ModelConfig(
@@ -69,7 +69,7 @@ _1B = TrainConfig(
     checkpoint_every=1000,
 )
 
-# The sizes of OLMoE (arXiv 2409.02060) but for grouped keys and values and one more layer. Parameters, gradients and
+# The sizes of OLMoE (arXiv 2409.02060) except for grouped keys and values and one more layer. Parameters, gradients and
 # Adam's moments take 112 GB, so it fits one GPU of 141 GB; accumulation would need another 28 GB.
 _7B_A1B = TrainConfig(
     preset="7b-a1b",

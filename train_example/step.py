@@ -105,7 +105,7 @@ class _Report(NamedTuple):
 
 
 def _gradients(model: Decoder, state: TrainState, batch: UInt8[Array, "A M S+1"]) -> tuple[Tree, tuple[Tree, _Report]]:
-    """Mean gradients, and beside them the router state after the last microbatch and what all of them report."""
+    """Mean gradients, the router state after the last microbatch and what all of them report."""
     microbatch = jax.grad(_loss, argnums=1, has_aux=True)
     if batch.shape[0] == 1:  # needs no second copy of the gradients to add to
         return microbatch(model, state.params, state.router_state, batch[0])

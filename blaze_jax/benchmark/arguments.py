@@ -8,7 +8,7 @@ from blaze_jax.benchmark.sizes import PRESET_NAMES, Sizes
 
 _MODES = (
     ("kernels", "a table of our kernels, each against what this device can do"),
-    ("routing", "the router and the index building beside XLA's top_k and sorts"),
+    ("routing", "the router and the index building, and XLA's top_k and sorts"),
     ("scaling", "time and memory per token, from 8k to 2M tokens"),
     ("token-rounding", "the experts with plain top-k against token rounding"),
 )
@@ -23,7 +23,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line, `sys.argv` for None; errors end the program with a message."""
     parser = argparse.ArgumentParser(
         prog="python -m blaze_jax.benchmark",
-        description="Times the experts, forward and forward+backward, beside what a JAX user would otherwise run.",
+        description="Times the experts, forward and forward+backward, and what a JAX user would otherwise run.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )

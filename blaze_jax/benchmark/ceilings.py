@@ -1,4 +1,4 @@
-"""What this device reaches at most: a dense product and a copy, measured beside what they are compared with."""
+"""What this device reaches at most: a dense product and a copy, measured in the same run as the layers."""
 
 from collections.abc import Mapping
 from functools import partial

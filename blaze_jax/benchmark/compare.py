@@ -1,4 +1,4 @@
-"""Our layer beside what a JAX user would otherwise run, forward and forward+backward."""
+"""Our layer and what a JAX user would otherwise run, forward and forward+backward."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def compare(
     Args:
       sizes: of the layer.
       dtype: of tokens and expert weights.
-      peers: which of `PEERS` to run beside ours.
+      peers: which of `PEERS` to compare with ours.
       repeats: timed runs of each pass; three of what takes more than a quarter of a second.
       implementation: of our layer.
       limit_seconds: a call estimated, or seen, to take longer is reported and not timed.
@@ -251,4 +251,4 @@ def print_comparison(record: dict[str, Any]) -> None:
     for note in dict.fromkeys(n for n in notes if n):
         print(f"  note: {note}")
     if any(row["layer"] == TOKAMAX and row["status"] == "ok" for row in record["layers"]):
-        print("  note: saved is what jax.vjp keeps beside arguments; inside one jit XLA may keep less")
+        print("  note: saved is what jax.vjp keeps in addition to the arguments; inside one jit XLA may keep less")

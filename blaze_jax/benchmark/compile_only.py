@@ -74,4 +74,4 @@ def print_memory(record: dict[str, Any]) -> None:
         if "peak_mib" in row:
             line += f" {row['temporaries_mib']:12.1f} {row['peak_mib']:10.1f} {row['total_mib']:15.1f}"
         print(line if row["status"] == "ok" else f"{line} {row['status']}")
-    print("  peak: temporaries and results, the gradients among them, beyond the arguments; saved: beside arguments")
+    print("  peak: temporaries and results, gradients included, without the arguments; saved: without the arguments")

@@ -54,7 +54,7 @@ class ResultsFile:
 
 
 def command_line(module: str, arguments: Sequence[str]) -> str:
-    """The command to type again: as it was, but for where its results went."""
+    """The command to type again, without the options that say where its results went."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and not argument.startswith(tuple(f"{name}=" for name in _WHERE)) and argument not in _WHERE:

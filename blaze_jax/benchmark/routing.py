@@ -1,4 +1,4 @@
-"""`--routing`: the router and the index building beside what XLA makes of top-k and sorts."""
+"""`--routing`: the router and the index building, compared with what XLA makes of top-k and sorts."""
 
 from collections.abc import Callable
 from functools import partial

@@ -34,7 +34,7 @@ class LayerMemory:
 
     Attributes:
       kept: bytes that the backward pass keeps, by name; the experts' weights, which are there anyway, left out.
-      transient: bytes alive for a moment beside those and the results, None where it is not known.
+      transient: bytes alive for a moment in addition to those and the results, None where it is not known.
       note: why not, or empty.
       recomputed_flops: operations of matrix products that the backward pass does a second time.
     """
@@ -116,7 +116,7 @@ def _by_name(residuals: list[Residual], names: dict[str, str]) -> dict[str, int]
 
 
 def _transient(layer: Callable, inputs, kept: int) -> tuple[int | None, str]:
-    """Temporaries of forward+backward in one program, less what is kept beside the arguments."""
+    """Temporaries of forward+backward in one program, less what is kept in addition to the arguments."""
     compiled = jax.jit(forward_and_backward(layer)).lower(*inputs, inputs[0]).compile()
     plan = plan_of(compiled.memory_analysis())
     if plan is None:

@@ -118,7 +118,7 @@ class MemoryProfiler:
         return text
 
     def plot(self, path: str | Path) -> Path:
-        """Draws what each layer keeps and needs for a moment, beside a conventional layer, as a PNG file.
+        """Draws what each layer keeps and needs for a moment, next to a conventional layer, as a PNG file.
 
         Raises:
           ValueError: no layer was seen.

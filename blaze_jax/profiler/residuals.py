@@ -70,7 +70,7 @@ def saved_residuals(function: Callable, *arguments) -> list[Residual]:
 
 
 def saved_bytes(function: Callable, *arguments) -> int:
-    """Bytes that the backward pass keeps beside the function's arguments."""
+    """Bytes that the backward pass keeps in addition to the function's arguments."""
     return sum(r.bytes for r in saved_residuals(function, *arguments) if not r.is_argument)
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
-PIECE = 16  # columns worked on at a time, what the registers have room for beside a tile
+PIECE = 16  # columns worked on at a time, what the registers have room for in addition to a tile
 PANELS = TILE_COLUMNS // PANEL
 COPIES = TILE_COLUMNS // TILE_ROWS
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
-from jax._src.pallas.mpmd import _mpmd_map  # the public form of it takes no aliases
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.compat import launch_with_aliases
 from pallas_kernels.mosaic.interpreter import interpreter_parameters
 
 
@@ -39,7 +39,7 @@ def kernel(
         pl.run_scoped(partial(body, *refs), *scratch_types, collective_axes=mesh["thread_name"])
 
     return _narrow(
-        _mpmd_map(
+        launch_with_aliases(
             [(plgpu.Mesh(**mesh), with_scratch)],
             out_type,
             input_output_aliases=in_place,

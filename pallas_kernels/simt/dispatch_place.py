@@ -44,7 +44,7 @@ def place(
 ) -> list[Array]:
     """Token list, offsets, positions, and three arrays of tiles; with the router's sums also its demand and losses.
 
-    Those are added up by a block of their own, beside the others.
+    A block of their own adds those up, while the others work.
     """
     body = _Place(experts.shape, counts.shape, size, sums is not None)
     return simt.simt_kernel(

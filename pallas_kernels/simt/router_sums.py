@@ -11,7 +11,7 @@ from pallas_kernels.simt.language import WARP, block_barrier, combine_lanes, loo
 class RouterSums:
     """Adds up `counts` (blocks, E) int32, `probabilities` (blocks, E) and `logs` (blocks, 2), both float32."""
 
-    num_inputs = 2  # beside the counts
+    num_inputs = 2  # in addition to the counts
     num_outputs = 4
 
     def __init__(self, num_tokens: int, slots: int, blocks: int, num_experts: int, threads: int):

@@ -142,7 +142,7 @@ def experts_added(
 ) -> tuple[Int[Array, "T slots"], Bool[Array, " E"]]:
     """For each token, the experts that take it though it did not choose them; see the portable twin.
 
-    A thread walks over the experts of one token; its neighbours' keys are beside its own.
+    A thread walks over the experts of one token; its neighbours' keys are next to its own.
     """
     num_experts, num_tokens = keys.shape
     threads = 128

@@ -99,7 +99,7 @@ def read_tunings(path: Path, parse: Parse) -> tuple[dict[Place, Any], list[str]]
 
 
 def add_tunings(path: Path, entries: Mapping[Place, Mapping[str, Any]]) -> None:
-    """Writes entries `{"tuning": ..., "measured": ...}` into a file, beside those of other places that it has.
+    """Writes entries `{"tuning": ..., "measured": ...}` into a file, and keeps those of other places.
 
     Raises:
       ValueError: there is a file which is not one of tuned parameters, or it cannot be written.

@@ -48,7 +48,7 @@ def dispatch(
 
     Three linear steps: each tile counts its pairs by expert, which also ranks them; an exclusive scan of the counts
     over tiles and of the totals over experts; one write per pair. Pairs keep their order, so tokens ascend inside an
-    expert. Memory beside the results is O(T·K + tiles·E).
+    expert. Memory in addition to the results is O(T·K + tiles·E).
 
     Args:
       experts: int32, expert of each (token, slot); a value outside `[0, num_experts)` marks an empty slot.

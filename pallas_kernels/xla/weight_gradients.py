@@ -27,7 +27,7 @@ def up_weight_gradients(
     dtypes: tuple,
     bias_dtypes: tuple,
 ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
-    """`X_gᵀ · dP` per projection, in one pass over the gathered token rows, and the bias gradients beside it.
+    """`X_gᵀ · dP` per projection, in one pass over the gathered token rows, and the bias gradients.
 
     Args:
       x: tokens.

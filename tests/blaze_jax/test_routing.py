@@ -121,7 +121,7 @@ def test_sigmoid_and_its_gradient_at_any_level(level, normalize):
     out = route(logits, K, **options)
     experts = np.asarray(out.experts)
     expected = reference.weights_of(logits, experts, "sigmoid", normalize, 1.0)
-    assert_close(np.append(out.weights, 1), np.append(expected, 1), 1e-5)  # beside 1, for weights of 0
+    assert_close(np.append(out.weights, 1), np.append(expected, 1), 1e-5)  # with a 1, for weights of 0
     gradient = jax.grad(lambda l: route(l, K, **options).weights[:, 0].sum())(logits)
     # The derivative of a log score is the sigmoid of the negative logit.
     slopes = reference.scores_of(-np.take_along_axis(logits, experts, 1), "sigmoid")

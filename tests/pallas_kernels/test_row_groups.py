@@ -1,4 +1,4 @@
-"""The loops over rows that the portable kernels are built from: every row once, and little beside."""
+"""The loops over rows that the portable kernels are built from: every row once, and little else."""
 
 from functools import partial
 
