@@ -113,5 +113,5 @@ def test_kernels_take_gate_and_up_of_one_narrow_type(up_dtype, reason):
 
 
 def test_unknown_name():
-    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of hopper, xla"):
+    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of mosaic_gpu, xla"):
         check_implementation("cuda")
