@@ -1,0 +1,172 @@
+"""Whether the tests notice faults: `python -m tests.faults [--all] [WORD ...]` makes them, one at a time, in a copy.
+
+Each fault changes one expression. The tests that should notice it run first, then the whole suite; what no test notices is
+reported, and more than a few of those is an error. With words, only faults whose place or text has one of them.
+"""
+
+# ruff: noqa: E501  (a fault is a line)
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+MAY_SURVIVE = 6  # the default suite; --all must notice every fault
+SECONDS = 3600  # of a run of the tests at most
+
+
+class Fault(NamedTuple):
+    """`old`, which stands once in the file, becomes `new`; `tests` are where it should be noticed."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+XLA, HOPPER, SIMT, LAYER = "pallas_kernels/xla", "pallas_kernels/hopper", "pallas_kernels/simt", "blaze_jax"
+KERNELS, MODULES = "tests/pallas_kernels", "tests/blaze_jax"
+ROUTER = f"{KERNELS}/test_router.py {MODULES}/test_routing.py {MODULES}/test_routing_losses.py"
+ROUTING = f"{MODULES}/test_routing.py {MODULES}/test_routing_capacity.py {MODULES}/test_token_rounding.py"
+EXPERTS = f"{MODULES}/test_experts.py {MODULES}/test_experts_batched.py"
+LOOPS = f"{KERNELS}/test_row_groups.py {KERNELS}/test_up.py {KERNELS}/test_weight_gradients.py"
+
+# fmt: off
+FAULTS = [
+    # the router and its losses
+    Fault(f"{XLA}/router.py", "ranking = jnp.where(ranking == 0, 0, ranking)", "ranking = ranking", ROUTER),
+    Fault(f"{XLA}/router.py", "jnp.where(best == -jnp.inf, EMPTY_SLOT,", "jnp.where(best == jnp.inf, EMPTY_SLOT,", ROUTER),
+    Fault(f"{XLA}/router.py", "ranking = jnp.where(logits == -jnp.inf, -jnp.inf, ranking)", "ranking = ranking", ROUTER),
+    Fault(f"{XLA}/router.py", "top_k(grouped, min(2, grouped.shape[-1]))", "top_k(grouped, 1)", ROUTER),
+    Fault(f"{XLA}/router.py", "return rule.scale * jnp.where(values", "return jnp.where(values", ROUTER),
+    Fault(f"{XLA}/router.py", "return demand.shape[0] * jnp.vdot(share", "return jnp.vdot(share", ROUTER),
+    Fault(f"{XLA}/router.py", "jnp.square(jax.nn.logsumexp(logits, axis=-1))", "jax.nn.logsumexp(logits, axis=-1)", ROUTER),
+    Fault(f"{XLA}/router.py", "entropy=-jnp.sum(", "entropy=jnp.sum(", ROUTER),
+    Fault(f"{XLA}/router.py", "losses_vjp((d_losses, d_probability))[0] + common_vjp(d_common)[0]", "losses_vjp((d_losses, d_probability))[0]", ROUTER),
+    Fault(f"{XLA}/router.py", "return jnp.where(experts == EMPTY_SLOT, num_experts, experts)", "return experts", ROUTER),
+    Fault(f"{SIMT}/router.py", "MAX_EXPERTS = 1024", "MAX_EXPERTS = 512", f"{KERNELS}/test_router.py {MODULES}/test_routing_hopper.py"),
+    # what comes after the choice
+    Fault(f"{LAYER}/routing.py", "< capacity, routed.experts, EMPTY_SLOT)", "<= capacity, routed.experts, EMPTY_SLOT)", ROUTING),
+    Fault(f"{LAYER}/routing.py", "tokens_per_expert = jnp.minimum(demand, capacity)", "tokens_per_expert = demand", ROUTING),
+    Fault(f"{LAYER}/routing.py", "weights = jnp.where(experts == EMPTY_SLOT, 0, weights)", "weights = weights", ROUTING),
+    Fault(f"{LAYER}/routing.py", "return selection_bias + rate * jnp.sign(demand.mean() - demand)", "return selection_bias - rate * jnp.sign(demand.mean() - demand)", f"{ROUTING} {MODULES}/test_linen.py"),
+    Fault(f"{LAYER}/routing.py", "experts_per_token > 1 if self.normalize_weights is None", "True if self.normalize_weights is None", ROUTING),
+    Fault(f"{LAYER}/routing.py", "max(num_pairs, 1) * devices)", "max(num_pairs, 1))", f"{MODULES}/test_axis_name.py"),
+    Fault(f"{LAYER}/routing.py", "return self if train else replace(self, token_rounding=None)", "return self", f"{MODULES}/test_layer.py"),
+    Fault(f"{LAYER}/routing.py", "dispatched=routed.dispatched if experts is selected else None", "dispatched=routed.dispatched", f"{MODULES}/test_dispatched.py {MODULES}/test_routing_hopper.py"),
+    Fault(f"{LAYER}/token_rounding.py", "wanted = -(-demand // tile) * tile if mode", "wanted = demand // tile * tile if mode", ROUTING),
+    Fault(f"{LAYER}/token_rounding.py", "(demand + tile // 2) // tile * tile", "(demand + tile // 2 - 1) // tile * tile", ROUTING),
+    Fault(f"{LAYER}/token_rounding.py", 'last_resort = demand if mode == "up" else down', "last_resort = down", ROUTING),
+    Fault(f"{LAYER}/token_rounding.py", "scores = jnp.where(jnp.isnan(scores), 0, scores)", "scores = scores", ROUTING),
+    Fault(f"{XLA}/token_selection.py", "enough = jnp.sum(keys >= candidate[:, None], axis=1) >= wanted", "enough = jnp.sum(keys >= candidate[:, None], axis=1) > wanted", f"{KERNELS}/test_token_selection.py {MODULES}/test_token_rounding.py"),
+    Fault("pallas_kernels/contract.py", "(token <= self.tokens[expert])", "(token < self.tokens[expert])", f"{KERNELS}/test_token_selection.py {MODULES}/test_token_rounding.py"),
+    # the dispatch
+    Fault(f"{XLA}/dispatch.py", "earlier = (place[None] < place[:, None])[None]", "earlier = (place[None] <= place[:, None])[None]", f"{KERNELS}/test_dispatch.py"),
+    Fault(f"{XLA}/dispatch.py", "aligned_sizes = -(-group_sizes // row_alignment) * row_alignment", "aligned_sizes = group_sizes", f"{KERNELS}/test_dispatch.py"),
+    Fault(f"{XLA}/dispatch.py", "pairs_before_tile = jnp.cumsum(counts, axis=0) - counts", "pairs_before_tile = jnp.cumsum(counts, axis=0)", f"{KERNELS}/test_dispatch.py {MODULES}/test_dispatch.py"),
+    Fault(f"{XLA}/dispatch.py", "jnp.where(tiles < num_experts, positions, num_rows)", "positions", f"{KERNELS}/test_dispatch.py {MODULES}/test_dispatch.py"),
+    Fault(f"{SIMT}/dispatch_place.py", "lower_lanes = (simt.Int(1) << self.lane) - 1", "lower_lanes = simt.Int(1) << self.lane", f"{KERNELS}/test_dispatch_hopper.py {KERNELS}/test_dispatch.py"),
+    Fault(f"{SIMT}/dispatch_place.py", "select((expert >= 0) & (expert < num_experts), expert, num_experts)", "select(expert < num_experts, expert, num_experts)", f"{KERNELS}/test_dispatch_hopper.py {KERNELS}/test_dispatch.py"),
+    Fault(f"{LAYER}/dispatch.py", "wrong = (values < EMPTY_SLOT) | (values >= num_experts)", "wrong = values >= num_experts", f"{MODULES}/test_dispatch.py {MODULES}/test_experts_errors.py"),
+    # the loops over rows
+    Fault(f"{XLA}/row_groups.py", "mine = (row >= wanted[:, None]) & (row < end[:, None])", "mine = row < end[:, None]", LOOPS),
+    Fault(f"{XLA}/row_groups.py", "tiles = ((end - first).max() + turn.rows - 1) // turn.rows", "tiles = (end - first).max() // turn.rows", LOOPS),
+    Fault(f"{XLA}/row_groups.py", "tiles = ((end - first).max() +", "tiles = ((end - first).min() +", LOOPS),
+    Fault(f"{XLA}/row_groups.py", "busy = (load > 0).sum(dtype=jnp.int32)", "busy = (load > 1).sum(dtype=jnp.int32)", LOOPS),
+    Fault(f"{XLA}/row_groups.py", "return jnp.where(tile.mine, read_rows(array, tile), 0)", "return read_rows(array, tile)", LOOPS),
+    Fault(f"{XLA}/row_groups.py", "preferred_element_type=accumulator_dtype(lhs.dtype)", "preferred_element_type=lhs.dtype", f"{KERNELS}/test_up.py {KERNELS}/test_weight_gradients.py"),
+    Fault(f"{XLA}/row_groups.py", "accumulator_dtype(o.dtype, *read), groups, like)", "o.dtype, groups, like)", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
+    # each term of the VJP, portable
+    Fault(f"{XLA}/down_backward.py", "d_weight = (d_hidden * hidden).sum(-1, keepdims=True)", "d_weight = d_hidden.sum(-1, keepdims=True)", f"{KERNELS}/test_down.py {EXPERTS}"),
+    Fault(f"{XLA}/down_backward.py", "d_weight += product(dy_rows, own[1][:, None], 2, 2)", "d_weight += 0", f"{KERNELS}/test_down.py {EXPERTS}"),
+    Fault(f"{XLA}/down_backward.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(d_hidden), weight * hidden", f"{KERNELS}/test_down.py {EXPERTS}"),
+    Fault(f"{XLA}/down_backward.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(weight * d_hidden), hidden", f"{KERNELS}/test_down.py {EXPERTS}"),
+    Fault(f"{XLA}/weight_gradients.py", "_column_sums(weight * dy_rows", "_column_sums(dy_rows", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
+    Fault(f"{XLA}/up_projection.py", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", f"{KERNELS}/test_up.py {EXPERTS}"),
+    Fault(f"{XLA}/combine.py", "weights[:, slot, None].astype(wide) * row", "row", f"{KERNELS}/test_combine.py {EXPERTS}"),
+    Fault(f"{LAYER}/experts_vjp.py", "jnp.minimum(i * block, width - block)", "i * block", EXPERTS),
+    Fault(f"{LAYER}/experts_vjp.py", "jnp.where(experts < params.w_down.shape[0], weights, jnp.nan)", "weights", f"{MODULES}/test_experts_errors.py {MODULES}/test_experts_poison.py"),
+    Fault(f"{LAYER}/experts_vjp.py", 'keep = settings.save == "pre_activations"', "keep = True", f"{MODULES}/test_experts_memory.py"),
+    Fault(f"{LAYER}/experts_vjp.py", "differentiated_once(both, alone) if keep_pre_activations", "differentiated_once(both) if keep_pre_activations", f"{MODULES}/test_experts_memory.py"),
+    Fault(f"{LAYER}/experts_vjp.py", "kept = tuple(checkpoint_name(p, name) for", "kept = tuple(p for", f"{MODULES}/test_experts_memory.py"),
+    Fault(f"{LAYER}/experts.py", "checkpoint_name(indices, INDEX_NAME)", "indices", f"{MODULES}/test_experts_memory.py"),
+    # the Hopper kernels, interpreted
+    Fault(f"{HOPPER}/row_matmul.py", "inline.wait_landed(landed, slot, lax.rem(step // stages, 2))", "pass", f"{KERNELS}/test_up.py {KERNELS}/test_interpreter.py"),
+    Fault(f"{HOPPER}/row_matmul.py", "rows = jnp.clip(valid - first, 0, GROUP_ROWS)", "rows = jnp.clip(valid, 0, GROUP_ROWS)", f"{KERNELS}/test_up.py {KERNELS}/test_down.py"),
+    Fault(f"{HOPPER}/row_matmul.py", "release(step + stages - 1)\n                return step + 1", "release(step)\n                return step + 1", f"{KERNELS}/test_up.py {KERNELS}/test_down.py"),
+    Fault(f"{HOPPER}/ragged_store.py", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", f"{KERNELS}/test_up.py {KERNELS}/test_interpreter.py"),
+    Fault(f"{HOPPER}/down_backward.py", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", f"{KERNELS}/test_down.py"),
+    Fault(f"{HOPPER}/down_backward.py", "value_and_gradients(activation, pre, weight * d_hidden)", "value_and_gradients(activation, pre, d_hidden)", f"{KERNELS}/test_down.py"),
+    Fault(f"{HOPPER}/weight_gradients.py", "@pl.when(end - row < K_STEP)", "@pl.when(end - row < 0)", f"{KERNELS}/test_weight_gradients.py"),
+    Fault(f"{SIMT}/combine.py", "select(place < num_rows, rows.load_vector(row, COLUMNS), nothing)", "rows.load_vector(row, COLUMNS)", f"{KERNELS}/test_combine.py {KERNELS}/test_combine_hopper.py"),
+    # the layer and its modules
+    Fault(f"{LAYER}/layer.py", "names = (\"shared_w_gate\", \"shared_w_up\")", "names = (\"shared_w_up\", \"shared_w_gate\")", f"{MODULES}/test_layer.py"),
+    Fault(f"{LAYER}/linen.py", "if state is not None and train and", "if state is not None and", f"{MODULES}/test_linen.py"),
+    Fault(f"{LAYER}/linen.py", 'self.sow("losses", name, loss)', 'self.sow("losses", name, 2 * loss)', f"{MODULES}/test_linen.py"),
+    Fault(f"{LAYER}/linen.py", "x = in_common_dtype(x, self.dtype, self.param_dtype)", "x = x", f"{MODULES}/test_linen.py"),
+    Fault(f"{LAYER}/explicit_mesh.py", "axes = token_axes(x) if x.ndim > 1 else ()\n    return jax.lax.reshape(", "axes = ()\n    return jax.lax.reshape(", f"{MODULES}/test_explicit_mesh.py"),
+]
+# fmt: on
+
+
+def make(fault: Fault, folder: Path) -> None:
+    """Copies the project into `folder`, with the fault.
+
+    Raises:
+      ValueError: what the fault replaces does not stand once in its file.
+    """
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.file} has {fault.old!r} {text.count(fault.old)} times, must have it once")
+    for name in ("blaze_jax", "docs", "pallas_kernels", "tests", "train_example"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / fault.file).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+
+
+def noticed(fault: Fault, options: list[str]) -> bool:
+    """Whether a test fails."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(fault, folder)
+        for tests in (fault.tests.split(), []):
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests]
+            environment = os.environ | {"PYTHONPATH": name}
+            run = partial(subprocess.run, command, cwd=folder, env=environment, capture_output=True, check=False)
+            try:
+                status = run(timeout=SECONDS).returncode
+            except subprocess.TimeoutExpired:  # a kernel that waits forever does not pass for a right one
+                return True
+            if status not in (0, 1):
+                raise RuntimeError(f"{' '.join(command)} ended with status {status}")
+            if status == 1:
+                return True
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--all", action="store_true", help="with every parameter set")
+    arguments = parser.parse_args()
+    options = ["--all"] if arguments.all else []
+    chosen = [f for f in FAULTS if not arguments.words or any(w in " ".join(f[:3]) for w in arguments.words)]
+    survivors = []
+    for number, fault in enumerate(chosen, 1):
+        found = noticed(fault, options)
+        if not found:
+            survivors.append(fault)
+        print(f"{number}/{len(chosen)} {'noticed' if found else 'SURVIVED'}: {fault.file}: {fault.old}", flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults noticed")
+    return int(len(survivors) > (0 if arguments.all else MAY_SURVIVE))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
