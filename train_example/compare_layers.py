@@ -18,8 +18,8 @@ from typing import Any, get_args
 import jax
 
 from blaze_jax.benchmark.environment import describe, environment
+from blaze_jax.benchmark.plan import plan_of
 from blaze_jax.benchmark.results_file import command_line
-from blaze_jax.profiler.plan import plan_of
 from train_example.config import Remat, TrainConfig
 from train_example.data import Corpus, open_text
 from train_example.errors import UserError

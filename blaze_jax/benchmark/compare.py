@@ -20,12 +20,12 @@ from blaze_jax.benchmark.peers import (
     estimated_flops,
     peer_variants,
 )
+from blaze_jax.benchmark.plan import MIB, MemoryPlan, plan_of
+from blaze_jax.benchmark.residuals import saved_bytes
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import Call, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import choose_implementation
-from blaze_jax.profiler.plan import MIB, MemoryPlan, plan_of
-from blaze_jax.profiler.residuals import saved_bytes
 
 OURS = "blaze_jax"
 

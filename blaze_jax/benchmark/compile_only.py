@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
 from blaze_jax.benchmark.peers import UnavailableError, estimated_bytes, peer_variants
+from blaze_jax.benchmark.plan import MIB, plan_of
+from blaze_jax.benchmark.residuals import saved_bytes
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import Save
-from blaze_jax.profiler.plan import MIB, plan_of
-from blaze_jax.profiler.residuals import saved_bytes
 from pallas_kernels.compile_only import compile_for_h200
 
 H200_BYTES = 141 * 10**9

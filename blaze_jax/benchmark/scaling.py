@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from blaze_jax.benchmark.inputs import abstract_inputs, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.plan import MIB, plan_of
+from blaze_jax.benchmark.residuals import saved_bytes
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import time_calls
 from blaze_jax.experts import expert_ffn
-from blaze_jax.profiler.plan import MIB, plan_of
-from blaze_jax.profiler.residuals import saved_bytes
 
 FLAT_FROM = 65536
 FLAT_WITHIN = 0.15

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from blaze_jax.benchmark.inputs import forward_and_backward
 from blaze_jax.benchmark.peers import RAGGED_DOT, estimated_bytes, sorted_layer
+from blaze_jax.benchmark.plan import plan_of
+from blaze_jax.benchmark.residuals import Residual, saved_residuals
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer_observer import TracedLayer
-from blaze_jax.profiler.plan import plan_of
-from blaze_jax.profiler.residuals import Residual, saved_residuals
 
 _SHORT_NAMES = {"moe_gate": "gate", "moe_up": "up", "moe_indices": "indices", "weights": "routing weights"}
 _WEIGHTS = ("w_gate", "w_up", "w_down")

@@ -11,11 +11,11 @@ from pathlib import Path
 import jax
 from jax.experimental import xla_metadata
 
+from blaze_jax.benchmark.plan import MemoryPlan, plan_of
+from blaze_jax.benchmark.residuals import kept_by_name
 from blaze_jax.layer_observer import TracedLayer, observed_layers
 from blaze_jax.profiler.layer_report import LayerReport, report_on
-from blaze_jax.profiler.plan import MemoryPlan, plan_of
 from blaze_jax.profiler.plot import draw_layers
-from blaze_jax.profiler.residuals import kept_by_name
 from blaze_jax.profiler.text import render
 
 _numbers = itertools.count()

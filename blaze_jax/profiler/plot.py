@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from blaze_jax.benchmark.plan import MIB
 from blaze_jax.profiler.layer_report import LayerMemory, LayerReport
-from blaze_jax.profiler.plan import MIB
 
 _COLORS = (
     *("#2563a8", "#7fb3e0", "#d1495b", "#e8a33d", "#6aa56f", "#8f7bb5"),

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from blaze_jax.benchmark.plan import MIB
 from blaze_jax.profiler.layer_report import LayerMemory, LayerReport
-from blaze_jax.profiler.plan import MIB
 
 if TYPE_CHECKING:
     from blaze_jax.profiler.memory_profiler import Profile
