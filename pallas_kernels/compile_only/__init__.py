@@ -122,13 +122,16 @@ def kernel_hashes(lowered: jax.stages.Lowered) -> list[bytes]:
 
 
 def mark_kernels_as_new(lowered: jax.stages.Lowered) -> int:
-    """Renames the Mosaic GPU kernels of a lowered program, equal ones alike, and counts the different ones.
+    """Renames a lowered program and its Mosaic GPU kernels, equal ones alike, and counts the different kernels.
 
-    A process assembles (and reports on) a kernel once; later programs get it from a cache, by this name.
+    A process assembles (and reports on) a kernel once; later programs get it from a cache, by this name. Programs, too,
+    come from a cache by name and content if the user keeps one (`jax_compilation_cache_dir`), but a program for a GPU
+    that is not there cannot be read back.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     names = defaultdict(partial(os.urandom, 32))
     with module.context:
+        module.operation.attributes["sym_name"] = ir.StringAttr.get(f"compiled_only_{os.urandom(8).hex()}")
         for operation, kernel in _kernels(module):
             name = names[kernel["kernel_hash"].value_bytes]
             kernel["kernel_hash"] = ir.StringAttr.get(name)

@@ -63,6 +63,18 @@ def test_the_report_is_the_same_when_asked_again():
 
 
 @pytest.mark.compile_only
+def test_a_program_that_is_in_the_users_cache_is_compiled_again():
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        plans = [compile_for_h200(lambda x: jnp.sort(x) @ x.T, array(64, 64)).memory for _ in range(2)]
+    finally:
+        jax.config.update(name, before)
+    assert plans[0].temp_size_in_bytes == plans[1].temp_size_in_bytes > 0
+
+
+@pytest.mark.compile_only
 def test_a_kernel_that_does_not():
     compiled = compile_for_h200(scale_kernel, array(128, 512))
     (kernel,) = compiled.kernels
