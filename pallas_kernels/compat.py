@@ -115,6 +115,10 @@ def computed_if_used(full: Callable, reduced: Callable) -> Callable:
     return call
 
 
+def _run_full(*arrays, full, reduced):
+    return jaxpr_as_fun(full)(*arrays)
+
+
 def _remove_unused(used_outputs, *live_inputs_and_equation):  # jax 0.11 says nothing of live inputs
     equation = live_inputs_and_equation[-1]
     full, reduced = equation.params["full"], equation.params["reduced"]
@@ -152,9 +156,9 @@ def _transpose(_, *tangents, error):
 
 _if_used = Primitive("computed_if_used")
 _if_used.multiple_results = True
-_if_used.def_impl(lambda *arrays, full, reduced: jaxpr_as_fun(full)(*arrays))
+_if_used.def_impl(_run_full)
 _if_used.def_effectful_abstract_eval(lambda *_, full, reduced: (full.out_avals, full.effects))
-mlir.register_lowering(_if_used, mlir.lower_fun(lambda *arrays, full, reduced: jaxpr_as_fun(full)(*arrays)))
+mlir.register_lowering(_if_used, mlir.lower_fun(_run_full))
 batching.primitive_batchers[_if_used] = _batch_if_used
 partial_eval.dce_rules[_if_used] = _remove_unused
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import P
+from jax import P, lax
 
 from blaze_jax import expert_ffn
 from blaze_jax.oracle import dense_expert_ffn
@@ -43,6 +43,16 @@ def test_matches_oracle_for_any_turn(turn, activation, biases):
     problem = make_problem(*ROUTINGS["empty_slots"], activation=activation, biases=biases)
     truth = results(dense_expert_ffn, problem, activation=activation)
     assert_close(batched(problem, turn, activation=activation), truth, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("turn", [RAGGED, WHOLE], ids=str)
+@pytest.mark.parametrize("routing", ["empty_slots", "more_experts_than_rows", "whole_tiles_and_a_tail"])
+def test_what_buffers_hold_at_first_does_not_matter(monkeypatch, routing, turn):
+    problem = make_problem(*ROUTINGS[routing])
+    expected = batched(problem, turn)
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    with turns_of(*turn):
+        assert_same_bits(results(partial(expert_ffn), problem, implementation="xla"), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -63,7 +63,7 @@ def test_both_ways_to_shard_give_the_gradient_of_one_device(folder):
         assert_close(jax.jit(jax.value_and_grad(names["whole_loss"]))(names["shared"], names["split"]), expected)
 
 
-def test_a_checkpointed_block_has_the_same_gradient_and_a_profile(folder):
+def test_a_checkpointed_block_has_the_same_gradient_and_a_profile(folder, capsys):
     names = run("memory", folder)
 
     def loss(params):
@@ -71,6 +71,8 @@ def test_a_checkpointed_block_has_the_same_gradient_and_a_profile(folder):
 
     assert_close(names["gradients"], jax.grad(loss)(names["params"]))
     assert (folder / "memory.png").exists()
+    names["profiler"].summary()
+    assert "gate" in capsys.readouterr().out
 
 
 def test_the_routers_page_moves_the_bias(folder):

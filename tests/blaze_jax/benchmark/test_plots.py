@@ -4,7 +4,7 @@ import pytest
 
 from blaze_jax.benchmark import plots
 from blaze_jax.benchmark.plots import draw
-from docs.write_benchmarks import recorded_results
+from docs.write_benchmarks import RESULTS, recorded_results
 
 SIZES = {"num_tokens": 8, "model_width": 16, "expert_width": 8, "num_experts": 2, "experts_per_token": 1}
 
@@ -12,6 +12,10 @@ SIZES = {"num_tokens": 8, "model_width": 16, "expert_width": 8, "num_experts": 2
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     return draw(recorded_results(), tmp_path_factory.mktemp("figures"))
+
+
+def test_every_recorded_figure_is_drawn_of_the_recorded_files(recorded):
+    assert sorted(file.name for file in recorded) == sorted(path.name for path in RESULTS.glob("*.png"))
 
 
 def test_the_recorded_figures_are_small_files(recorded):
