@@ -93,31 +93,34 @@ def moe(
     mesh = explicit_mesh(x, params)
     tokens = flatten_tokens(x, mesh)
     params = params if mesh is None else reshard(dict(params), mesh)
-    routing = route(
-        _router_logits(tokens, params),
-        config.experts_per_token,
-        router=config.router.for_phase(train),
-        selection_bias=selection_bias,
-        axis_name=axis_name,
-        implementation=config.implementation,
-    )
-    y = experts(
-        tokens,
-        params.get("w_gate"),
-        params["w_up"],
-        params["w_down"],
-        routing.weights,
-        routing.experts,
-        b_gate=params.get("b_gate"),
-        b_up=params.get("b_up"),
-        b_down=params.get("b_down"),
-        activation=config.activation,
-        save=config.save,
-        implementation=config.implementation,
-        dispatched=routing.dispatched,
-    )
+    with jax.named_scope("router"):  # profilers show these names
+        routing = route(
+            _router_logits(tokens, params),
+            config.experts_per_token,
+            router=config.router.for_phase(train),
+            selection_bias=selection_bias,
+            axis_name=axis_name,
+            implementation=config.implementation,
+        )
+    with jax.named_scope("experts"):
+        y = experts(
+            tokens,
+            params.get("w_gate"),
+            params["w_up"],
+            params["w_down"],
+            routing.weights,
+            routing.experts,
+            b_gate=params.get("b_gate"),
+            b_up=params.get("b_up"),
+            b_down=params.get("b_down"),
+            activation=config.activation,
+            save=config.save,
+            implementation=config.implementation,
+            dispatched=routing.dispatched,
+        )
     if config.shared_width:
-        y = y + _shared_experts(tokens, params, config)
+        with jax.named_scope("shared_experts"):
+            y = y + _shared_experts(tokens, params, config)
     # The caller need not keep the rows alive.
     routing = routing._replace(dispatched=None, weighted_losses=auxiliary_losses(routing, config))
     return restore_shape(y, x, mesh), routing
