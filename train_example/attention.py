@@ -58,7 +58,8 @@ def best_kernel(query: Float[Array, "B S heads h"]) -> AttentionKernel:
     if device.platform != "gpu" or "cuda" not in device.client.platform_version:
         return "xla"
     capability = tuple(int(number) for number in device.compute_capability.split("."))
-    fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= _CUDNN_MAX_WIDTH
+    _, length, _, width = query.shape
+    fits = length > 1 and width % 8 == 0 and width <= _CUDNN_MAX_WIDTH
     return "cudnn" if fits and query.dtype.itemsize == 2 and capability >= _CUDNN_CAPABILITY else "xla"
 
 

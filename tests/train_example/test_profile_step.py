@@ -25,7 +25,7 @@ PROGRAM = """HloModule jit_train_step
 
 %fused_copy (p: f32[8]) -> bf16[8] {
   %p = f32[8]{0} parameter(0)
-  ROOT %convert.1 = bf16[8]{0} convert(%p), metadata={op_name="jit(f)/moe_blocks/final_norm/convert"}
+  ROOT %convert.1 = bf16[8]{0} convert(%p), metadata={op_name="final_norm/convert"}
 }
 
 %fused_stack (q: f32[2,8], r: f32[8], i: s32[]) -> f32[2,8] {
@@ -34,7 +34,7 @@ PROGRAM = """HloModule jit_train_step
   %i = s32[] parameter(2)
   %c = s32[] constant(1)
   %subtract.1 = s32[] subtract(%c, %i), metadata={op_name="jit(f)/while/body/sub"}
-  ROOT %dus = f32[2,8]{1,0} dynamic-update-slice(%q, %r, %i), metadata={op_name="jit(f)/while/jit(dynamic_update_index_in_dim)"}
+  ROOT %dus = f32[2,8]{1,0} dynamic-update-slice(%q, %r, %i), metadata={op_name="while/dynamic_update_slice"}
 }
 
 %fused_experts (s: f32[8]) -> (f32[8], f32[8]) {
@@ -45,7 +45,7 @@ PROGRAM = """HloModule jit_train_step
 
 ENTRY %main (a: f32[8]) -> f32[8] {
   %a = f32[8]{0} parameter(0)
-  %loop_convert_fusion.3 = bf16[8]{0} fusion(%a), kind=kLoop, calls=%fused_copy, metadata={op_name="jit(f)/moe_blocks/final_norm/convert"}
+  %loop_convert_fusion.3 = bf16[8]{0} fusion(%a), kind=kLoop, calls=%fused_copy, metadata={op_name="final_norm/convert"}
   %fusion-start.2 = ((f32[2,8]{1,0}), f32[2,8]{1,0}, u32[]) fusion-start(%a), kind=kLoop, calls=%fused_stack
   %dynamic_slice_fusion = (f32[8]{0}, f32[8]{0}) fusion(%a), kind=kCustom, calls=%fused_experts
   ROOT %dot.1 = f32[8]{0} dot(%a, %a), metadata={op_name="jit(f)/moe_blocks/attention/query/dot_general"}
