@@ -141,7 +141,9 @@ def _grads(settings: Settings, x, params: Parameters, weights, indices: Indices,
     def run(x, params, weights, indices, pre_activations, dy):
         kernels = settings.kernels
         groups, position = indices.groups, indices.token_index_map
-        row_weights = jnp.zeros(groups.num_rows, weights.dtype).at[position].set(weights, mode="drop")
+        row_weights = jnp.zeros(groups.num_rows, weights.dtype)
+        # Every row is of one pair: without that word, XLA would sort the pairs where it is asked for equal bits.
+        row_weights = row_weights.at[position].set(weights, mode="drop", unique_indices=True)
         d_pre_activations, weighted_hidden, d_row_weights = kernels.down_backward(
             dy,
             params.w_down,

@@ -143,7 +143,12 @@ def statistics(routing: Routing) -> dict[str, Array]:
 
 def _router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> Float[Array, "T E"]:
     wide = accumulator_dtype(tokens.dtype)
-    logits = jnp.dot(tokens.astype(wide), params["w_router"].astype(wide), precision=jax.lax.Precision.HIGHEST)
+
+    @jax.checkpoint  # the backward pass widens the tokens again, or it would keep a wide copy of them
+    def product(tokens, w_router):
+        return jnp.dot(tokens.astype(wide), w_router.astype(wide), precision=jax.lax.Precision.HIGHEST)
+
+    logits = product(tokens, params["w_router"])
     return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
 
 
@@ -182,9 +187,14 @@ def _shared_experts(tokens: Float[Array, "T d"], params: Mapping[str, Array], co
     activation = get_activation(config.activation)
     wide = accumulator_dtype(tokens.dtype)
     names = ("shared_w_gate", "shared_w_up") if activation.gated else ("shared_w_up",)
-    pre = [jnp.dot(tokens, params[name].astype(tokens.dtype), preferred_element_type=wide) for name in names]
-    hidden = activation.function(*pre).astype(tokens.dtype)
-    return jnp.dot(hidden, params["shared_w_down"].astype(tokens.dtype))
+    # In the tokens' dtype, so that both factors of the products in the backward pass are, too.
+    pre = [jnp.dot(tokens, params[name].astype(tokens.dtype)) for name in names]
+
+    @jax.checkpoint
+    def hidden(*pre):
+        return activation.function(*(p.astype(wide) for p in pre)).astype(tokens.dtype)
+
+    return jnp.dot(hidden(*pre), params["shared_w_down"].astype(tokens.dtype))
 
 
 def _checked_parameters(params: Mapping[str, Array], config: MoEConfig, x: Float[Array, "... d"]) -> dict[str, Array]:

@@ -59,7 +59,7 @@ def best_kernel(query: Float[Array, "B S heads h"]) -> AttentionKernel:
         return "xla"
     capability = tuple(int(number) for number in device.compute_capability.split("."))
     _, length, _, width = query.shape
-    fits = length > 1 and width % 8 == 0 and width <= _CUDNN_MAX_WIDTH
+    fits = length % 2 == 0 and width % 8 == 0 and width <= _CUDNN_MAX_WIDTH
     return "cudnn" if fits and query.dtype.itemsize == 2 and capability >= _CUDNN_CAPABILITY else "xla"
 
 

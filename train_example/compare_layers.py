@@ -27,7 +27,8 @@ from train_example.config import DType, Remat, TrainConfig
 from train_example.data import Corpus, open_text
 from train_example.errors import UserError
 from train_example.experts_layer import ExpertsLayer, experts_function
-from train_example.loop import microbatches, peak_memory_gib
+from train_example.loop import microbatches
+from train_example.memory import allow_all_memory, peak_memory_gib
 from train_example.optimizer import make_optimizer
 from train_example.presets import PRESETS
 from train_example.run_once import jit_once
@@ -42,6 +43,7 @@ _CHOICES = {"remat": Remat, "save": Save, "attention": AttentionKernel, "momentu
 def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns its exit status."""
     arguments = _parse(argv)
+    allow_all_memory()
     records, values = [], {}
     for layer in arguments.experts_layer:
         config = configuration(arguments, layer)

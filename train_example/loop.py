@@ -12,6 +12,7 @@ from train_example.compile_step import compile_step
 from train_example.config import TrainConfig
 from train_example.errors import UserError
 from train_example.interrupt import Interrupt
+from train_example.memory import peak_memory_gib
 from train_example.metrics import MetricsLog, Record
 from train_example.optimizer import make_optimizer
 from train_example.progress import Progress
@@ -104,12 +105,6 @@ def _record(config: TrainConfig, step: int, metrics: StepMetrics, seconds: float
     if step == 1 or _due(config, step, max(1, config.steps // _LOAD_RECORDS)):
         record["load"] = load.tolist()
     return record
-
-
-def peak_memory_gib() -> float | None:
-    """The most memory the device has had in use so far, in GiB; None where it does not say, as on a CPU."""
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return None if peak is None else peak / 2**30
 
 
 def _bits(nats: Float[Array, ""]) -> float:

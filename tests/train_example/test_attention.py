@@ -54,6 +54,14 @@ def test_the_kernel_is_cudnns_where_that_can_run(monkeypatch, capability, versio
     assert best_kernel(jax.ShapeDtypeStruct((2, 8, 4, width), dtype)) == expected
 
 
+def test_cudnn_takes_even_lengths_alone(monkeypatch):
+    client = SimpleNamespace(platform_version="cuda 13000")
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0", client=client)
+    monkeypatch.setattr(attention.jax, "devices", lambda: [device])
+    kernels = [best_kernel(jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16)) for length in (1, 37, 38)]
+    assert kernels == ["xla", "xla", "cudnn"]
+
+
 def test_the_kernel_on_a_cpu_is_xlas():
     if jax.default_backend() == "cpu":
         assert best_kernel(jnp.zeros((2, 8, 4, 64), jnp.bfloat16)) == "xla"
@@ -61,7 +69,7 @@ def test_the_kernel_on_a_cpu_is_xlas():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "width", "length"), [(16, 16, 64, 1024), (16, 4, 128, 512), (4, 4, 64, 37)]
+    ("heads", "kv_heads", "width", "length"), [(16, 16, 64, 1024), (16, 4, 128, 512), (4, 4, 64, 38)]
 )
 def test_cudnn_computes_what_xla_computes(heads, kv_heads, width, length):
     keys = jax.random.split(jax.random.key(0), 4)

@@ -111,7 +111,6 @@ def test_the_record_accounts_for_the_whole_step(program_text):
     record = measure.profile_record(kernels, 2, instructions(program_text), CONFIG, 10_000, ceilings)
     assert record["step_ms"] == pytest.approx((30 * len(kernels) - 10) / 2 / 1e6)
     assert sum(row["ms"] for row in record["parts"]) + record["gaps_ms"] == pytest.approx(record["step_ms"])
-    assert record["tokens_per_second"] == pytest.approx(8 * 16 / record["step_ms"] * 1e3)
     assert all(row["bound_ms"] > 0 for row in record["parts"] if row["part"] != OTHER)
     assert record["bound_ms"] == pytest.approx(sum(row["bound_ms"] for row in record["parts"]))
 

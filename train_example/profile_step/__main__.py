@@ -13,6 +13,7 @@ from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.results_file import command_line
 from train_example.compare_layers import add_options, configuration
 from train_example.errors import UserError
+from train_example.memory import allow_all_memory
 from train_example.profile_step.measure import measure
 from train_example.profile_step.report import print_report
 
@@ -20,6 +21,7 @@ from train_example.profile_step.report import print_report
 def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns its exit status."""
     arguments = _parse(argv)
+    allow_all_memory()
     values = environment()
     print(describe(values), flush=True)
     try:

@@ -27,10 +27,10 @@ _STACKING = r"dynamic_(update_)?(index|slice)"
 """What a loop over layers does to take its arrays from stacks and to put them there."""
 
 _BY_KERNEL = {
-    CASTS: r"^Mem(cpy|set)",
+    CASTS: r"(?i)^mem(cpy|set)",
     "router and dispatch": r"moe_(dispatch|router)",
     "experts": r"moe_",
-    "attention": r"sdpa|flash|fmha",
+    "attention": r"sdpa|flash|fmha|cudnn::fusion",
 }
 """The same by the kernel's own name, for kernels that the profiler gives no instruction of the program for."""
 
