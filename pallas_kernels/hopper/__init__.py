@@ -9,6 +9,7 @@ from pallas_kernels.hopper.support import unsupported
 from pallas_kernels.hopper.up_backward import up_backward
 from pallas_kernels.hopper.up_projection import up_projection
 from pallas_kernels.hopper.weight_gradients import down_weight_gradients, up_weight_gradients
+from pallas_kernels.mosaic.early_assembly import assemble_early
 from pallas_kernels.mosaic.interpreter import interpreted
 from pallas_kernels.mosaic.row_groups import RowGroups
 from pallas_kernels.simt.combine import combine
@@ -40,3 +41,4 @@ __all__ = [
 ]
 
 remember_assembler_version()
+assemble_early()
