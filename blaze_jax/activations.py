@@ -113,6 +113,7 @@ _ACTIVATIONS = {
 }
 
 ACTIVATION_NAMES = tuple(_ACTIVATIONS)
+"""swiglu, geglu, geglu_tanh, reglu and clamped_swiglu have a gate; silu, gelu, gelu_tanh, relu and relu2 have none."""
 
 
 def get_activation(activation: str | Activation) -> Activation:

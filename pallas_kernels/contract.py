@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
 
 EMPTY_SLOT = -1
+"""The expert id of a slot without an expert."""
 
 
 class Rule(NamedTuple):
