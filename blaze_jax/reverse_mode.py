@@ -1,4 +1,4 @@
-"""What has first derivatives in reverse mode alone says so of all others."""
+"""Functions that only have first derivatives in reverse mode, and an error for all others."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +15,9 @@ REVERSE_MODE_ONLY = partial(
 
 
 def differentiated_once(run: Callable, reduced: Callable | None = None) -> Callable:
-    """`run`, a part of a function with a derivative or of that derivative: it has none of its own.
+    """`run` without a derivative of its own, as part of a function that has one, or of that derivative.
 
-    Under `vmap` it is one example after another. `reduced` computes the last of the results of `run`, and takes its
+    Under `vmap` it runs one example after another. `reduced` computes the last of the results of `run`, and takes its
     place where a program uses no others.
     """
     run = sequential_vmap(run)

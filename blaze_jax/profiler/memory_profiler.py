@@ -133,7 +133,7 @@ def _traced_anew():
 
 
 def _wait(device) -> None:
-    """Until the device has done what it was given: its programs run in order, so until one more is done."""
+    """Waits until the device is done: its programs run in order, so one more program has to end."""
     jax.block_until_ready(jax.jit(lambda x: x + 1)(jax.device_put(0, device)))
 
 
