@@ -15,9 +15,9 @@ REVERSE_MODE_ONLY = partial(
 
 
 def differentiated_once(run: Callable, reduced: Callable | None = None) -> Callable:
-    """`run` without a derivative of its own, as part of a function that has one, or of that derivative.
+    """`run`, a part of a function with a derivative or of that derivative: it has none of its own.
 
-    Under `vmap` it runs one example after another. `reduced` computes the last of the results of `run`, and takes its
+    Under `vmap` it is one example after another. `reduced` computes the last of the results of `run`, and takes its
     place where a program uses no others.
     """
     run = sequential_vmap(run)

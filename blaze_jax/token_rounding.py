@@ -42,7 +42,7 @@ def round_token_counts(
       mode: "up", "down", or "nearest" (half a tile goes up).
       tile: rows of a kernel tile.
       extra_slots: slots added to every token, E - K at most; "down" uses none and adds none.
-      implementation: which kernels to use; those for Hopper need at least one token.
+      implementation: whose kernels; those for Hopper need a token.
 
     Returns:
       `selected` with -1 for the dropped, and, unless `mode` is "down", `extra_slots` more slots, -1 where unused; and

@@ -59,9 +59,9 @@ class Routed(NamedTuple):
       weights: `(T, K)`, zero in an empty slot.
       demand: `(E,)` int32, tokens of each expert.
       losses: what may be added to a training loss, unweighted.
-      probability: `(E,)`, each expert's mean probability over the tokens; with the demand it gives the balance loss
-        over several devices' tokens.
-      dispatched: what `dispatch` of the same module makes of `experts`, where the router has it already; else None.
+      probability: `(E,)`, mean over tokens of each expert's probability: with the demand, what the balance loss of
+        several devices' tokens is made of.
+      dispatched: what `dispatch` of the same module makes of `experts`, where that was no further work; else None.
     """
 
     experts: Int[Array, "T K"]
@@ -99,7 +99,7 @@ def accumulator_dtype(*dtypes) -> jnp.dtype:
 
 
 class Kernels(Protocol):
-    """A family of kernels. Its `dispatch` makes `groups`, `RowGroups` of its own kind, from the experts."""
+    """A family of kernels. `groups`, what its `dispatch` makes of the experts, is its own kind of `RowGroups`."""
 
     RowGroups: type
 

@@ -123,7 +123,7 @@ def accelerator_turn(groups: RowGroups, width: int) -> Turn:
 
 
 def _on_platform[T](groups: RowGroups, width: int, run: Callable[[Turn], T]) -> T:
-    """`run` with turns that suit the platform for which the program is compiled."""
+    """`run` with turns that suit the platform which the program is compiled for, and that need not be here."""
     if forced := _forced_turn.get():
         return run(Turn(min(forced.experts, groups.num_experts), min_dim(forced.rows, groups.num_rows)))
     cpu, accelerator = cpu_turn(groups), accelerator_turn(groups, width)
