@@ -1,4 +1,4 @@
-"""What has first derivatives in reverse mode alone says so of all others."""
+"""Functions that only have first derivatives in reverse mode, and an error for all others."""
 
 from collections.abc import Callable
 from functools import partial

@@ -211,7 +211,7 @@ def route(
     selection_bias: Float[Array, " E"] | None = None,
     axis_name: AxisName = None,
     implementation: Implementation | None = None,
-    **options,
+    **options: Any,
 ) -> Routing:
     """Chooses `experts_per_token` experts for every token, in float32 (float64 logits stay).
 

@@ -144,7 +144,7 @@ def reverse_mode_token(error: Callable[[], Exception], *arrays: jax.Array) -> ja
 
 
 def computed_if_used(full: Callable, reduced: Callable) -> Callable:
-    """`full`, but `reduced` in its place where a program uses no more than that computes.
+    """`full`, or `reduced` where a program uses only what `reduced` computes.
 
     jax removes what nobody uses, as in the first pass under `jax.checkpoint`, but not from inside loops and kernels.
 

@@ -13,15 +13,16 @@ from jaxtyping import Array, Bool, Float, Int
 Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
 
 EMPTY_SLOT = -1
+"""The expert id of a slot without an expert."""
 
 
 class Rule(NamedTuple):
     """How experts are chosen and weighted.
 
     Attributes:
-      experts_per_token: K.
-      scoring: scores are a "softmax" of the logits or their "sigmoid"; "softmax_selected" ranks as "softmax" does, and
-        weights by a softmax over the K selected logits alone.
+      experts_per_token: K, the experts that each token takes.
+      scoring: scores are a "softmax" of the logits or their "sigmoid"; "softmax_selected" ranks as "softmax" does,
+        and takes its weights from a softmax over the K selected logits.
       normalize: divide a token's weights by their sum (already one after "softmax_selected").
       scale: factor on the weights.
       num_groups: experts fall into this many equal groups of consecutive ids.
@@ -37,7 +38,7 @@ class Rule(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Means over tokens, of the weights' dtype; zero of no tokens. A token of -inf alone adds nothing to them.
+    """Means over tokens, in the weights' dtype; zero without tokens. A token whose logits are all -inf adds nothing.
 
     Attributes:
       balance: `E · Σ_e demand_e / (T·K) · mean_t probability_te`, one in perfect balance.
@@ -76,7 +77,7 @@ KEY_BITS = 31
 
 
 class Cutoffs(NamedTuple):
-    """Where each expert's list of tokens, best first, is cut off: which tokens an expert takes is a comparison then.
+    """Where each expert's list of tokens, best first, is cut off. A comparison then tells which tokens it takes.
 
     Attributes:
       keys: `(E,)` int32; tokens with larger keys are taken.
@@ -87,13 +88,13 @@ class Cutoffs(NamedTuple):
     tokens: Int[Array, " E"]
 
     def take(self, key: Int[Array, "..."], expert: Int[Array, "..."], token: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Whether an expert takes a token that has such a key there."""
+        """Whether `expert` takes `token`, which has that key in its list."""
         cutoff = self.keys[expert]
         return (key > cutoff) | ((key == cutoff) & (token <= self.tokens[expert]))
 
 
 def accumulator_dtype(*dtypes) -> jnp.dtype:
-    """float32 for every type up to float32, float64 if one of them is that; also where jax promotes no types."""
+    """float64 if one of the dtypes is float64, else float32; also where jax promotes no types."""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 

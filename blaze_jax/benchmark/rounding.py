@@ -18,7 +18,7 @@ TILE = 128
 
 
 def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> dict[str, Any]:
-    """Forward+backward of the experts under each kind of routing, alone and with it, as in the JSON file."""
+    """Forward+backward of the experts under each kind of routing, without and with it, as in the JSON file."""
     x, w_gate, w_up, w_down, *_ = expert_inputs(sizes, dtype)
     logits = jax.random.normal(jax.random.key(4), (sizes.num_tokens, sizes.num_experts))
     tile = min(TILE, max(1, sizes.pairs // sizes.num_experts))

@@ -33,9 +33,9 @@ def measure_routing(
 ) -> dict[str, Any]:
     """Times of both ways from logits to the experts' index arrays, and of their parts, as in the JSON file.
 
-    Ours also with what else may decide which tokens an expert takes; its index arrays are built anew then.
+    Ours is also timed with what else may decide which tokens an expert takes; its index arrays are then built anew.
 
-    A call alone costs what the host needs to launch it, which hides the kernels' time; inside a step that counts.
+    A separate call costs what the host needs to launch it, which hides the kernels' time; in a step that time counts.
     """
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
     implementation = implementation or _best_here()
@@ -112,9 +112,7 @@ def print_routing(record: dict[str, Any]) -> None:
     """The record as a table."""
     print("T={num_tokens}, E={num_experts}, K={experts_per_token}, {implementation}".format(**record))
     for name, row in record["calls"].items():
-        times = (
-            f"{row['us']:10.1f} us ±{row['spread'] / 2:6.1%} {row['clock']} time, {row['wall_us']:.1f} us called alone"
-        )
+        times = f"{row['us']:10.1f} us ±{row['spread'] / 2:6.1%} {row['clock']} time, {row['wall_us']:.1f} us per call"
         print(f"  {name:30s} {times}; {row['kernels']} kernels")
     print(f"  {XLA} takes {record['speedup']:.2f} times as long as {OURS}")
     for note in dict.fromkeys(row["note"] for row in record["calls"].values() if row["note"]):

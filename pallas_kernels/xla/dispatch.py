@@ -34,7 +34,7 @@ def count_in_turn(
 def count_by_comparison(
     tiles: Int[Array, "tiles P"], num_experts: int
 ) -> tuple[Int[Array, "tiles E+1"], Int[Array, "tiles P"]]:
-    """The same with each pair compared to all of its tile and to every expert, all at once, as suits an accelerator."""
+    """The same, with each pair compared to its whole tile and to every expert at once, as suits an accelerator."""
     counts = (tiles[:, None] == jnp.arange(num_experts + 1, dtype=jnp.int32)[None, :, None]).sum(2, dtype=jnp.int32)
     place = jnp.arange(tiles.shape[1], dtype=jnp.int32)
     earlier = (place[None] < place[:, None])[None]

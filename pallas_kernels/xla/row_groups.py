@@ -87,7 +87,7 @@ _forced_turn: ContextVar[Turn | None] = ContextVar("forced_turn", default=None)
 
 @contextmanager
 def turns_of(experts: int, rows: int) -> Iterator[None]:
-    """What is traced inside takes so many rows of so many experts a turn, on every platform: for tests and tuning."""
+    """Inside, every platform's turns take so many rows of so many experts: for tests and tuning."""
     token = _forced_turn.set(Turn(experts, rows))
     try:
         yield
@@ -115,7 +115,7 @@ def accelerator_turn(groups: RowGroups, width: int) -> Turn:
     if is_symbolic_dim(groups.num_rows):
         return Turn(1, min_dim(budget, groups.num_rows))
     share = groups.num_rows / groups.num_experts
-    share += 3 * math.sqrt(share)  # so many rows has hardly an expert, if all are chosen alike
+    share += 3 * math.sqrt(share)  # hardly an expert has more rows, if all are chosen alike
     turns = max(1, math.ceil(share / budget))
     rows = min(-(-math.ceil(share / turns) // MIN_TILE_ROWS) * MIN_TILE_ROWS, groups.num_rows)
     # Half of the experts at most: what is gathered or converted for a batch is never a copy of all weights.
@@ -159,7 +159,7 @@ def write_rows(
         start = tile.start[0]
         merged = jnp.where(tile.mine[0], values[0], lax.dynamic_slice_in_dim(array, start, tile.turn.rows))
         return lax.dynamic_update_slice_in_dim(array, merged, start, axis=0)
-    # Those dropped are distinct rows, too: told that all are, XLA writes plainly, and not one after another.
+    # The dropped rows are distinct, too. Told that all rows are, XLA need not write them one after another.
     dropped = array.shape[0] + lax.iota(jnp.int32, math.prod(tile.turn)).reshape(tile.turn)
     row = jnp.where(tile.mine[..., 0], tile.row, dropped)
     return array.at[row].set(values, mode="drop", unique_indices=True)
