@@ -146,8 +146,38 @@ class _Pointer(NamedTuple):
     start: np.ndarray
 
 
+def _unsigned(function):
+    def apply(a, b):
+        return function(a.view(np.uint32), b.view(np.uint32)).astype(np.uint32).view(np.int32)
+
+    return apply
+
+
+def _add_floats(a, b):
+    out = a + b
+    return np.where(np.isnan(out), np.uint32(0x7FFFFFFF).view(np.float32), out)  # the only NaN a GPU adds up to
+
+
+class Integers:
+    add, subtract, multiply = np.add, np.subtract, np.multiply
+    divide, remainder = _unsigned(np.floor_divide), _unsigned(np.remainder)
+    bit_and, bit_or, bit_xor = np.bitwise_and, np.bitwise_or, np.bitwise_xor
+    shift_left, shift_right = np.left_shift, np.right_shift
+    minimum, maximum = np.minimum, np.maximum
+    equal, less, less_or_equal = np.equal, np.less, np.less_equal
+    greater, greater_or_equal = np.greater, np.greater_equal
+
+
+class Floats:
+    add, subtract, multiply, maximum = _add_floats, np.subtract, np.multiply, np.maximum
+    equal, greater = np.equal, np.greater
+
+
 class Threads:
     """All threads of a launch, of which those in `active` follow the current instruction."""
+
+    integers, floats = Integers, Floats
+    exp2, log2, reciprocal = np.exp2, np.log2, np.reciprocal
 
     def __init__(self, name: str, blocks: int, per_block: int):
         self.name, self.blocks, self.per_block = name, blocks, per_block
@@ -168,31 +198,25 @@ class Threads:
             + (a // self.per_block != b // self.per_block).astype(np.int32)
         )
 
-    @contextmanager
-    def _only(self, condition):
-        before = self.active
-        self.active = before & condition
-        yield self.active
-        self.active = before
-
     def constant(self, kind, x):
         if kind in ("int32", "int64"):
             bits = np.dtype(kind).itemsize * 8
             x = (int(x) + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
         return np.array([x], kind)
 
-    def operate(self, operation, a, b):
-        return _OPERATIONS[operation](a, b)
-
     def multiply_add(self, a, b, c):
         return (a.astype(np.float64) * b + c).astype(np.float32)
 
-    def convert(self, operation, kind, x):
-        if operation == "bitcast":
-            return x.view(kind)
-        return (x.view(np.uint32) if operation == "extui" else x).astype(kind)
+    def bits_as(self, kind, x):
+        return x.view(kind)
 
-    def convert_vector(self, operation, kind, x):
+    def to_float(self, x):
+        return x.astype(np.float32)
+
+    def to_long(self, x):
+        return x.view(np.uint32).astype(np.int64)
+
+    def convert_vector(self, kind, x):
         return x.astype(np.dtype(kind))
 
     def select(self, condition, a, b):
@@ -233,18 +257,30 @@ class Threads:
         active, words = pointer.memory.touch("add", pointer.start + index)
         np.add.at(pointer.memory.array, words[:, 0], np.broadcast_to(x, self.index.shape)[active])
 
+    @contextmanager
+    def where(self, condition):
+        before = self.active
+        self.active = before & condition
+        yield
+        self.active = before
+
     def branch(self, condition, body, otherwise):
-        with self._only(condition) as taken:
+        with self.where(condition):
+            taken = self.active
             out = body() if taken.any() else otherwise
         return [self.select(taken, a, b) for a, b in zip(out, otherwise, strict=True)]
 
-    def loop(self, start, stop, step, body, carry):
-        i, carry = np.broadcast_to(start, self.index.shape), [np.broadcast_to(c, self.index.shape) for c in carry]
+    def indices(self, start, stop, step):
+        i = np.broadcast_to(start, self.index.shape)
         while (self.active & (i < stop)).any():
-            with self._only(i < stop) as going:
-                out = body(i, *carry)
-            carry = [np.where(going, a, b) for a, b in zip(out, carry, strict=True)]
-            i = np.where(going, i + step, i)
+            with self.where(i < stop):
+                yield i
+            i = np.where(i < stop, i + step, i)
+
+    def loop(self, start, stop, step, body, carry):
+        carry = [np.broadcast_to(c, self.index.shape) for c in carry]
+        for i in self.indices(start, stop, step):
+            carry = [np.where(self.active, a, b) for a, b in zip(body(i, *carry), carry, strict=True)]
         return carry
 
     def thread(self):
@@ -286,52 +322,18 @@ class Threads:
     def warp_maximum(self, x):
         return np.repeat(self._lanes(x).max(1), WARP)
 
-    def shuffle(self, how, x, by):
-        lane = {"idx": by, "bfly": self.lane ^ by, "up": self.lane - by}[how]
+    def shuffle(self, x, lane):
         source = np.where((lane >= 0) & (lane < WARP), lane, self.lane) + self.index - self.lane
         return self._lanes(x).reshape(-1)[source]
+
+    def shuffle_up(self, x, distance):
+        return self.shuffle(x, self.lane - distance)
+
+    def shuffle_xor(self, x, mask):
+        return self.shuffle(x, self.lane ^ mask)
 
     def count_bits(self, x):
         return np.bitwise_count(x.view(np.uint32)).astype(np.int32)
 
     def permute_bytes(self, x, order):
         return np.ascontiguousarray(x).view(np.uint8).reshape(-1, 4)[:, order].copy().view(np.int32)[:, 0]
-
-    def function(self, name, x):
-        return {"ex2": np.exp2, "lg2": np.log2, "rcp": lambda x: np.float32(1) / x}[name](x)
-
-
-def _unsigned(function):
-    return lambda a, b: function(a.view(np.uint32), b.view(np.uint32)).astype(np.uint32).view(np.int32)
-
-
-def _add(a, b):
-    out = a + b
-    return np.where(np.isnan(out), np.uint32(0x7FFFFFFF).view(np.float32), out)  # the only NaN a GPU adds up to
-
-
-_OPERATIONS = {
-    "addi": np.add,
-    "subi": np.subtract,
-    "muli": np.multiply,
-    "divui": _unsigned(np.floor_divide),
-    "remui": _unsigned(np.remainder),
-    "andi": np.bitwise_and,
-    "ori": np.bitwise_or,
-    "xori": np.bitwise_xor,
-    "shli": np.left_shift,
-    "shrsi": np.right_shift,
-    "minsi": np.minimum,
-    "maxsi": np.maximum,
-    "addf": _add,
-    "subf": np.subtract,
-    "maximumf": np.maximum,
-    "mulf": np.multiply,
-    "cmpi.slt": np.less,
-    "cmpi.sle": np.less_equal,
-    "cmpi.sgt": np.greater,
-    "cmpi.sge": np.greater_equal,
-    "cmpi.eq": np.equal,
-    "cmpf.OGT": np.greater,
-    "cmpf.OEQ": np.equal,
-}
