@@ -11,7 +11,6 @@ happens always for equal logits, and rarely for others.
 
 import math
 from operator import add
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +27,7 @@ from pallas_kernels.simt.router_groups import keep_best_groups
 from pallas_kernels.simt.router_keys import MINUS_INFINITY, key_of, largest_of, value_of
 from pallas_kernels.simt.router_lanes import Lane, Layout, power_of_two
 from pallas_kernels.simt.router_scores import LN2, LOG2E, dot, log_ratio, sigmoid
-from pallas_kernels.simt.values import (
-    Long,
-    exp2,
-    log2,
-    maximum,
-    minimum,
-    multiply_add,
-    reciprocal,
-    select,
-    total,
-)
+from pallas_kernels.simt.values import exp2, log2, maximum, minimum, multiply_add, reciprocal, select, total
 from pallas_kernels.simt.warp import WARP, combine_lanes, lanes_where
 
 MAX_EXPERTS = 1024
@@ -72,10 +61,10 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     outputs = [
         jax.ShapeDtypeStruct((num_tokens, slots), jnp.int32),
         jax.ShapeDtypeStruct((num_tokens, slots), jnp.float32),
-        _Sums(
-            counts=jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32),
-            probabilities=jax.ShapeDtypeStruct((blocks, num_experts), jnp.float32),
-            logs=jax.ShapeDtypeStruct((blocks, 2), jnp.float32),
+        (  # of the blocks
+            jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32),
+            jax.ShapeDtypeStruct((blocks, num_experts), jnp.float32),
+            jax.ShapeDtypeStruct((blocks, 2), jnp.float32),
         ),
     ]
     body = _Body(num_tokens, num_experts, rule, bias is not None, blocks)
@@ -88,18 +77,10 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
         shared=body.shared_words,
     )
     bias = None if bias is None else bias.astype(jnp.float32)
-    experts, weights, sums = kernel(logits, bias)
-    dispatched, (demand, losses) = dispatch_routed(experts, sums.counts, (sums.probabilities, sums.logs))
+    experts, weights, (counts, probabilities, logs) = kernel(logits, bias)
+    dispatched, (demand, losses) = dispatch_routed(experts, counts, (probabilities, logs))
     losses = Losses(*(loss.reshape(()) for loss in losses))
-    return Routed(experts, weights, demand, losses, sums.probabilities.sum(0) / num_tokens, dispatched)
-
-
-class _Sums(NamedTuple):
-    """Of each block's tokens: pairs and probabilities of each expert, and `logs`, the sums of two losses."""
-
-    counts: Any
-    probabilities: Any
-    logs: Any
+    return Routed(experts, weights, demand, losses, probabilities.sum(0) / num_tokens, dispatched)
 
 
 class _Body:
@@ -124,7 +105,7 @@ class _Body:
     def run(self, logits, bias, experts, weights, sums, histogram, partials, chosen, of_groups) -> None:
         self.logits, self.bias, self.experts, self.weights, self.histogram = logits, bias, experts, weights, histogram
         self.of_groups, layout, num_experts = of_groups, self.layout, self.num_experts
-        thread, block = simt.thread(), simt.block()
+        (counts, probabilities, logs), thread, block = sums, simt.thread(), simt.block()
         self.lane = Lane(layout, thread)
         self.choice = Choice(self.lane, self.slots, chosen)
         simt.clear(histogram, num_experts, layout.threads)
@@ -136,11 +117,11 @@ class _Body:
             return total([partials[i + w * (num_experts + 2)].as_float() for w in range(layout.warps)])
 
         for expert in indices(thread, num_experts, layout.threads):
-            sums.counts[block * num_experts + expert] = histogram[expert]
+            counts[block * num_experts + expert] = histogram[expert]
         for expert in indices(thread, num_experts, layout.threads):
-            sums.probabilities[block * num_experts + expert] = sum_of_warps(expert)
+            probabilities[block * num_experts + expert] = sum_of_warps(expert)
         for i in indices(thread, 2, layout.threads):
-            sums.logs[block * 2 + i] = sum_of_warps(i + num_experts)
+            logs[block * 2 + i] = sum_of_warps(i + num_experts)
 
     def route_rows(self, block, partials) -> None:
         """Routes the warp's rows, and writes its sums over them."""
@@ -167,7 +148,7 @@ class _Body:
     def load(self, row) -> list:
         """This lane's logits of a row; -inf past the last expert."""
         row = minimum(row, self.num_tokens - 1)
-        return self.lane.load(self.logits, Long(row) * self.num_experts, -math.inf)
+        return self.lane.load(self.logits, values.Long(row) * self.num_experts, -math.inf)
 
     def route_row(self, row, logits, sums) -> list:
         """Chooses and writes; returns this lane's sums with the row's added."""
@@ -239,7 +220,7 @@ class _Body:
         else:
             experts, doubtful = choice.by_words(known)
             experts = branch(~lanes_where(doubtful).equals(0), choose_again, experts)
-        start = Long(minimum(row, self.num_tokens - 1)) * self.num_experts
+        start = values.Long(minimum(row, self.num_tokens - 1)) * self.num_experts
         return experts, [self.logits[start + maximum(expert, 0)] for expert in experts]
 
     def owned(self, count: int) -> list:

@@ -45,8 +45,7 @@ class Layout(NamedTuple):
         return WARP // self.lanes
 
     @property
-    def rows(self) -> int:
-        """Rows that a block works on at a time."""
+    def rows(self) -> int:  # of the block at a time
         return self.warps * self.rows_per_warp
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels.simt.interpreter import WARP
+from pallas_kernels.simt.races import WARP
 from pallas_kernels.simt.values import Bool, Float, Int, machine, select
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.interpreter import RaceError
 from pallas_kernels.simt.language import block_barrier, branch, indices, loop, thread, warp, warp_barrier, when
+from pallas_kernels.simt.races import RaceError
 from pallas_kernels.simt.values import Float, Int, count_bits, exp2, maximum, permute_bytes, reciprocal, select
 from pallas_kernels.simt.warp import (
     combine_lanes,
