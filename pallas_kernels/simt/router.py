@@ -1,12 +1,7 @@
 """Router: top-k, weights, counts and the losses' sums in one pass over the logits; dispatch then adds up the blocks'.
 
 A row of logits belongs to a group of lanes of one warp, 32 of them from 125 experts on, and each lane owns consecutive
-experts (`router_lanes`), from whose keys the group chooses (`router_choice`).
-
-Logits are compared as integers of the same order. The low bits of each make room for the expert's id, so that a single
-word is sorted and all words differ. If two experts that were chosen one after the other differ only in their ids, or
-the last one chosen and the best one left do, the warp chooses again by the whole keys, with the ids next to them. That
-happens always for equal logits, and rarely for others.
+experts (`router_lanes`). From their keys the group chooses together (`router_choice`).
 """
 
 import math

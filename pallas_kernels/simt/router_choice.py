@@ -1,6 +1,11 @@
 """The router's choice among the keys of a row, by the row's lanes together.
 
 Each lane sorts its own keys, and in every round the row takes the largest of the lanes' heads, whose lane drops it.
+
+The low bits of each key make room for the expert's id, so that a single word is sorted and all words differ. If two
+experts that were chosen one after the other differ only in their ids, or the last one chosen and the best one left do,
+the warp chooses again by the whole keys, with the ids next to them. That happens always for equal logits, and rarely
+for others.
 """
 
 from pallas_kernels.contract import EMPTY_SLOT
