@@ -71,7 +71,7 @@ FAULTS = [
     Fault(f"{XLA}/dispatch.py", "aligned_sizes = -(-group_sizes // row_alignment) * row_alignment", "aligned_sizes = group_sizes", f"{KERNELS}/test_dispatch.py"),
     Fault(f"{XLA}/dispatch.py", "pairs_before_tile = jnp.cumsum(counts, axis=0) - counts", "pairs_before_tile = jnp.cumsum(counts, axis=0)", f"{KERNELS}/test_dispatch.py {MODULES}/test_dispatch.py"),
     Fault(f"{XLA}/dispatch.py", "jnp.where(tiles < num_experts, positions, num_rows)", "positions", f"{KERNELS}/test_dispatch.py {MODULES}/test_dispatch.py"),
-    Fault(f"{SIMT}/dispatch_place.py", "lower_lanes = (simt.Int(1) << self.lane) - 1", "lower_lanes = simt.Int(1) << self.lane", f"{KERNELS}/test_dispatch_hopper.py {KERNELS}/test_dispatch.py"),
+    Fault(f"{SIMT}/dispatch_place.py", "lower_lanes = (values.Int(1) << self.lane) - 1", "lower_lanes = values.Int(1) << self.lane", f"{KERNELS}/test_dispatch_hopper.py {KERNELS}/test_dispatch.py"),
     Fault(f"{SIMT}/dispatch_place.py", "select((expert >= 0) & (expert < num_experts), expert, num_experts)", "select(expert < num_experts, expert, num_experts)", f"{KERNELS}/test_dispatch_hopper.py {KERNELS}/test_dispatch.py"),
     Fault(f"{LAYER}/dispatch.py", "wrong = (values < EMPTY_SLOT) | (values >= num_experts)", "wrong = values >= num_experts", f"{MODULES}/test_dispatch.py {MODULES}/test_experts_errors.py"),
     # the loops over rows
