@@ -97,9 +97,9 @@ FAULTS = [
     Fault(f"{LAYER}/experts_vjp.py", "kept = tuple(checkpoint_name(p, name) for", "kept = tuple(p for", f"{MODULES}/test_experts_memory.py"),
     Fault(f"{LAYER}/experts.py", "checkpoint_name(indices, INDEX_NAME)", "indices", f"{MODULES}/test_experts_memory.py"),
     # the Hopper kernels, interpreted
-    Fault(f"{HOPPER}/row_matmul.py", "inline.wait_landed(landed, slot, lax.rem(step // stages, 2))", "pass", f"{KERNELS}/test_up.py {KERNELS}/test_interpreter.py"),
-    Fault(f"{HOPPER}/row_matmul.py", "rows = jnp.clip(valid - first, 0, GROUP_ROWS)", "rows = jnp.clip(valid, 0, GROUP_ROWS)", f"{KERNELS}/test_up.py {KERNELS}/test_down.py"),
-    Fault(f"{HOPPER}/row_matmul.py", "release(step + stages - 1)\n                return step + 1", "release(step)\n                return step + 1", f"{KERNELS}/test_up.py {KERNELS}/test_down.py"),
+    Fault(f"{HOPPER}/ring.py", "inline.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", f"{KERNELS}/test_up.py {KERNELS}/test_interpreter.py"),
+    Fault(f"{HOPPER}/row_matmul.py", "rows = jnp.clip(tile.valid_rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(tile.valid_rows, 0, GROUP_ROWS)", f"{KERNELS}/test_up.py {KERNELS}/test_down.py"),
+    Fault(f"{HOPPER}/ring.py", "self.release(step + self.stages - 1)\n            return step + 1", "self.release(step)\n            return step + 1", f"{KERNELS}/test_up.py {KERNELS}/test_down.py"),
     Fault(f"{HOPPER}/ragged_store.py", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", f"{KERNELS}/test_up.py {KERNELS}/test_interpreter.py"),
     Fault(f"{HOPPER}/down_backward.py", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", f"{KERNELS}/test_down.py"),
     Fault(f"{HOPPER}/down_backward.py", "value_and_gradients(activation, pre, weight * d_hidden)", "value_and_gradients(activation, pre, d_hidden)", f"{KERNELS}/test_down.py"),

@@ -35,12 +35,15 @@ class TileSchedule(NamedTuple):
 
 
 class Where(NamedTuple):
-    """The part of the output that one consumer warpgroup holds: its rows `row` to `row + rows`, of a column tile."""
+    """The part of the output that a warpgroup works on: rows `row` to `row + rows` of a column tile.
 
-    warpgroup: jax.Array
+    For a consumer these are its own 64 rows at most, for the producer all of the tile's.
+    """
+
+    warpgroup: jax.Array | int
     expert: jax.Array
     row: jax.Array
-    rows: jax.Array  # valid ones, a multiple of 8, 64 at most
+    rows: jax.Array  # valid ones, a multiple of 8
     row_tile: jax.Array
     column_tile: jax.Array
 
