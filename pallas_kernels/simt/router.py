@@ -2,6 +2,11 @@
 
 A row of logits belongs to a group of lanes of one warp, 32 of them from 125 experts on, and each lane owns consecutive
 experts (`router_lanes`). From their keys the group chooses together (`router_choice`).
+
+Pallas's tile language says the same for a plain softmax router in fifty lines. On an H200 (jax 0.11.2, 22 November 2026)
+that kernel took 1.2 to 3.1 times as long, 18.3 for 9.6 µs at 24576 tokens of 128 experts and 8 a token, which is at most
+0.9% of the layer; but with more than one expert a token the ids that it chose there were wrong, though they are right in
+the interpreter. It has neither sigmoid scores nor biases, groups or any number of tokens.
 """
 
 import math
