@@ -1,7 +1,8 @@
-"""Whether the tests notice faults: `python -m tests.faults [--all] [WORD ...]` makes them, one at a time, in a copy.
+"""Whether the tests notice faults: `python -m tests.faults [--all] [--named] [WORD ...]` makes them, one at a time, in a copy.
 
-Each fault changes one expression. The tests that should notice it run first, then the whole suite; what no test notices is
-reported, and more than a few of those is an error. With words, only faults whose place or text has one of them.
+Each fault changes one expression. The tests that should notice it run first, a process for each core, and only if they
+pass, the whole suite; what no test notices is reported, and more than a few of those is an error. With words, only faults
+whose place or text has one of them.
 """
 
 # ruff: noqa: E501  (a fault is a line)
@@ -12,13 +13,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 MAY_SURVIVE = 6  # the default suite; --all must notice every fault
-SECONDS = 3600  # of a run of the tests at most
+SECONDS = 1800  # of a run of the tests at most
 
 
 class Fault(NamedTuple):
@@ -131,39 +132,44 @@ def make(fault: Fault, folder: Path) -> None:
     (folder / fault.file).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
 
 
-def noticed(fault: Fault, options: list[str]) -> bool:
-    """Whether a test fails."""
+def noticed(fault: Fault, *arguments: str) -> bool:
+    """Whether a test fails in a run of pytest with these arguments."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make(fault, folder)
-        for tests in (fault.tests.split(), []):
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests]
-            environment = os.environ | {"PYTHONPATH": name}
-            run = partial(subprocess.run, command, cwd=folder, env=environment, capture_output=True, check=False)
-            try:
-                status = run(timeout=SECONDS).returncode
-            except subprocess.TimeoutExpired:  # a kernel that waits forever does not pass for a right one
-                return True
-            if status not in (0, 1):
-                raise RuntimeError(f"{' '.join(command)} ended with status {status}")
-            if status == 1:
-                return True
-    return False
+        make(fault, Path(name))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+        environment = os.environ | {"PYTHONPATH": name}
+        try:
+            run = subprocess.run(command, cwd=name, env=environment, capture_output=True, check=False, timeout=SECONDS)
+        except subprocess.TimeoutExpired:  # a kernel that waits forever does not pass for a right one
+            return True
+        if run.returncode not in (0, 1):
+            raise RuntimeError(f"{' '.join(command)} ended with status {run.returncode}")
+        return run.returncode == 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*")
     parser.add_argument("--all", action="store_true", help="with every parameter set")
+    parser.add_argument(
+        "--named", action="store_true", help="with the tests named with each fault, not the whole suite"
+    )
     arguments = parser.parse_args()
     options = ["--all"] if arguments.all else []
     chosen = [f for f in FAULTS if not arguments.words or any(w in " ".join(f[:3]) for w in arguments.words)]
+
+    def noticed_where_named(fault):
+        return noticed(fault, "-n", "0", *options, *fault.tests.split())
+
     survivors = []
-    for number, fault in enumerate(chosen, 1):
-        found = noticed(fault, options)
-        if not found:
-            survivors.append(fault)
-        print(f"{number}/{len(chosen)} {'noticed' if found else 'SURVIVED'}: {fault.file}: {fault.old}", flush=True)
+    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(os.cpu_count()) as pool:
+        # Most programs are the same with every fault.
+        os.environ |= {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+        for number, (fault, found) in enumerate(zip(chosen, pool.map(noticed_where_named, chosen), strict=True), 1):
+            found = found or (not arguments.named and noticed(fault, *options))
+            if not found:
+                survivors.append(fault)
+            print(f"{number}/{len(chosen)} {'noticed' if found else 'SURVIVED'}: {fault.file}: {fault.new}", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults noticed")
     return int(len(survivors) > (0 if arguments.all else MAY_SURVIVE))
 

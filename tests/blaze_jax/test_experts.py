@@ -58,6 +58,7 @@ def test_matches_oracle_for_generated_routings(experts):
     assert_matches_oracle(make_problem(experts, 5), TOLERANCE["float32"])
 
 
+@pytest.mark.default_sets(0)
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(routings(), st.integers(1, 24), st.integers(1, 24), st.sampled_from(DTYPES))
 def test_matches_oracle_for_generated_shapes(case, d, n, dtype):

@@ -242,9 +242,9 @@ def test_tokens_of_modules_are_named(use, x):
 def test_whatever_makes_an_array(convert):
     config, x = CONFIGS["plain"], random_tokens(3)
     ref = layer(x, PARAMS, config)[0]
-    assert_close(moe(convert(np.asarray(x)), {k: convert(np.asarray(v)) for k, v in PARAMS.items()}, config)[0], ref)
-    linen = MoE(config)
-    assert_close(linen.apply({"params": PARAMS}, convert(np.asarray(x)), train=False), ref)
+    x, params = convert(np.asarray(x)), {name: convert(np.asarray(value)) for name, value in PARAMS.items()}
+    assert_close(jax.jit(lambda: moe(x, params, config)[0])(), ref)
+    assert_close(jax.jit(lambda: MoE(config).apply({"params": PARAMS}, x, train=False))(), ref)
 
 
 @pytest.mark.parametrize(
