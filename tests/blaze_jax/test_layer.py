@@ -1,5 +1,7 @@
 """The layer as a function: its parts put together."""
 
+from dataclasses import replace
+
 import chex
 import flax.nnx
 import jax
@@ -51,6 +53,13 @@ def test_output_and_gradients(name, use_bias, train):
     )
     assert_close((y, value, gradients), (ref_y, ref_value, ref_gradients))
     assert_same_bits(routing.experts, ref_routing.experts)
+
+
+def test_a_shared_expert_may_have_a_gate():
+    config, x = replace(CONFIGS["everything"], activation="swiglu"), random_tokens(30)
+    params = random_parameters(config)
+    y, (ref, _) = layer(x, params, config)[0], jax.jit(expected, static_argnums=2)(x, params, config)
+    assert_close(y, ref)
 
 
 @pytest.mark.parametrize("leading", [(), (2, 3), (0,), (2, 0, 3)])
