@@ -25,6 +25,10 @@ over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"
 over_dtypes_and_biases = pytest.mark.parametrize(
     ("dtype", "biases"), [("float32", False), ("float32", True), ("bfloat16", True), ("float16", False)]
 )
+over_variants = pytest.mark.parametrize(
+    ("dtype", "biases", "projections"),
+    [("float32", False, 2), ("float32", True, 1), ("bfloat16", True, 2), ("float16", False, 1)],
+)
 over_projections = pytest.mark.parametrize("projections", [1, 2])
 
 
