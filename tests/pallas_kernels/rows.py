@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blaze_jax.activations import get_activation
-from pallas_kernels import hopper
+from pallas_kernels import hopper, xla
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT
 from tests.routings import ROUTINGS
 
@@ -32,10 +32,13 @@ over_variants = pytest.mark.parametrize(
 over_projections = pytest.mark.parametrize("projections", [1, 2])
 
 
+portable_dispatch = jax.jit(xla.dispatch, static_argnums=1, static_argnames="row_alignment")
+
+
 def dispatch(kernels, experts, num_experts, row_alignment=None):
     """Rows of groups that start at multiples of `row_alignment`, by default of what the kernels like."""
     if kernels is not hopper:
-        return kernels.dispatch(jnp.asarray(experts), num_experts, row_alignment=row_alignment or 1)
+        return portable_dispatch(jnp.asarray(experts), num_experts, row_alignment=row_alignment or 1)
     assert row_alignment in (None, ROW_ALIGNMENT)
     return kernels.dispatch(jnp.asarray(experts), num_experts)
 
