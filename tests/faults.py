@@ -34,7 +34,7 @@ class Fault(NamedTuple):
 XLA, HOPPER, SIMT, LAYER = "pallas_kernels/xla", "pallas_kernels/hopper", "pallas_kernels/simt", "blaze_jax"
 KERNELS, MODULES = "tests/pallas_kernels", "tests/blaze_jax"
 ROUTER = f"{MODULES}/test_routing_losses.py {MODULES}/test_routing.py {KERNELS}/test_router.py"
-ROUTING = f"{MODULES}/test_routing.py {MODULES}/test_routing_capacity.py {MODULES}/test_token_rounding.py"
+ROUTING = f"{MODULES}/test_routing_capacity.py {MODULES}/test_token_rounding.py {MODULES}/test_routing.py"
 EXPERTS = f"{MODULES}/test_experts.py {MODULES}/test_experts_batched.py"
 LOOPS = f"{KERNELS}/test_row_groups.py {MODULES}/test_experts_batched.py {KERNELS}/test_weight_gradients.py"
 

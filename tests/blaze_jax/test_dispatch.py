@@ -84,6 +84,7 @@ def test_generated_routings(experts):
     assert_is_reference(experts, 7, row_alignment=8)
 
 
+@pytest.mark.default_sets(0)
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(routings(max_tokens=300))
 def test_generated_shapes(case):

@@ -71,6 +71,7 @@ def test_presets_and_no_peers():
         ("--token-rounding", "token_rounding", "rounded nearest"),
     ],
 )
+@pytest.mark.default_sets(0)
 def test_the_other_studies(mode, kind, said, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("blaze_jax.benchmark.sizes.CPU_ROUTING_SIZES", ((512, 8, 2),))
     scaling = tuple(Sizes(t, 16, 8, 4, 2) for t in (64, 128))
