@@ -153,6 +153,7 @@ def test_linen(spec):
 
 
 @pytest.mark.parametrize("spec", [SPLIT, WHOLE])
+@pytest.mark.default_sets(0)
 def test_nnx(spec):
     config, x = CONFIGS["everything"], random_tokens(8)
 

@@ -102,6 +102,7 @@ def gradients(save, remat):
 
 
 @pytest.mark.parametrize(("save", "remat"), [("pre_activations", "except-experts"), ("inputs", "full")])
+@pytest.mark.default_sets(0)
 def test_recomputation_changes_no_gradient(save, remat):
     (loss, grads), (expected_loss, expected) = gradients(save, remat), gradients("pre_activations", "none")
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
