@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blaze_jax.activations import get_activation
-from pallas_kernels import hopper
+from pallas_kernels import hopper, xla
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT
 from tests.routings import ROUTINGS
 
@@ -25,13 +25,20 @@ over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"
 over_dtypes_and_biases = pytest.mark.parametrize(
     ("dtype", "biases"), [("float32", False), ("float32", True), ("bfloat16", True), ("float16", False)]
 )
+over_variants = pytest.mark.parametrize(
+    ("dtype", "biases", "projections"),
+    [("float32", False, 2), ("float32", True, 1), ("bfloat16", True, 2), ("float16", False, 1)],
+)
 over_projections = pytest.mark.parametrize("projections", [1, 2])
+
+
+portable_dispatch = jax.jit(xla.dispatch, static_argnums=1, static_argnames="row_alignment")
 
 
 def dispatch(kernels, experts, num_experts, row_alignment=None):
     """Rows of groups that start at multiples of `row_alignment`, by default of what the kernels like."""
     if kernels is not hopper:
-        return kernels.dispatch(jnp.asarray(experts), num_experts, row_alignment=row_alignment or 1)
+        return portable_dispatch(jnp.asarray(experts), num_experts, row_alignment=row_alignment or 1)
     assert row_alignment in (None, ROW_ALIGNMENT)
     return kernels.dispatch(jnp.asarray(experts), num_experts)
 
