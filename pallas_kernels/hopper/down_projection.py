@@ -7,10 +7,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.ragged_store import pack, packed_tile, store_buffers, store_packed
 from pallas_kernels.hopper.row_matmul import RowMatmul, row_matmul, tile_panel
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
@@ -20,7 +21,7 @@ def down_projection(
     hidden: Float[Array, "R n"],
     w_down: Float[Array, "E n d"],
     b_down: Float[Array, "E d"] | None,
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     first_column: Int[Array, ""] | int,
     num_columns: int,
     *,

@@ -9,11 +9,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.ragged_store import packed_tile, store_buffer, store_buffers, store_rows
 from pallas_kernels.hopper.row_matmul import RowMatmul, row_matmul, tile_panel
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, RowGroups
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
@@ -23,7 +24,7 @@ def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
     biases: tuple[Float[Array, "E n"], ...],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
@@ -82,7 +83,7 @@ def up_projection(
     *pre_activations, hidden = row_matmul(
         RowMatmul(
             name="moe_up_projection",
-            inputs=(x, groups.token_indices, *weights, *bias),
+            inputs=(x, groups.expert_token_indices, *weights, *bias),
             outputs=(rows,) * (len(weights) + 1 if keep_pre_activations else 1),
             num_column_tiles=column_tiles,
             k_steps=-(-x.shape[1] // K_STEP),

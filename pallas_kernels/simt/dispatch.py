@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, RowGroups, TileSchedule
+from pallas_kernels.contract import Dispatch
+from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.dispatch_place import Size, known_expert, place
@@ -31,7 +32,7 @@ def dispatch(
     row_alignment: int = ROW_ALIGNMENT,
     spare_rows: int = SPARE_ROWS,
     blocks: int = BLOCKS,
-) -> tuple[RowGroups, Int[Array, "T K"]]:
+) -> Dispatch[TileSchedule]:
     """Rows grouped by expert, their tiles, and every pair's row; see the portable twin.
 
     An id outside `[0, num_experts)` marks an empty slot, whose row is R. The expert kernels need the default alignment
@@ -55,7 +56,7 @@ def dispatch_routed(
     experts: Int[Array, "T K"],
     counts: Int[Array, "blocks E"],
     sums: tuple[Float[Array, "blocks E"], Float[Array, "blocks 2"]],
-) -> tuple[tuple[RowGroups, Int[Array, "T K"]], list[Array]]:
+) -> tuple[Dispatch[TileSchedule], list[Array]]:
     """`dispatch` of what the router chose and counted; and its demand and losses, which the same launch adds up."""
     arrays = place(experts, counts, _size(experts.size, counts.shape[1]), sums)
     return _grouped(*arrays[:6]), arrays[6:]
@@ -73,8 +74,8 @@ def _size(num_pairs: int, num_experts: int, row_alignment=ROW_ALIGNMENT, spare_r
     return Size(num_rows, -(-num_pairs // TILE_ROWS) + groups, row_alignment)
 
 
-def _grouped(token_indices, offsets, positions, *tiles) -> tuple[RowGroups, Int[Array, "T K"]]:
-    return RowGroups(token_indices, offsets, TileSchedule(*tiles)), positions
+def _grouped(expert_token_indices, expert_token_offsets, token_index_map, *tiles) -> Dispatch[TileSchedule]:
+    return Dispatch(expert_token_indices, expert_token_offsets, None, token_index_map, TileSchedule(*tiles))
 
 
 def _int32(*shape) -> jax.ShapeDtypeStruct:

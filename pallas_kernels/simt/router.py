@@ -135,9 +135,9 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     )
     biases = () if bias is None else (bias.astype(jnp.float32),)
     experts, weights, counts, probabilities, logs = kernel(logits, *biases)
-    dispatched, (demand, *losses) = dispatch_routed(experts, counts, (probabilities, logs))
+    dispatch, (demand, *losses) = dispatch_routed(experts, counts, (probabilities, logs))
     losses = Losses(*(loss.reshape(()) for loss in losses))
-    return Routed(experts, weights, demand, losses, probabilities.sum(0) / num_tokens, dispatched)
+    return Routed(experts, weights, demand, losses, probabilities.sum(0) / num_tokens, dispatch)
 
 
 class _Body:
