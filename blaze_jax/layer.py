@@ -76,7 +76,8 @@ def moe(
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
         statistics are then those of all their devices; () if each device means only its own. With None, a training
         step inside `jax.shard_map` warns.
-      experts: what computes the experts, called as `expert_ffn` is here.
+      experts: what computes the experts, called as `expert_ffn` is here. That function itself takes up the pairs that
+        the router's kernels have grouped; another one groups them anew.
 
     Returns:
       `(y, routing)`: the output in the shape and dtype of `x`, and what the router decided, over the leading dimensions
