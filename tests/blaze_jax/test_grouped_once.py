@@ -1,5 +1,6 @@
 """Pairs that the router's kernels have grouped already: the layer's experts take them up, and save a launch."""
 
+import re
 from functools import partial
 
 import jax
@@ -45,7 +46,8 @@ def test_another_implementation_groups_its_own():
     compute, alone = partial(compute_experts, grouped, **options), partial(expert_ffn, **options)
     assert_same_bits(compute(*arguments), alone(*arguments))
     # The programs too, since other rows may give the same bits.
-    assert str(jax.make_jaxpr(compute)(*arguments)) == str(jax.make_jaxpr(alone)(*arguments))
+    ours, theirs = (re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(f)(*arguments))) for f in (compute, alone))
+    assert ours == theirs
 
 
 def launches(layer):
