@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from blaze_jax.benchmark.timing import time_calls, wall_times
 from blaze_jax.implementation import Implementation, kernels_of
-from blaze_jax.routing import route
+from blaze_jax.router import Router
+from blaze_jax.routing import route, route_and_group
 
 OURS = "blaze_jax route + dispatch"
 XLA = "XLA top_k + argsort dispatch"
@@ -46,9 +47,9 @@ def measure_routing(
         return routing.experts, routing.weights, routing.tokens_per_expert
 
     def ours(logits, **options):
-        routing = route(logits, slots, implementation=implementation, **options)
+        routing, grouped = route_and_group(logits, slots, Router(**options), implementation=implementation)
         routed = routing.experts, routing.weights, routing.tokens_per_expert
-        return routed, routing.dispatched or dispatch(routing.experts)
+        return routed, grouped.dispatch if grouped else dispatch(routing.experts)
 
     def xla(logits):
         experts, weights = xla_route(logits, slots)

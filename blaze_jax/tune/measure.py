@@ -60,7 +60,7 @@ def tune(
     programs, notes = _compile(case, operands, seconds, say)
     say(f"{case.kernel}: comparing {len(programs)}")
     default, *others = programs
-    used_rows = operands.indices.groups.offsets[-1]
+    used_rows = operands.dispatch.expert_token_offsets[-1]
     expected = programs[default](operands)
     same = jax.jit(partial(_same_bits, case.by_row))
     for tuning in others:

@@ -10,13 +10,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper import inline
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.ragged_store import ragged_copy
 from pallas_kernels.hopper.ring import PANELS
 from pallas_kernels.hopper.row_matmul import RingEnd, row_matmul
-from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups, rows_of_tiles
+from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, rows_of_tiles
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
@@ -32,7 +33,7 @@ def down_backward(
     b_down: Float[Array, "E d"] | None,
     pre_activations: tuple[Float[Array, "R n"], ...],
     row_weights: Float[Array, " R"],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
     activation: Callable[..., Array],
     tuning: TileTuning | None = None,
@@ -88,7 +89,7 @@ def down_backward(
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
-    gathered = {"tokens": dy, "token_indices": groups.token_indices}
+    gathered = {"tokens": dy, "token_indices": groups.expert_token_indices}
     out = row_matmul(
         "moe_down_backward",
         groups.tiles,
@@ -109,9 +110,11 @@ def down_backward(
     return out.d_pre, out.weighted_hidden, d_row_weights
 
 
-def _bias_part(dy: Float[Array, "T d"], b_down: Float[Array, "E d"], groups: RowGroups) -> Float[Array, " R"]:
+def _bias_part(
+    dy: Float[Array, "T d"], b_down: Float[Array, "E d"], groups: Dispatch[TileSchedule]
+) -> Float[Array, " R"]:
     """`⟨dy, b_down⟩` of every row: a product for all experts is cheaper than gathering rows of dy for it."""
     products = jnp.dot(dy, b_down.astype(dy.dtype).T, preferred_element_type=jnp.float32)
     of_tiles = jnp.broadcast_to(groups.tiles.expert[:, None], (groups.tiles.num_tiles, TILE_ROWS))
     expert = rows_of_tiles(of_tiles, groups.tiles, groups.num_rows)
-    return products.at[groups.token_indices, expert].get(mode="fill", fill_value=0)
+    return products.at[groups.expert_token_indices, expert].get(mode="fill", fill_value=0)

@@ -6,10 +6,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.ring import PANELS
 from pallas_kernels.hopper.row_matmul import ROUNDED_ROWS, row_matmul
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
@@ -19,7 +20,7 @@ def down_projection(
     hidden: Float[Array, "R n"],
     w_down: Float[Array, "E n d"],
     b_down: Float[Array, "E d"] | None,
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     first_column: Int[Array, ""] | int,
     num_columns: int,
     *,

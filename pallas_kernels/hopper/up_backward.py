@@ -6,9 +6,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.inline import K_STEP
 from pallas_kernels.hopper.row_matmul import ROUNDED_ROWS, row_matmul
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
@@ -17,7 +18,7 @@ from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 def up_backward(
     d_pre_activations: tuple[Float[Array, "R n"], ...],
     weights: tuple[Float[Array, "E d n"], ...],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     first_column: Int[Array, ""] | int,
     num_columns: int,
     *,

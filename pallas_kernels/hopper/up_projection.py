@@ -8,12 +8,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.ragged_store import store_rows
 from pallas_kernels.hopper.ring import PANELS
 from pallas_kernels.hopper.row_matmul import HeldEnd, row_matmul, tile_panel
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, RowGroups
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
@@ -23,7 +24,7 @@ def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
     biases: tuple[Float[Array, "E n"], ...],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
@@ -79,7 +80,7 @@ def up_projection(
     out = row_matmul(
         "moe_up_projection",
         groups.tiles,
-        operands={"tokens": x, "token_indices": groups.token_indices, "weights": weights, "bias": bias},
+        operands={"tokens": x, "token_indices": groups.expert_token_indices, "weights": weights, "bias": bias},
         results={"pre_activations": (rows,) * len(weights) if keep_pre_activations else (), "hidden": rows},
         column_tiles=column_tiles,
         k_steps=-(-d // K_STEP),

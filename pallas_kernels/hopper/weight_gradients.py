@@ -15,13 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper import inline
 from pallas_kernels.hopper.inline import K_STEP, PANEL, RowGather
 from pallas_kernels.hopper.launch import Share, launch
 from pallas_kernels.hopper.ragged_store import store_buffers, store_through
 from pallas_kernels.hopper.ring import PANELS, Ring
 from pallas_kernels.hopper.support import WIDTH_MULTIPLE
-from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups
+from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
@@ -30,14 +31,14 @@ from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 def up_weight_gradients(
     x: Float[Array, "T d"],
     d_pre_activations: tuple[Float[Array, "R n"], ...],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
     dtypes: tuple,
     bias_dtypes: tuple,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
     """`X_gᵀ · dP` per projection, in one pass over the gathered token rows; see the portable twin."""
-    (num_rows, n), num_experts = d_pre_activations[0].shape, groups.offsets.shape[0] - 1
+    (num_rows, n), num_experts = d_pre_activations[0].shape, groups.num_experts
     shape = shape_key(num_rows, x.dtype, d=x.shape[1], n=n, E=num_experts)
     gradients = _row_contraction(
         "moe_up_weight_gradients",
@@ -51,8 +52,8 @@ def up_weight_gradients(
     if not bias_dtypes:
         return gradients, ()
     # Sums over rows are products with ones: every row gathers the same token.
-    is_row = groups.token_indices < x.shape[0]
-    rows_of_ones = groups._replace(token_indices=jnp.where(is_row, jnp.int32(0), 1))
+    is_row = groups.expert_token_indices < x.shape[0]
+    rows_of_ones = groups._replace(expert_token_indices=jnp.where(is_row, jnp.int32(0), 1))
     ones = jnp.ones((1, WIDTH_MULTIPLE), x.dtype)
     sums = _row_contraction(
         "moe_up_bias_gradients",
@@ -70,7 +71,7 @@ def down_weight_gradients(
     weighted_hidden: Float[Array, "R n"],
     dy: Float[Array, "T d"],
     row_weights: Float[Array, " R"],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
     dtype,
     bias_dtype,
@@ -78,7 +79,7 @@ def down_weight_gradients(
 ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
     """`(weights · A)ᵀ · dy_g`; see the portable twin."""
     # The gathered side on the left, where a tile is narrow: half the bytes to gather, and the product is transposed.
-    (num_rows, n), num_experts = weighted_hidden.shape, groups.offsets.shape[0] - 1
+    (num_rows, n), num_experts = weighted_hidden.shape, groups.num_experts
     shape = shape_key(num_rows, dy.dtype, d=dy.shape[1], n=n, E=num_experts)
     (gradient,) = _row_contraction(
         "moe_down_weight_gradients",
@@ -114,7 +115,7 @@ def _row_contraction(
     name: str,
     tokens: jax.Array,
     stored: tuple[jax.Array, ...],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
     dtype,
     transposed: bool,
@@ -131,7 +132,7 @@ def _row_contraction(
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
       tuning: slots of the ring, and the order of an expert's tiles.
     """
-    num_experts = groups.offsets.shape[0] - 1
+    num_experts = groups.num_experts
     shape = (tokens.shape[1], stored[0].shape[1])
     width = TILE_COLUMNS // len(stored)  # of a result's part of a tile
     row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
@@ -252,7 +253,12 @@ def _row_contraction(
         produce,
         consume,
         tiles=num_experts * row_tiles * column_tiles,
-        operands={"offsets": groups.offsets, "token_indices": groups.token_indices, "tokens": tokens, "stored": stored},
+        operands={
+            "offsets": groups.expert_token_offsets,
+            "token_indices": groups.expert_token_indices,
+            "tokens": tokens,
+            "stored": stored,
+        },
         results={"results": (result,) * len(stored)},
         stages=tuning.stages,
         dtype=tokens.dtype,

@@ -48,24 +48,6 @@ class Where(NamedTuple):
     column_tile: jax.Array
 
 
-class RowGroups(NamedTuple):
-    """Which token each row reads, where each expert's rows start, and the tiles they are cut into.
-
-    Attributes:
-      token_indices: `(R,)` int32; a value past the last token marks a padding row, which reads zeros.
-      offsets: `(E + 1,)` int32, multiples of 8.
-      tiles: the schedule of the row kernels.
-    """
-
-    token_indices: Int[Array, " R"]
-    offsets: Int[Array, " E+1"]
-    tiles: TileSchedule
-
-    @property
-    def num_rows(self) -> int:
-        return self.token_indices.shape[0]
-
-
 def rows_of_tiles(values: Array, schedule: TileSchedule, num_rows: int) -> Array:
     """`(tiles, 128)` values of the tiles' rows as `(num_rows,)` values; zero for rows of no tile."""
     row = jnp.arange(TILE_ROWS, dtype=jnp.int32)[None]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.contract import Losses
-from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, RowGroups
+from pallas_kernels.contract import Dispatch, Losses
+from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.dispatch_place import Size, known_expert, place
@@ -33,7 +33,7 @@ def dispatch(
     row_alignment: int = ROW_ALIGNMENT,
     spare_rows: int = SPARE_ROWS,
     blocks: int = BLOCKS,
-) -> tuple[RowGroups, Int[Array, "T K"]]:
+) -> Dispatch[TileSchedule]:
     """Rows grouped by expert, their tiles, and every pair's row; see the portable twin.
 
     An id outside `[0, num_experts)` marks an empty slot, whose row is R. The expert kernels need the default alignment
@@ -50,17 +50,16 @@ def dispatch(
     """
     if counts is None:
         counts = _count(experts, num_experts, blocks)
-    return place(experts, counts, _size(experts.size, num_experts, row_alignment, spare_rows))[:2]
+    return place(experts, counts, _size(experts.size, num_experts, row_alignment, spare_rows))[0]
 
 
 def dispatch_routed(
     experts: Int[Array, "T K"],
     counts: Int[Array, "blocks E"],
     sums: tuple[Float[Array, "blocks E"], Float[Array, "blocks 2"]],
-) -> tuple[tuple[RowGroups, Int[Array, "T K"]], tuple[Int[Array, " E"], Losses]]:
+) -> tuple[Dispatch[TileSchedule], tuple[Int[Array, " E"], Losses]]:
     """`dispatch` of what the router chose and counted; and its demand and losses, which the same launch adds up."""
-    groups, positions, routed = place(experts, counts, _size(experts.size, counts.shape[1]), sums)
-    return (groups, positions), routed
+    return place(experts, counts, _size(experts.size, counts.shape[1]), sums)
 
 
 def dispatch_unsupported(num_experts: int) -> str | None:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.row_groups import TILE_ROWS, RowGroups, TileSchedule
+from pallas_kernels.contract import Dispatch
+from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt import values
 from pallas_kernels.simt.column_sums import ColumnSums
@@ -45,8 +46,8 @@ def place(
     counts: Int[Array, "blocks E"],
     size: Size,
     sums: tuple[Float[Array, "blocks E"], Float[Array, "blocks 2"]] | None = None,
-) -> tuple[RowGroups, Int[Array, "T K"], Any]:
-    """Rows grouped by expert, and every pair's row; with the router's sums also its demand and losses, else None.
+) -> tuple[Dispatch[TileSchedule], Any]:
+    """Rows grouped by expert; with the router's sums also its demand and losses, else None.
 
     A block of their own adds those up, while the others work.
     """
@@ -59,7 +60,7 @@ def place(
         warpgroups=WARPGROUPS,
         shared=body.shared_words,
     )(experts, counts, sums)
-    return RowGroups(token_indices, offsets, TileSchedule(*tiles)), positions, routed
+    return Dispatch(token_indices, offsets, None, positions, TileSchedule(*tiles)), routed
 
 
 def known_expert(expert, num_experts: int):

@@ -3,10 +3,10 @@
 A row of logits belongs to a group of lanes of one warp, 32 of them from 125 experts on, and each lane owns consecutive
 experts (`router_lanes`). From their keys the group chooses together (`router_choice`).
 
-Pallas's tile language says the same for a plain softmax router in fifty lines. On an H200 (jax 0.11.2, 22 November 2026)
-that kernel took 1.2 to 3.1 times as long, 18.3 for 9.6 µs at 24576 tokens of 128 experts and 8 a token, which is at most
-0.9% of the layer; but with more than one expert a token the ids that it chose there were wrong, though they are right in
-the interpreter. It has neither sigmoid scores nor biases, groups or any number of tokens.
+Pallas's tile language says the same for a plain softmax router in fifty lines. On an H200 (jax 0.11.2, 22 November
+2026) that kernel took 1.2 to 3.1 times as long: 18.3 instead of 9.6 µs for 24576 tokens, 128 experts and 8 per token,
+which is at most 0.9% of the layer. But with more than one expert per token it chose wrong ids there, though it is right
+in the interpreter. It has no sigmoid scores, biases or groups, and takes only some numbers of tokens.
 """
 
 import math
@@ -78,9 +78,9 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     )
     bias = None if bias is None else bias.astype(jnp.float32)
     experts, weights, (counts, probabilities, logs) = kernel(logits, bias)
-    dispatched, (demand, losses) = dispatch_routed(experts, counts, (probabilities, logs))
+    dispatch, (demand, losses) = dispatch_routed(experts, counts, (probabilities, logs))
     losses = Losses(*(loss.reshape(()) for loss in losses))
-    return Routed(experts, weights, demand, losses, probabilities.sum(0) / num_tokens, dispatched)
+    return Routed(experts, weights, demand, losses, probabilities.sum(0) / num_tokens, dispatch)
 
 
 class _Body:

@@ -43,7 +43,7 @@ def test_statistics_losses_and_their_gradients_are_those_of_all_tokens(axis_name
         partial(routed, axis_name=axis_name),
         mesh=mesh_of(axis_name),
         in_specs=split,
-        out_specs=type(routed(logits))(split, split, *[P()] * 8),
+        out_specs=type(routed(logits))(split, split, *[P()] * 7),
         check_vma=check_vma,
     )
     out, ref = jax.jit(sharded)(logits), routed(logits)

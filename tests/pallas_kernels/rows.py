@@ -48,7 +48,6 @@ class Rows:
 
     Attributes:
       groups: what the kernels take.
-      token_index_map: `(T, K)`, R where a slot is empty.
       token: token of each row, T for padding.
       expert: expert of each row, -1 past the last group.
     """
@@ -56,9 +55,9 @@ class Rows:
     def __init__(self, kernels, routing: str, row_alignment: int | None = None):
         experts, self.num_experts = ROUTINGS[routing]
         self.num_tokens = len(experts)
-        self.groups, self.token_index_map = dispatch(kernels, experts, self.num_experts, row_alignment)
-        self.token = np.asarray(self.groups.token_indices)
-        expert = np.repeat(np.arange(self.num_experts), np.diff(self.groups.offsets))
+        self.groups = dispatch(kernels, experts, self.num_experts, row_alignment)
+        self.token = np.asarray(self.groups.expert_token_indices)
+        expert = np.repeat(np.arange(self.num_experts), np.diff(self.groups.expert_token_offsets))
         self.expert = np.pad(expert, (0, self.num_rows - expert.size), constant_values=-1)
         self.rng = np.random.default_rng(0)
 
