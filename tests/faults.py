@@ -33,10 +33,10 @@ class Fault(NamedTuple):
 
 XLA, HOPPER, SIMT, LAYER = "pallas_kernels/xla", "pallas_kernels/hopper", "pallas_kernels/simt", "blaze_jax"
 KERNELS, MODULES = "tests/pallas_kernels", "tests/blaze_jax"
-ROUTER = f"{MODULES}/test_routing_losses.py {MODULES}/test_routing.py {KERNELS}/test_router.py"
+ROUTER = f"{MODULES}/test_routing_losses.py {MODULES}/test_routing.py {KERNELS}/simt/test_router.py"
 ROUTING = f"{MODULES}/test_routing_capacity.py {MODULES}/test_token_rounding.py {MODULES}/test_routing.py"
 EXPERTS = f"{MODULES}/test_experts.py {MODULES}/test_experts_batched.py"
-LOOPS = f"{KERNELS}/test_row_groups.py {MODULES}/test_experts_batched.py {KERNELS}/test_weight_gradients.py"
+LOOPS = f"{KERNELS}/xla/test_row_groups.py {MODULES}/test_experts_batched.py {KERNELS}/test_weight_gradients.py"
 
 # fmt: off
 FAULTS = [
@@ -51,7 +51,7 @@ FAULTS = [
     Fault(f"{XLA}/router.py", "entropy=-jnp.sum(", "entropy=jnp.sum(", ROUTER),
     Fault(f"{XLA}/router.py", "losses_vjp((d_losses, d_probability))[0] + common_vjp(d_common)[0]", "losses_vjp((d_losses, d_probability))[0]", ROUTER),
     Fault(f"{XLA}/router.py", "return jnp.where(experts == EMPTY_SLOT, num_experts, experts)", "return experts", ROUTER),
-    Fault(f"{SIMT}/router.py", "MAX_EXPERTS = 1024", "MAX_EXPERTS = 512", f"{KERNELS}/test_router.py {MODULES}/test_routing_hopper.py"),
+    Fault(f"{SIMT}/router.py", "MAX_EXPERTS = 1024", "MAX_EXPERTS = 512", f"{KERNELS}/simt/test_router.py {MODULES}/test_routing_hopper.py"),
     # what comes after the choice
     Fault(f"{LAYER}/capacity.py", "rank < capacity", "rank <= capacity", ROUTING),
     Fault(f"{LAYER}/routing.py", "tokens_per_expert = jnp.minimum(demand, capacity)", "tokens_per_expert = demand", ROUTING),
@@ -74,8 +74,8 @@ FAULTS = [
     Fault(f"{XLA}/dispatch.py", "aligned_sizes = -(-group_sizes // row_alignment) * row_alignment", "aligned_sizes = group_sizes", f"{KERNELS}/test_dispatch.py"),
     Fault(f"{XLA}/dispatch.py", "pairs_before_tile = jnp.cumsum(counts, axis=0) - counts", "pairs_before_tile = jnp.cumsum(counts, axis=0)", f"{KERNELS}/test_dispatch.py {MODULES}/test_dispatch.py"),
     Fault(f"{XLA}/dispatch.py", "jnp.where(tiles < num_experts, rows, num_rows)", "rows", f"{KERNELS}/test_dispatch.py {MODULES}/test_dispatch.py"),
-    Fault(f"{SIMT}/dispatch_place.py", "lower_lanes = (values.Int(1) << self.lane) - 1", "lower_lanes = values.Int(1) << self.lane", f"{KERNELS}/test_dispatch_hopper.py {KERNELS}/test_dispatch.py"),
-    Fault(f"{SIMT}/dispatch_place.py", "select((expert >= 0) & (expert < num_experts), expert, num_experts)", "select(expert < num_experts, expert, num_experts)", f"{KERNELS}/test_dispatch_hopper.py {KERNELS}/test_dispatch.py"),
+    Fault(f"{SIMT}/dispatch_place.py", "lower_lanes = (values.Int(1) << self.lane) - 1", "lower_lanes = values.Int(1) << self.lane", f"{KERNELS}/simt/test_dispatch.py {KERNELS}/test_dispatch.py"),
+    Fault(f"{SIMT}/dispatch_place.py", "select((expert >= 0) & (expert < num_experts), expert, num_experts)", "select(expert < num_experts, expert, num_experts)", f"{KERNELS}/simt/test_dispatch.py {KERNELS}/test_dispatch.py"),
     Fault(f"{LAYER}/dispatch.py", "wrong = (values < EMPTY_SLOT) | (values >= num_experts)", "wrong = values >= num_experts", f"{MODULES}/test_dispatch.py {MODULES}/test_experts_errors.py"),
     # the loops over rows
     Fault(f"{XLA}/row_groups.py", "mine = (row >= wanted[:, None]) & (row < end[:, None])", "mine = row < end[:, None]", LOOPS),
@@ -83,15 +83,15 @@ FAULTS = [
     Fault(f"{XLA}/row_groups.py", "tiles = ((end - first).max() +", "tiles = ((end - first).min() +", LOOPS),
     Fault(f"{XLA}/row_groups.py", "busy = (load > 0).sum(dtype=jnp.int32)", "busy = (load > 1).sum(dtype=jnp.int32)", LOOPS),
     Fault(f"{XLA}/row_groups.py", "return jnp.where(tile.mine, read_rows(array, tile), 0)", "return read_rows(array, tile)", LOOPS),
-    Fault(f"{XLA}/row_groups.py", "preferred_element_type=accumulator_dtype(lhs.dtype)", "preferred_element_type=lhs.dtype", f"{KERNELS}/test_up.py {KERNELS}/test_weight_gradients.py"),
+    Fault(f"{XLA}/row_groups.py", "preferred_element_type=accumulator_dtype(lhs.dtype)", "preferred_element_type=lhs.dtype", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/test_weight_gradients.py"),
     Fault(f"{XLA}/row_groups.py", "accumulator_dtype(o.dtype, *read), groups, like)", "o.dtype, groups, like)", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
     # each term of the VJP, portable
-    Fault(f"{XLA}/down_backward.py", "d_weight = (d_hidden * hidden).sum(-1, keepdims=True)", "d_weight = d_hidden.sum(-1, keepdims=True)", f"{KERNELS}/test_down.py {EXPERTS}"),
-    Fault(f"{XLA}/down_backward.py", "d_weight += product(dy_rows, own[1][:, None], 2, 2)", "d_weight += 0", f"{KERNELS}/test_down.py {EXPERTS}"),
-    Fault(f"{XLA}/down_backward.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(d_hidden), weight * hidden", f"{KERNELS}/test_down.py {EXPERTS}"),
-    Fault(f"{XLA}/down_backward.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(weight * d_hidden), hidden", f"{KERNELS}/test_down.py {EXPERTS}"),
+    Fault(f"{XLA}/down_backward.py", "d_weight = (d_hidden * hidden).sum(-1, keepdims=True)", "d_weight = d_hidden.sum(-1, keepdims=True)", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
+    Fault(f"{XLA}/down_backward.py", "d_weight += product(dy_rows, own[1][:, None], 2, 2)", "d_weight += 0", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
+    Fault(f"{XLA}/down_backward.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(d_hidden), weight * hidden", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
+    Fault(f"{XLA}/down_backward.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(weight * d_hidden), hidden", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
     Fault(f"{XLA}/weight_gradients.py", "_column_sums(weight * dy_rows", "_column_sums(dy_rows", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
-    Fault(f"{XLA}/up_projection.py", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", f"{KERNELS}/test_up.py {EXPERTS}"),
+    Fault(f"{XLA}/up_projection.py", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", f"{KERNELS}/test_up_projection_and_backward.py {EXPERTS}"),
     Fault(f"{XLA}/combine.py", "weights[:, slot, None].astype(wide) * row", "row", f"{KERNELS}/test_combine.py {EXPERTS}"),
     Fault(f"{LAYER}/column_blocks.py", "lax.fori_loop(0, -(-width // block), step, y)", "lax.fori_loop(0, width // block, step, y)", EXPERTS),
     Fault(f"{LAYER}/experts_vjp.py", "jnp.where(experts < params.w_down.shape[0], weights, jnp.nan)", "weights", f"{MODULES}/test_experts_errors.py {MODULES}/test_experts_poison.py"),
@@ -100,14 +100,14 @@ FAULTS = [
     Fault(f"{LAYER}/experts_vjp.py", "kept = tuple(checkpoint_name(p, name) for", "kept = tuple(p for", f"{MODULES}/test_experts_memory.py"),
     Fault(f"{LAYER}/experts.py", "checkpoint_name(dispatch, INDEX_NAME)", "dispatch", f"{MODULES}/test_experts_memory.py"),
     # the Hopper kernels, interpreted
-    Fault(f"{HOPPER}/ring.py", "inline.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", f"{KERNELS}/test_up.py {KERNELS}/test_interpreter.py"),
-    Fault(f"{HOPPER}/row_matmul.py", "rows = jnp.clip(tile.valid_rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(tile.valid_rows, 0, GROUP_ROWS)", f"{KERNELS}/test_up.py {KERNELS}/test_down.py"),
-    Fault(f"{HOPPER}/ring.py", "self.release(step + self.stages - 1)\n            return step + 1", "self.release(step)\n            return step + 1", f"{KERNELS}/test_up.py {KERNELS}/test_down.py"),
-    Fault(f"{HOPPER}/ragged_store.py", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", f"{KERNELS}/test_up.py {KERNELS}/test_interpreter.py"),
-    Fault(f"{HOPPER}/down_backward.py", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", f"{KERNELS}/test_down.py"),
-    Fault(f"{HOPPER}/down_backward.py", "value_and_gradients(activation, pre, weight * d_hidden)", "value_and_gradients(activation, pre, d_hidden)", f"{KERNELS}/test_down.py"),
+    Fault(f"{HOPPER}/ring.py", "inline.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),
+    Fault(f"{HOPPER}/row_matmul.py", "rows = jnp.clip(tile.valid_rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(tile.valid_rows, 0, GROUP_ROWS)", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/test_down_projection_and_backward.py"),
+    Fault(f"{HOPPER}/ring.py", "self.release(step + self.stages - 1)\n            return step + 1", "self.release(step)\n            return step + 1", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/test_down_projection_and_backward.py"),
+    Fault(f"{HOPPER}/ragged_store.py", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),
+    Fault(f"{HOPPER}/down_backward.py", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", f"{KERNELS}/test_down_projection_and_backward.py"),
+    Fault(f"{HOPPER}/down_backward.py", "value_and_gradients(activation, pre, weight * d_hidden)", "value_and_gradients(activation, pre, d_hidden)", f"{KERNELS}/test_down_projection_and_backward.py"),
     Fault(f"{HOPPER}/weight_gradients.py", "@pl.when(end - row < K_STEP)", "@pl.when(end - row < 0)", f"{KERNELS}/test_weight_gradients.py"),
-    Fault(f"{SIMT}/combine.py", "select(place < num_rows, rows.load_vector(row, COLUMNS), nothing)", "rows.load_vector(row, COLUMNS)", f"{KERNELS}/test_combine.py {KERNELS}/test_combine_hopper.py"),
+    Fault(f"{SIMT}/combine.py", "select(place < num_rows, rows.load_vector(row, COLUMNS), nothing)", "rows.load_vector(row, COLUMNS)", f"{KERNELS}/test_combine.py {KERNELS}/simt/test_combine.py"),
     # the layer and its modules
     Fault(f"{LAYER}/layer.py", "names = (\"shared_w_gate\", \"shared_w_up\")", "names = (\"shared_w_up\", \"shared_w_gate\")", f"{MODULES}/test_layer.py"),
     Fault(f"{LAYER}/linen.py", "if state is not None and train and", "if state is not None and", f"{MODULES}/test_linen.py"),

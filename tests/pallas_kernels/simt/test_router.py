@@ -12,7 +12,7 @@ from pallas_kernels.compile_only import compile_for_h200
 from pallas_kernels.contract import Rule
 from pallas_kernels.simt import language as simt
 from tests.numerics import assert_close, assert_same_bits
-from tests.pallas_kernels.test_dispatch_hopper import assert_same_as_portable
+from tests.pallas_kernels.simt.test_dispatch import assert_same_as_portable
 
 SCORINGS = ("softmax", "softmax_selected", "sigmoid")
 # The GPU's exponential and reciprocal are good to 2 units in the last place each.
