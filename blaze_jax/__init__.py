@@ -3,13 +3,15 @@
 from blaze_jax import nnx
 from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
 from blaze_jax.config import MoEConfig
-from blaze_jax.dispatch import EMPTY_SLOT, Dispatch, build_dispatch
+from blaze_jax.dispatch import build_dispatch
 from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAMES
 from blaze_jax.layer import auxiliary_losses, init, moe, statistics
 from blaze_jax.linen import MoE
-from blaze_jax.routing import Router, Routing, route, update_selection_bias
+from blaze_jax.router import Router
+from blaze_jax.routing import Routing, route, update_selection_bias
 from blaze_jax.version import __version__
+from pallas_kernels.contract import EMPTY_SLOT, Dispatch
 
 __all__ = [
     "ACTIVATION_NAMES",

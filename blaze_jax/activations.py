@@ -17,9 +17,9 @@ class Activation:
 
     Attributes:
       name: how it is asked for.
-      function: of `(gate, up)` if gated, of `(up)` alone if not. It sees the float32 pre-activations; its derivative is
-        taken by jax. What it closes over are constants, not traced arrays. Activations are equal if their functions
-        are: with a function made anew, everything is compiled anew.
+      function: of `(gate, up)` if gated, else of `(up)`. It sees the float32 pre-activations, and jax takes its
+        derivative. It closes over constants, not over traced arrays. Activations are equal if their functions are,
+        so a new function compiles everything again.
       gated: whether the expert has a gate projection in addition to the up projection.
 
     Raises:
@@ -113,6 +113,7 @@ _ACTIVATIONS = {
 }
 
 ACTIVATION_NAMES = tuple(_ACTIVATIONS)
+"""swiglu, geglu, geglu_tanh, reglu and clamped_swiglu have a gate; silu, gelu, gelu_tanh, relu and relu2 have none."""
 
 
 def get_activation(activation: str | Activation) -> Activation:

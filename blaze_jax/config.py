@@ -8,7 +8,7 @@ from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
 from blaze_jax.experts_vjp import Save
 from blaze_jax.implementation import Implementation, check_implementation
-from blaze_jax.routing import Router, check_router
+from blaze_jax.router import Router, check_router
 
 ParameterKind = Literal["router", "kernel", "bias"]
 
@@ -32,8 +32,8 @@ class MoEConfig:
     """A Mixture-of-Experts layer. Checked on construction.
 
     Attributes:
-      num_experts: E.
-      experts_per_token: K.
+      num_experts: E, the number of routed experts.
+      experts_per_token: K, the experts that each token takes.
       expert_width: n, the hidden width of one expert.
       activation: a name of `ACTIVATION_NAMES`, or an `Activation`.
       shared_width: hidden width of the shared experts together, which see every token; 0 for none.
@@ -45,7 +45,7 @@ class MoEConfig:
         it is frozen: zero, or what a checkpoint says.
       router_bias: whether the router's logits have a learnable bias, the parameter `b_router` (gpt-oss).
       save: what the experts' backward pass keeps, see `expert_ffn`.
-      implementation: of the kernels, see `expert_ffn`.
+      implementation: which kernels to use, see `expert_ffn`.
 
     Raises:
       ValueError: a field does not fit; the message names it, its value and what is allowed.
@@ -116,7 +116,7 @@ class MoEConfig:
 
 
 def check_config(config: MoEConfig) -> MoEConfig:
-    """`config`; ValueError if it is none."""
+    """`config`; raises ValueError if it is not a MoEConfig."""
     if not isinstance(config, MoEConfig):
         raise ValueError(f"config={shown(config)} must be a MoEConfig")
     return config

@@ -8,34 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 from jax.core import Tracer
-from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Int
 
 from blaze_jax.checks import check_integers
 from blaze_jax.explicit_mesh import explicit_mesh, per_device
-from blaze_jax.implementation import Implementation, choose_dispatch_implementation
-from pallas_kernels import hopper, xla
+from blaze_jax.implementation import Implementation, choose_dispatch_implementation, kernels_of, one_by_one
+from pallas_kernels import xla
 from pallas_kernels.compat import has_symbolic_sizes
-from pallas_kernels.contract import EMPTY_SLOT
+from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Kernels
 
 _MAX_PAIRS = 2**31 - 2**24  # rows are numbered in int32, with room for the gaps of aligned groups
 
 
-class Dispatch(NamedTuple):
-    """Index structures of MoEBlaze (arXiv 2601.05296, section 4). A row stands for a (token, slot) pair, R in all.
+class Grouped(NamedTuple):
+    """Pairs by expert, and the kernels that grouped them: others need them in their own way."""
 
-    Attributes:
-      expert_token_indices: `(R,)` int32, token ids concatenated by expert, ascending inside an expert. Rows past the
-        last group (there are some if slots are empty) and rows that only align a group hold T.
-      expert_token_offsets: `(E + 1,)` int32, where each expert's rows start and the last one's end.
-      token_expert_indices: `(T, K)` int32, the expert ids by token; E in the place of an id out of range.
-      token_index_map: `(T, K)` int32, position of (token, slot) in `expert_token_indices`; R for an empty slot.
-    """
-
-    expert_token_indices: Int[Array, " R"]
-    expert_token_offsets: Int[Array, " E+1"]
-    token_expert_indices: Int[Array, "T K"]
-    token_index_map: Int[Array, "T K"]
+    kernels: Kernels
+    dispatch: Dispatch
 
 
 def check_experts(experts: Array, num_experts: int) -> None:
@@ -90,19 +79,22 @@ def build_dispatch(
         raise ValueError(f"{row_alignment=} must be at least 1")
     experts = jnp.asarray(experts)
     check_experts(experts, num_experts)
-    options = {"num_experts": num_experts, "row_alignment": row_alignment}
 
-    def dispatch(experts, _=None) -> Dispatch:
-        experts = int32_experts(experts, num_experts)
-        on_hopper = choose_dispatch_implementation(implementation, experts, num_experts) == "mosaic_gpu"
-        if on_hopper and experts.size:  # no kernel without work
-            groups, positions = sequential_vmap(partial(hopper.dispatch, spare_rows=0, **options))(experts)
-        else:
-            groups, positions = xla.dispatch(experts, **options)
-        return Dispatch(groups.token_indices, groups.offsets, experts, positions)
+    def build(experts, _=None) -> Dispatch:
+        ids = int32_experts(experts, num_experts)
+        kernels = kernels_of(choose_dispatch_implementation(implementation, ids, num_experts))
+        dispatch = group_by_expert(kernels, ids, num_experts, row_alignment=row_alignment, spare_rows=0)
+        return dispatch._replace(token_expert_indices=ids, tiles=None)
 
     mesh = explicit_mesh(experts)
-    return dispatch(experts) if mesh is None else per_device(dispatch, mesh, (), experts, None, lambda _: P())
+    return build(experts) if mesh is None else per_device(build, mesh, (), experts, None, lambda _: P())
+
+
+def group_by_expert(kernels: Kernels, experts: Int[Array, "T K"], num_experts: int, **alignment: int) -> Dispatch:
+    """What the kernels make of int32 ids, their rows aligned as they like it or as is said."""
+    if not experts.shape[0]:
+        kernels = xla  # no kernel without work
+    return one_by_one(kernels, partial(kernels.dispatch, num_experts=num_experts, **alignment))(experts)
 
 
 def int32_experts(experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "T K"]:

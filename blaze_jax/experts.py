@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,15 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
-from blaze_jax.checks import as_array, shown
-from blaze_jax.dispatch import check_experts, int32_experts
-from blaze_jax.experts_vjp import INDEX_NAME, Indices, Parameters, Save, Settings, experts_output
+from blaze_jax.checks import as_array
+from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_experts
+from blaze_jax.experts_vjp import INDEX_NAME, Parameters, Save, Settings, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes
-from pallas_kernels.contract import Kernels, accumulator_dtype
+from pallas_kernels.contract import accumulator_dtype
 
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
@@ -50,7 +50,6 @@ def expert_ffn(
     activation: str | Activation = "swiglu",
     save: Save = "pre_activations",
     implementation: Implementation | None = None,
-    dispatched: Any = None,
 ) -> Float[Array, "T d"]:
     """`y[t] = Σ_k weights[t, k] · FFN_e(x[t])` with `e = experts[t, k]` and `FFN_e(x) = act(x·W_gate, x·W_up)·W_down`.
 
@@ -73,8 +72,6 @@ def expert_ffn(
         "inputs": x, weights and indices; the pre-activations are computed again (22% more arithmetic for a gated
         activation).
       implementation: None for the best that can run here, or "mosaic_gpu" or "xla".
-      dispatched: `Routing.dispatched` of the routing that `experts` comes from, which saves grouping the rows again
-        where the same implementation routed. The output is the same without.
 
     Returns:
       The output, in the dtype of `x`. Differentiable in `x`, `weights`, the expert weights and the biases; a gradient
@@ -85,11 +82,20 @@ def expert_ffn(
         Under tracing the output row of a token with such an id is NaN. An activation that closes over a traced array.
       NotImplementedError: the implementation demanded cannot run here; any derivative but the first in reverse mode.
     """
+    biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+    options = {"activation": activation, "save": save, "implementation": implementation}
+    return compute_experts(None, x, w_gate, w_up, w_down, weights, experts, **biases, **options)
+
+
+def compute_experts(
+    grouped: Grouped | None, x, w_gate, w_up, w_down, weights, experts, *, activation, save, implementation, **biases
+) -> Float[Array, "T d"]:
+    """`expert_ffn`, where the pairs of `experts` may be grouped already: the same kernels do not group them again."""
     act = get_activation(activation)
     if save not in get_args(Save):
         raise ValueError(f"{save=} must be one of {', '.join(get_args(Save))}")
-    optional = {"w_gate": w_gate, "w_up": w_up, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
     given = {"x": x, "experts": experts, "weights": weights, "w_down": w_down}
+    optional = {"w_gate": w_gate, "w_up": w_up, **biases}
     given |= {name: value for name, value in optional.items() if value is not None}
     arrays = {name: as_array(name, given[name]) for name in _AXES if name in given}
     up_weights, up_biases = _projections(act, arrays)
@@ -103,13 +109,13 @@ def expert_ffn(
     params = Parameters(up_weights, up_biases, arrays["w_down"], arrays.get("b_down"))
     mesh = explicit_mesh(tokens, params)
     if mesh is None:
-        return _compute(tokens, params, act, save, implementation, dispatched)
-    # What `dispatched` holds are all devices' rows; each one groups its own.
-    compute = partial(_compute, activation=act, save=save, implementation=implementation, dispatched=None)
+        return _compute(tokens, params, act, save, implementation, grouped)
+    # What is grouped are all devices' pairs; each one groups its own.
+    compute = partial(_compute, activation=act, save=save, implementation=implementation, grouped=None)
     return per_device(compute, mesh, token_axes(*tokens), tokens, params, lambda spec: spec)
 
 
-def _compute(tokens, params: Parameters, activation, save, implementation, dispatched) -> Float[Array, "T d"]:
+def _compute(tokens, params: Parameters, activation, save, implementation, grouped) -> Float[Array, "T d"]:
     """The experts' output for `tokens = (x, weights, experts)`."""
     x, weights, experts = tokens
     biases = params.up_biases if params.b_down is None else (*params.up_biases, params.b_down)
@@ -119,24 +125,14 @@ def _compute(tokens, params: Parameters, activation, save, implementation, dispa
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, params, weights)))
     num_experts = params.w_down.shape[0]
     experts = int32_experts(experts, num_experts)
-    indices = _dispatch(experts, num_experts, kernels, dispatched)
+    if grouped and grouped.kernels is kernels:
+        dispatch = grouped.dispatch
+    else:
+        dispatch = group_by_expert(kernels, experts, num_experts)
     args = (x, params, weights, experts)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
-    args, indices = vary_over((args, checkpoint_name(indices, INDEX_NAME)), varying_axes(args))
-    return experts_output(Settings(activation, save, kernels), token, *args, indices)
-
-
-def _dispatch(experts, num_experts: int, kernels: Kernels, dispatched) -> Indices:
-    """Rows by expert: those known already, if these kernels grouped them."""
-    if dispatched is not None and not (isinstance(dispatched, tuple) and len(dispatched) == 2):
-        raise ValueError(f"dispatched={shown(dispatched)} must be what Routing.dispatched is, or None")
-    if dispatched is None or not isinstance(dispatched[0], kernels.RowGroups):
-        return Indices(*kernels.dispatch(experts, num_experts))
-    groups, position = dispatched
-    if position.shape != experts.shape or groups.offsets.shape != (num_experts + 1,):
-        sizes = f"(T, K) = {position.shape} and E={groups.offsets.shape[0] - 1}"
-        raise ValueError(f"dispatched is of {sizes}, must be of the experts given, {experts.shape} and E={num_experts}")
-    return Indices(groups, position)
+    args, dispatch = vary_over((args, checkpoint_name(dispatch, INDEX_NAME)), varying_axes(args))
+    return experts_output(Settings(activation, save, kernels), token, *args, dispatch)
 
 
 def _check_closure(activation: Activation, x, up_weights) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Literal, get_args
 
 import jax
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array
 
 from blaze_jax.warn import warn_once
@@ -84,6 +85,11 @@ def _choose(implementation: Implementation | None, unsupported: Callable[[], str
 def kernels_of(implementation: Implementation) -> Kernels:
     """The family of kernels."""
     return hopper if implementation == "mosaic_gpu" else xla
+
+
+def one_by_one(kernels: Kernels, function: Callable) -> Callable:
+    """`function` of arrays, which under `vmap` gets one example after another unless these kernels take batches."""
+    return function if kernels is xla else sequential_vmap(function)
 
 
 def _is_hopper() -> bool:

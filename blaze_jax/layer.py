@@ -1,6 +1,7 @@
 """The whole layer as functions: its parameters, router to output, and what training wants to know."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ from jaxtyping import Array, Float
 from blaze_jax.activations import get_activation
 from blaze_jax.checks import as_array, shown
 from blaze_jax.config import MoEConfig, Parameter, check_config
-from blaze_jax.experts import expert_ffn
+from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
-from blaze_jax.routing import AxisName, Routing, route
+from blaze_jax.routing import AxisName, Routing, route_and_group
 from blaze_jax.warn import warn_once
 from pallas_kernels.contract import accumulator_dtype
 
@@ -75,7 +76,8 @@ def moe(
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
         statistics are then those of all their devices; () if each device means only its own. With None, a training
         step inside `jax.shard_map` warns.
-      experts: what computes the experts, called as `expert_ffn` is here.
+      experts: what computes the experts, called as `expert_ffn` is here. That function itself takes up the pairs that
+        the router's kernels have grouped; another one groups them anew.
 
     Returns:
       `(y, routing)`: the output in the shape and dtype of `x`, and what the router decided, over the leading dimensions
@@ -94,16 +96,17 @@ def moe(
     tokens = flatten_tokens(x, mesh)
     params = params if mesh is None else reshard(dict(params), mesh)
     with jax.named_scope("router"):  # profilers show these names
-        routing = route(
+        routing, grouped = route_and_group(
             _router_logits(tokens, params),
             config.experts_per_token,
-            router=config.router.for_phase(train),
-            selection_bias=selection_bias,
-            axis_name=axis_name,
-            implementation=config.implementation,
+            config.router.for_phase(train),
+            selection_bias,
+            axis_name,
+            config.implementation,
         )
+    compute = partial(compute_experts, grouped) if experts is expert_ffn else experts
     with jax.named_scope("experts"):
-        y = experts(
+        y = compute(
             tokens,
             params.get("w_gate"),
             params["w_up"],
@@ -116,14 +119,11 @@ def moe(
             activation=config.activation,
             save=config.save,
             implementation=config.implementation,
-            dispatched=routing.dispatched,
         )
     if config.shared_width:
         with jax.named_scope("shared_experts"):
             y = y + _shared_experts(tokens, params, config)
-    # The caller need not keep the rows alive.
-    routing = routing._replace(dispatched=None, weighted_losses=auxiliary_losses(routing, config))
-    return restore_shape(y, x, mesh), routing
+    return restore_shape(y, x, mesh), routing._replace(weighted_losses=auxiliary_losses(routing, config))
 
 
 def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:

@@ -1,4 +1,4 @@
-"""Who wants to know of the layers that are traced: the memory profiler."""
+"""Tells the memory profiler of the layers that are traced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
-from blaze_jax.dispatch import EMPTY_SLOT
-from pallas_kernels.contract import accumulator_dtype
+from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 
 def dense_expert_ffn(

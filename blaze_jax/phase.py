@@ -1,4 +1,4 @@
-"""Training or evaluation: what the modules are told of it, and what they warn of."""
+"""Whether the modules train or evaluate, and their warnings about it."""
 
 from blaze_jax.config import MoEConfig
 from blaze_jax.routing import Routing

@@ -1,4 +1,4 @@
-"""What has first derivatives in reverse mode alone says so of all others."""
+"""Functions that only have first derivatives in reverse mode, and an error for all others."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +14,17 @@ REVERSE_MODE_ONLY = partial(
 )
 
 
-def differentiated_once(run: Callable, reduced: Callable | None = None) -> Callable:
-    """`run`, a part of a function with a derivative or of that derivative: it has none of its own.
+def differentiated_once(function: Callable, reduced: Callable | None = None) -> Callable:
+    """`function(settings, *arrays)`, part of a function with a derivative or of that derivative: it has none itself.
 
-    Under `vmap` it is one example after another. `reduced` computes the last of the results of `run`, and takes its
-    place where a program uses no others.
+    Under `vmap` it is one example after another. `reduced` computes the last of its results, and takes its place where
+    a program uses no others.
     """
-    run = sequential_vmap(run)
-    if reduced:
-        run = computed_if_used(run, sequential_vmap(reduced))
-    return lambda *arrays: run(*undifferentiable(REVERSE_MODE_ONLY, arrays))
+
+    def call(settings, *arrays):
+        run = sequential_vmap(partial(function, settings))
+        if reduced:
+            run = computed_if_used(run, sequential_vmap(partial(reduced, settings)))
+        return run(*undifferentiable(REVERSE_MODE_ONLY, arrays))
+
+    return call

@@ -1,13 +1,16 @@
 """Token rounding (SonicMoE, arXiv 2512.14080): whole kernel tiles of tokens for every expert, in training."""
 
+from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from blaze_jax.dispatch import EMPTY_SLOT
-from blaze_jax.implementation import Implementation, kernels_of
+from blaze_jax.implementation import one_by_one
+from pallas_kernels import xla
+from pallas_kernels.contract import EMPTY_SLOT, Kernels
 
 TokenRounding = Literal["up", "down", "nearest"]
 
@@ -22,7 +25,7 @@ def round_token_counts(
     *,
     tile: int,
     extra_slots: int,
-    implementation: Implementation = "xla",
+    kernels: Kernels = xla,
 ) -> tuple[Int[Array, "T K_extra"], Int[Array, " E"]]:
     """Experts of every token after each expert's count went to a multiple of `tile`.
 
@@ -42,14 +45,30 @@ def round_token_counts(
       mode: "up", "down", or "nearest" (half a tile goes up).
       tile: rows of a kernel tile.
       extra_slots: slots added to every token, E - K at most; "down" uses none and adds none.
-      implementation: whose kernels; those for Hopper need a token.
+      kernels: those for Hopper need a token.
 
     Returns:
       `selected` with -1 for the dropped, and, unless `mode` is "down", `extra_slots` more slots, -1 where unused; and
-      the tokens that each expert takes.
+      the tokens that each expert takes. Neither has a derivative.
     """
+    run = partial(_round_token_counts, mode, tile, extra_slots, kernels)
+    return _without_derivative(one_by_one(kernels, run))(scores, selected, demand)
+
+
+def _without_derivative(function):
+    """`function`, whose results are whole numbers, shielded from differentiation, which kernels have no rule for."""
+    shielded = jax.custom_jvp(function)
+
+    @shielded.defjvp
+    def _(primals, tangents):
+        out = shielded(*primals)
+        return out, jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), out)
+
+    return shielded
+
+
+def _round_token_counts(mode: TokenRounding, tile: int, extra_slots: int, kernels: Kernels, scores, selected, demand):
     num_tokens, num_experts = scores.shape
-    kernels = kernels_of(implementation)
     extra_slots = min(extra_slots, num_experts - selected.shape[1])
     down = demand // tile * tile
     last_resort = demand if mode == "up" else down

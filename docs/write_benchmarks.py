@@ -1,4 +1,4 @@
-"""`python -m docs.write_benchmarks`: what was measured in the documents, from the files in docs/results alone."""
+"""`python -m docs.write_benchmarks`: writes what was measured into the documents, from the files in docs/results."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,36 +29,40 @@ FIGURES = {
 
 SAYS = {
     "compare": (
-        "## Next to other layers\n\nThe experts without the router; the layers are timed in turns. TFLOP/s count the "
-        'arithmetic that the layer needs, not what an implementation adds to it. The column "of dense" is the share '
-        'of the rate that a matrix product of 8192³ reaches in the same run. "Out of memory" means more than this '
-        "GPU gave the program; the results file says how much. Dense dispatch drops tokens beyond an expert's "
-        "capacity; the others drop none. Pale bars come from other runs: {published}."
+        "### Next to other layers\n\nThe experts are timed without the router, and the layers in turns. TFLOP/s "
+        'count the arithmetic that the layer needs, not what an implementation adds to it. The column "of dense" '
+        'is the share of the rate that a matrix product of 8192³ reaches in the same run. "Out of memory" means '
+        "more than this GPU gave the program; the results file says how much. Dense dispatch drops tokens beyond "
+        "an expert's capacity; the others drop none. Pale bars come from other runs ({published})."
     ),
     "scaling": (
-        "## From few tokens to many\n\nOne small layer, next to the figures in MoEBlaze's slides. Those were measured "
-        "on an H100 with a configuration that the slides do not name, so only the shapes of the curves can be compared."
+        "### From few tokens to many\n\nThe figures of one small layer stand next to those in MoEBlaze's slides, "
+        "measured on an H100 with a configuration that the slides do not name, so only the shapes of the curves "
+        "can be compared."
     ),
     "training": (
-        "## Training end to end\n\nThe same model with each layer, from the same parameters and on the same batches. "
-        "The losses should be equal up to rounding. The final loss is averaged over the last 5% of steps."
+        "### Training end to end\n\nEach layer trains the same model, from the same parameters and on the same "
+        "batches. The losses should be equal up to rounding. The final loss is averaged over the last 5% of "
+        "steps."
     ),
     "routing": (
-        "## Routing\n\nFrom router logits to index arrays: our kernels next to XLA's top_k and sorts. Inside a jitted "
-        "training step the time of the kernels counts. A separate call also waits for the host to launch it."
+        "### Routing\n\nFrom router logits to index arrays, our kernels are compared with XLA's top_k and sorts. "
+        "Inside a jitted training step only the kernels' time counts. A separate call also waits for the host to "
+        "launch it."
     ),
     "token_rounding": (
-        "## Token rounding\n\nEvery expert gets whole tiles of tokens, next to plain top-k. Rounding down drops pairs; "
-        "its TFLOP/s count those that are left."
+        "### Token rounding\n\nRounding gives every expert whole tiles of tokens; it is compared with plain "
+        "top-k. Rounding down drops pairs, and its TFLOP/s count those that are left."
     ),
     "memory": (
-        "## Memory\n\nXLA's own plan for forward and backward pass, made without a GPU: what is kept, the temporaries, "
-        "and the peak, which includes the results."
+        "### Memory\n\nXLA's own plan for a forward and backward pass, made without a GPU, has the memory that is"
+        " kept, the temporaries, and the peak, which includes the results."
     ),
     "kernels": (
-        '## Kernel by kernel\n\nBursts are runs on an emptied L2 cache. "Back to back" is a second without a pause, '
-        "at the clock rates of a long run. In the figure each kernel shows its share of the rate of a dense matrix "
-        "product or a copy in the same run. The share can pass 100%, because XLA's product is not the GPU's peak."
+        '### Kernel by kernel\n\nBursts are runs on an emptied L2 cache. "Back to back" is a second without a '
+        "pause, at the clock rates of a long run. In the figure each kernel shows its share of the rate of a "
+        "dense matrix product or a copy in the same run. The share can pass 100%, because XLA's product is not "
+        "the GPU's peak."
     ),
 }
 """What each kind of results shows."""
@@ -256,7 +260,7 @@ def _routing(records: list[Record]) -> list[str]:
         "T, E, K",
         *(f"{name}, µs" for name in both),
         "faster by",
-        *(f"{name}, called alone, µs" for name in walls),
+        *(f"{name}, separate call, µs" for name in walls),
         *(f"ours, {name}, µs" for name in deciders),
     )
     return _table(header, rows)

@@ -1,7 +1,9 @@
 """What differs between jax releases, or is not yet part of its documented interface, in one place."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +73,54 @@ def remember_assembler_version() -> None:
     extension._get_ptxas_isa_version = cache(extension._get_ptxas_isa_version)
 
 
+class LoweredKernel(NamedTuple):
+    """The custom call that launches a Mosaic GPU kernel, in a program for `device`.
+
+    Attributes:
+      target: its name.
+      attributes: its attributes, as `jax.ffi.ffi_call` takes them.
+      operands, results: shapes and dtypes.
+      device: the `jax.Device`, or the first of them in this process.
+    """
+
+    target: str
+    attributes: dict[str, Any]
+    operands: list[jax.ShapeDtypeStruct]
+    results: list[jax.ShapeDtypeStruct]
+    device: Any
+
+
+def when_a_kernel_is_lowered(call: Callable[[LoweredKernel], None]) -> None:
+    """Calls `call` for each Mosaic GPU kernel that jax lowers for a device, from now on; not for `jax.export`.
+
+    Waits for jaxlib to assemble the kernels of a program in parallel.
+    """
+    core: Any = import_module("jax.experimental.mosaic.gpu.core")  # where there is no Mosaic GPU, nobody asks
+
+    lower = core._mosaic_gpu_lowering_rule
+
+    @wraps(lower)
+    def lower_and_call(context, *operands, **options):
+        results = lower(context, *operands, **options)
+        module = context.module_context
+        client = module.backend  # where only the text was asked for, it may be of another platform
+        if client is not None and client.platform in ("gpu", "cuda") and not module.lowering_parameters.for_export:
+            operation = results[0].owner.attributes
+            kernel = {a.name: a.attr for a in operation["mhlo.backend_config"]}
+            call(
+                LoweredKernel(
+                    target=operation["call_target_name"].value,
+                    attributes={name: getattr(a, "value_bytes", None) or a.value for name, a in kernel.items()},
+                    operands=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in context.avals_in],
+                    results=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in context.avals_out],
+                    device=(client.local_devices() or client.devices())[0],
+                )
+            )
+        return results
+
+    core._mosaic_gpu_lowering_rule = lower_and_call
+
+
 def has_symbolic_sizes(*arrays) -> bool:
     """Whether a size of any of `arrays` is symbolic, as in `jax.export` for any batch size."""
     return any(is_symbolic_dim(size) for array in jax.tree.leaves(arrays) for size in array.shape)
@@ -94,7 +144,7 @@ def reverse_mode_token(error: Callable[[], Exception], *arrays: jax.Array) -> ja
 
 
 def computed_if_used(full: Callable, reduced: Callable) -> Callable:
-    """`full`, but `reduced` in its place where a program uses no more than that computes.
+    """`full`, or `reduced` where a program uses only what `reduced` computes.
 
     jax removes what nobody uses, as in the first pass under `jax.checkpoint`, but not from inside loops and kernels.
 

@@ -5,7 +5,7 @@ each operation computes; other families give the same results faster, and may di
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -13,15 +13,16 @@ from jaxtyping import Array, Bool, Float, Int
 Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
 
 EMPTY_SLOT = -1
+"""The expert id of a slot without an expert."""
 
 
 class Rule(NamedTuple):
     """How experts are chosen and weighted.
 
     Attributes:
-      experts_per_token: K.
-      scoring: scores are a "softmax" of the logits or their "sigmoid"; "softmax_selected" ranks as "softmax" does, and
-        weights by a softmax over the K selected logits alone.
+      experts_per_token: K, the experts that each token takes.
+      scoring: scores are a "softmax" of the logits or their "sigmoid"; "softmax_selected" ranks as "softmax" does,
+        and takes its weights from a softmax over the K selected logits.
       normalize: divide a token's weights by their sum (already one after "softmax_selected").
       scale: factor on the weights.
       num_groups: experts fall into this many equal groups of consecutive ids.
@@ -37,7 +38,7 @@ class Rule(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Means over tokens, of the weights' dtype; zero of no tokens. A token of -inf alone adds nothing to them.
+    """Means over tokens, in the weights' dtype; zero without tokens. A token whose logits are all -inf adds nothing.
 
     Attributes:
       balance: `E · Σ_e demand_e / (T·K) · mean_t probability_te`, one in perfect balance.
@@ -50,6 +51,34 @@ class Losses(NamedTuple):
     entropy: Float[Array, ""]
 
 
+class Dispatch[Tiles](NamedTuple):
+    """(Token, slot) pairs grouped by expert, a row each (MoEBlaze, arXiv 2601.05296, section 4). R counts all rows.
+
+    Attributes:
+      expert_token_indices: `(R,)` int32, token ids concatenated by expert, ascending inside an expert. Rows past the
+        last group (there are some if slots are empty) and rows that only align a group hold T, and read zeros.
+      expert_token_offsets: `(E + 1,)` int32, where each expert's rows start and the last one's end.
+      token_expert_indices: `(T, K)` int32, the expert ids by token; E in the place of an id out of range. None from
+        kernels, which got just these.
+      token_index_map: `(T, K)` int32, position of (token, slot) in `expert_token_indices`; R for an empty slot.
+      tiles: what the kernels that made it cut the groups into; None for the portable ones and for `build_dispatch`.
+    """
+
+    expert_token_indices: Int[Array, " R"]
+    expert_token_offsets: Int[Array, " E+1"]
+    token_expert_indices: Int[Array, "T K"] | None
+    token_index_map: Int[Array, "T K"]
+    tiles: Tiles
+
+    @property
+    def num_rows(self) -> int:
+        return self.expert_token_indices.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        return self.expert_token_offsets.shape[0] - 1
+
+
 class Routed(NamedTuple):
     """What the router returns.
 
@@ -60,7 +89,7 @@ class Routed(NamedTuple):
       losses: what may be added to a training loss, unweighted.
       probability: `(E,)`, mean over tokens of each expert's probability: with the demand, what the balance loss of
         several devices' tokens is made of.
-      dispatched: what `dispatch` of the same module makes of `experts`, where that was no further work; else None.
+      dispatch: what `dispatch` of the same module makes of `experts`, where that was no further work; else None.
     """
 
     experts: Int[Array, "T K"]
@@ -68,7 +97,7 @@ class Routed(NamedTuple):
     demand: Int[Array, " E"]
     losses: Losses
     probability: Float[Array, " E"]
-    dispatched: Any = None
+    dispatch: Dispatch | None = None
 
 
 KEY_BITS = 31
@@ -76,7 +105,7 @@ KEY_BITS = 31
 
 
 class Cutoffs(NamedTuple):
-    """Where each expert's list of tokens, best first, is cut off: which tokens an expert takes is a comparison then.
+    """Where each expert's list of tokens, best first, is cut off. A comparison then tells which tokens it takes.
 
     Attributes:
       keys: `(E,)` int32; tokens with larger keys are taken.
@@ -87,20 +116,18 @@ class Cutoffs(NamedTuple):
     tokens: Int[Array, " E"]
 
     def take(self, key: Int[Array, "..."], expert: Int[Array, "..."], token: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Whether an expert takes a token that has such a key there."""
+        """Whether `expert` takes `token`, which has that key in its list."""
         cutoff = self.keys[expert]
         return (key > cutoff) | ((key == cutoff) & (token <= self.tokens[expert]))
 
 
 def accumulator_dtype(*dtypes) -> jnp.dtype:
-    """float32 for every type up to float32, float64 if one of them is that; also where jax promotes no types."""
+    """float64 if one of the dtypes is float64, else float32; also where jax promotes no types."""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
 class Kernels(Protocol):
-    """A family of kernels. `groups`, what its `dispatch` makes of the experts, is its own kind of `RowGroups`."""
-
-    RowGroups: type
+    """A family of kernels. `groups` is what its own `dispatch` makes of the experts."""
 
     def router(self, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule) -> Routed: ...
 
@@ -121,14 +148,16 @@ class Kernels(Protocol):
         self, keys: Int[Array, "E T"], cutoffs: Cutoffs, chosen_key: int, slots: int
     ) -> tuple[Int[Array, "T slots"], Bool[Array, " E"]]: ...
 
-    def dispatch(self, experts: Int[Array, "T K"], num_experts: int) -> tuple[Any, Int[Array, "T K"]]: ...
+    def dispatch(
+        self, experts: Int[Array, "T K"], num_experts: int, *, row_alignment: int = ..., spare_rows: int = ...
+    ) -> Dispatch: ...
 
     def up_projection(
         self,
         x: Float[Array, "T d"],
         weights: tuple[Float[Array, "E d n"], ...],
         biases: tuple[Float[Array, "E n"], ...],
-        groups: Any,
+        groups: Dispatch,
         *,
         activation: Callable[..., Array],
         keep_pre_activations: bool = True,
@@ -139,7 +168,7 @@ class Kernels(Protocol):
         hidden: Float[Array, "R n"],
         w_down: Float[Array, "E n d"],
         b_down: Float[Array, "E d"] | None,
-        groups: Any,
+        groups: Dispatch,
         first_column: Int[Array, ""] | int,
         num_columns: int,
     ) -> Float[Array, "R columns"]: ...
@@ -162,7 +191,7 @@ class Kernels(Protocol):
         b_down: Float[Array, "E d"] | None,
         pre_activations: tuple[Float[Array, "R n"], ...],
         row_weights: Float[Array, " R"],
-        groups: Any,
+        groups: Dispatch,
         *,
         activation: Callable[..., Array],
     ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]: ...
@@ -172,7 +201,7 @@ class Kernels(Protocol):
         weighted_hidden: Float[Array, "R n"],
         dy: Float[Array, "T d"],
         row_weights: Float[Array, " R"],
-        groups: Any,
+        groups: Dispatch,
         *,
         dtype,
         bias_dtype,
@@ -182,7 +211,7 @@ class Kernels(Protocol):
         self,
         x: Float[Array, "T d"],
         d_pre_activations: tuple[Float[Array, "R n"], ...],
-        groups: Any,
+        groups: Dispatch,
         *,
         dtypes: tuple,
         bias_dtypes: tuple,
@@ -192,7 +221,7 @@ class Kernels(Protocol):
         self,
         d_pre_activations: tuple[Float[Array, "R n"], ...],
         weights: tuple[Float[Array, "E d n"], ...],
-        groups: Any,
+        groups: Dispatch,
         first_column: Int[Array, ""] | int,
         num_columns: int,
     ) -> Float[Array, "R columns"]: ...

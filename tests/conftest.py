@@ -33,8 +33,18 @@ hypothesis.settings.load_profile("library")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run every parameter set of each test, as CI does")
-    parser.addoption("--parameter-sets", type=int, default=2, metavar="N", help="or N of each test and kind of kernels")
+    parser.addoption("--all", action="store_true", help="run every test with every parameter set, as CI does")
+
+
+def pytest_configure(config):
+    """The default run compiles with little optimisation, which saves a third of its time; GPUs always get all."""
+    if not config.getoption("--all") and jax.default_backend() == "cpu":
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+def pytest_runtest_setup(item):
+    little = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1" and not item.get_closest_marker("compile_only")
+    jax.config.update("jax_disable_most_optimizations", little)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -49,7 +59,7 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skips what needs a Hopper GPU, or a compiler for it, where there is none; keeps `--parameter-sets`; sorts."""
+    """Skips what needs a Hopper GPU, or a compiler for it, where there is none; leaves sets to `--all`; sorts."""
     reasons = {}
     if not (jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"):
         reasons["gpu"] = "needs a Hopper GPU"
@@ -64,12 +74,17 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             skipped = any(item.iter_markers("skip")) or any(mark.args[0] for mark in item.iter_markers("skipif"))
             by_test[item.nodeid.partition("[")[0], kernels_of(item), skipped].append(item)
-        most = config.getoption("--parameter-sets")
-        kept = {item for sets in by_test.values() for item in sorted(sets, key=by_hash_of_name)[:most]}
+        kept = {item for sets in by_test.values() for item in sorted(sets, key=by_hash_of_name)[: by_default(sets[0])]}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     # The longest first: no worker is left alone with them at the end.
     items.sort(key=lambda item: "tests/train_example" not in item.nodeid)
+
+
+def by_default(item) -> int:
+    """How many parameter sets of the item's test run without `--all`, of each kind of kernels."""
+    marker = item.get_closest_marker("default_sets")
+    return marker.args[0] if marker else 1
 
 
 def kernels_of(item) -> str | None:

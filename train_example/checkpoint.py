@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the training state, and in words of JSON what run it is of."""
+"""Checkpoints of a run: the training state, and a description of the run in JSON."""
 
 from pathlib import Path
 from typing import Any

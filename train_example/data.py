@@ -77,7 +77,7 @@ class Corpus:
         self.training_bytes = len(stream) - max(window, min(len(stream) // 10, _MAX_HELD_OUT))
 
     def batch(self, seed: int, step: int, batch_size: int) -> UInt8[np.ndarray, "B S+1"]:
-        """Windows from anywhere in the training part; a function of its arguments alone."""
+        """Windows from anywhere in the training part; the same for the same arguments."""
         last = self.training_bytes - self.sequence_length - 1
         starts = np.random.default_rng((seed, step)).integers(last, size=batch_size, dtype=np.int64, endpoint=True)
         return self._windows(starts)

@@ -29,7 +29,7 @@ def experts_function(experts_layer: ExpertsLayer) -> Callable[..., Array]:
 
     def experts(x, w_gate, w_up, w_down, weights, experts, *, activation, b_gate, b_up, b_down, **options):
         if activation != "swiglu" or not (b_gate is b_up is b_down is None):
-            raise ValueError(f"experts_layer={experts_layer!r} has no {activation=} or biases, swiglu alone")
+            raise ValueError(f"experts_layer={experts_layer!r} has no {activation=} or biases, only swiglu")
         return layer(x, *(w.astype(x.dtype) for w in (w_gate, w_up, w_down)), weights, experts)
 
     return experts

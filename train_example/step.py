@@ -151,7 +151,7 @@ def working_copy(params: Tree, dtype: DTypeLike) -> Tree:
 def _loss(
     model: Decoder, params: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"]
 ) -> tuple[Float[Array, ""], tuple[Tree, _Report]]:
-    """What is trained on: cross entropy plus the layers' auxiliary losses. Beside it the new router state."""
+    """The training loss, cross entropy plus the layers' auxiliary losses, and the new router state."""
     variables = {"params": params, "router_state": router_state}
     collections = ["losses", "intermediates", "router_state"]
     logits, sown = model.apply(variables, windows[:, :-1], train=True, mutable=collections)

@@ -20,7 +20,7 @@ class Ceilings(NamedTuple):
     gbs: float
 
     def least_us(self, flops: float, num_bytes: float) -> tuple[float, str]:
-        """Microseconds below which that work cannot be done at these rates, and which of the two says so."""
+        """The least microseconds that the work can take at these rates, and which of the two limits it."""
         by_flops, by_bytes = flops / self.tflops / 1e6, num_bytes / self.gbs / 1e3
         return max((by_flops, DENSE), (by_bytes, COPY))
 
@@ -57,7 +57,7 @@ class CeilingCalls:
         }
 
     def rates(self, timings: Mapping[str, Timing]) -> Ceilings:
-        """The ceilings by the times of the two calls."""
+        """The ceilings from the times of the two calls."""
         return Ceilings(self.dense_tflops(timings[DENSE].us), 2 * self.copied_bytes / timings[COPY].us / 1e3)
 
     def dense_tflops(self, us: float) -> float:

@@ -116,7 +116,7 @@ class _Candidate:
         """
         if phase in self.calls:
             return
-        # tokamax's "xla" is jax.lax.ragged_dot, and takes what that takes
+        # tokamax's "xla" is jax.lax.ragged_dot, and needs the same
         estimated_as = RAGGED_DOT if self.backend == "xla" and self.name == TOKAMAX else self.name
         call, plan = compile_pass(estimated_as, self.layer, phase, sizes, inputs, rough, limit_seconds)
         self.plans[phase] = plan

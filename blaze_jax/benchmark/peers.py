@@ -126,7 +126,7 @@ def tokamax_ragged_dot() -> Callable[..., Array]:
 
 
 def estimated_bytes(name: str, sizes, itemsize: int, *, backward: bool) -> tuple[float, str]:
-    """Bytes below which a peer does not get along on a GPU, and what takes them; 0 where only compiling tells.
+    """The least bytes that a peer needs on a GPU, and what for; 0 where only compiling tells.
 
     XLA computes `jax.lax.ragged_dot` on NVIDIA GPUs as one dense product over all experts, from a copy of the rows for
     each, and in the backward pass from two in float32. Compiling that takes minutes: it is not tried where the copies

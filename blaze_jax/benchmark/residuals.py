@@ -1,4 +1,4 @@
-"""What a backward pass keeps, by name, from the traced program alone."""
+"""What a backward pass keeps, by name, read from the traced program."""
 
 import inspect
 import math

@@ -1,6 +1,5 @@
 """`--token-rounding`: the experts with plain top-k against whole kernel tiles of tokens for each expert."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,33 +9,39 @@ import jax.numpy as jnp
 from blaze_jax.benchmark.inputs import expert_inputs, forward_and_backward
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import time_calls
-from blaze_jax.experts import expert_ffn
-from blaze_jax.routing import Routing, route
+from blaze_jax.dispatch import Grouped
+from blaze_jax.experts import compute_experts
+from blaze_jax.router import Router
+from blaze_jax.routing import Routing, route, route_and_group
+from blaze_jax.token_rounding import TokenRounding
 
 PLAIN = "top-k"
 TILE = 128
 
 
 def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> dict[str, Any]:
-    """Forward+backward of the experts under each kind of routing, alone and with it, as in the JSON file."""
+    """Forward+backward of the experts under each kind of routing, without and with it, as in the JSON file."""
     x, w_gate, w_up, w_down, *_ = expert_inputs(sizes, dtype)
     logits = jax.random.normal(jax.random.key(4), (sizes.num_tokens, sizes.num_experts))
     tile = min(TILE, max(1, sizes.pairs // sizes.num_experts))
 
-    def router(mode) -> Callable[..., Routing]:
-        options = {} if mode is None else {"token_rounding": mode, "rounding_tile": tile}
-        return partial(route, experts_per_token=sizes.experts_per_token, implementation=implementation, **options)
+    options = {"experts_per_token": sizes.experts_per_token, "implementation": implementation}
 
-    def experts(routing: Routing, x, w_gate, w_up, w_down):
-        layer = partial(expert_ffn, implementation=implementation, dispatched=routing.dispatched)
+    def experts(grouped: Grouped | None, routing: Routing, x, w_gate, w_up, w_down):
+        layer = partial(
+            compute_experts, grouped, activation="swiglu", save="pre_activations", implementation=implementation
+        )
         return forward_and_backward(layer)(x, w_gate, w_up, w_down, routing.weights, routing.experts, x)
 
-    def routed_experts(router, logits, *arrays):
-        return experts(router(logits), *arrays)
+    def routed_experts(router: Router, logits, *arrays):
+        routing, grouped = route_and_group(logits, router=router, **options)
+        return experts(grouped, routing, *arrays)
 
-    routers = {PLAIN: router(None), **{f"rounded {mode}": router(mode) for mode in ("nearest", "down")}}
-    routings = {name: jax.jit(router)(logits)._replace(dispatched=None) for name, router in routers.items()}
-    alone, arrays = jax.jit(experts), (x, w_gate, w_up, w_down)
+    modes: tuple[TokenRounding, ...] = ("nearest", "down")
+    routers = {f"rounded {mode}": Router(token_rounding=mode, rounding_tile=tile) for mode in modes}
+    routers = {PLAIN: Router(), **routers}
+    routings = {name: jax.jit(partial(route, router=router, **options))(logits) for name, router in routers.items()}
+    alone, arrays = jax.jit(partial(experts, None)), (x, w_gate, w_up, w_down)
     calls = {name: partial(alone, routing, *arrays) for name, routing in routings.items()}
     calls |= {
         _with_router(name): partial(jax.jit(partial(routed_experts, router)), logits, *arrays)

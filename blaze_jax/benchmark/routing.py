@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from blaze_jax.benchmark.timing import time_calls, wall_times
 from blaze_jax.implementation import Implementation, kernels_of
-from blaze_jax.routing import route
+from blaze_jax.router import Router
+from blaze_jax.routing import route, route_and_group
 
 OURS = "blaze_jax route + dispatch"
 XLA = "XLA top_k + argsort dispatch"
@@ -33,9 +34,9 @@ def measure_routing(
 ) -> dict[str, Any]:
     """Times of both ways from logits to the experts' index arrays, and of their parts, as in the JSON file.
 
-    Ours also with what else may decide which tokens an expert takes; its index arrays are built anew then.
+    Ours is also timed with what else may decide which tokens an expert takes; its index arrays are then built anew.
 
-    A call alone costs what the host needs to launch it, which hides the kernels' time; inside a step that counts.
+    A separate call costs what the host needs to launch it, which hides the kernels' time; in a step that time counts.
     """
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
     implementation = implementation or _best_here()
@@ -46,9 +47,9 @@ def measure_routing(
         return routing.experts, routing.weights, routing.tokens_per_expert
 
     def ours(logits, **options):
-        routing = route(logits, slots, implementation=implementation, **options)
+        routing, grouped = route_and_group(logits, slots, Router(**options), implementation=implementation)
         routed = routing.experts, routing.weights, routing.tokens_per_expert
-        return routed, routing.dispatched or dispatch(routing.experts)
+        return routed, grouped.dispatch if grouped else dispatch(routing.experts)
 
     def xla(logits):
         experts, weights = xla_route(logits, slots)
@@ -112,9 +113,7 @@ def print_routing(record: dict[str, Any]) -> None:
     """The record as a table."""
     print("T={num_tokens}, E={num_experts}, K={experts_per_token}, {implementation}".format(**record))
     for name, row in record["calls"].items():
-        times = (
-            f"{row['us']:10.1f} us ±{row['spread'] / 2:6.1%} {row['clock']} time, {row['wall_us']:.1f} us called alone"
-        )
+        times = f"{row['us']:10.1f} us ±{row['spread'] / 2:6.1%} {row['clock']} time, {row['wall_us']:.1f} us per call"
         print(f"  {name:30s} {times}; {row['kernels']} kernels")
     print(f"  {XLA} takes {record['speedup']:.2f} times as long as {OURS}")
     for note in dict.fromkeys(row["note"] for row in record["calls"].values() if row["note"]):

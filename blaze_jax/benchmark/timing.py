@@ -125,7 +125,7 @@ def sustain(call: Call, *, seconds: float = 1.0, warm_seconds: float = 0.3) -> S
     def run(number: int) -> None:
         result = None
         for _ in range(number):
-            result = call()  # the one before is let go of: the device has work queued, memory holds one result or two
+            result = call()  # drops the last one: work is queued, and memory holds one or two results
         jax.block_until_ready(result)
 
     def both() -> None:
@@ -136,11 +136,11 @@ def sustain(call: Call, *, seconds: float = 1.0, warm_seconds: float = 0.3) -> S
 
     if jax.default_backend() != "gpu":
         both()
-        return Sustained(measured, wall[-1] / measured * 1e6, None, f"{jax.default_backend()}: wall time alone")
+        return Sustained(measured, wall[-1] / measured * 1e6, None, f"{jax.default_backend()}: wall time only")
     try:
         kernels = trace(both)
     except TraceError as error:
-        return Sustained(measured, wall[-1] / measured * 1e6, None, f"wall time alone, because {error}")
+        return Sustained(measured, wall[-1] / measured * 1e6, None, f"wall time only, because {error}")
     device_ns, note = _last_share(kernels, warm + measured, measured)
     return Sustained(measured, wall[-1] / measured * 1e6, device_ns / measured / 1e3, note)
 

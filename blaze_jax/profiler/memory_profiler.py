@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental import xla_metadata
@@ -82,12 +83,12 @@ class MemoryProfiler:
         peak, note = _measured_peak(device, before, device.memory_stats() or {})
         self._profile = Profile(device.device_kind, True, peak, note, None, None, tuple(traced))
 
-    def examine(self, function: Callable, *arguments) -> Profile:
+    def examine(self, function: Callable, *arguments: Any) -> Profile:
         """Traces and compiles a step for this platform without running it.
 
         Args:
           function: the step, jitted or plain, with its backward pass in it.
-          arguments: its arguments; `jax.ShapeDtypeStruct`s will do.
+          *arguments: its arguments; `jax.ShapeDtypeStruct`s will do.
         """
         device = jax.devices()[0]
         with observed_layers() as traced, _traced_anew():
@@ -132,7 +133,7 @@ def _traced_anew():
 
 
 def _wait(device) -> None:
-    """Until the device has done what it was given: its programs run in order, so until one more is done."""
+    """Waits until the device is done: its programs run in order, so one more program has to end."""
     jax.block_until_ready(jax.jit(lambda x: x + 1)(jax.device_put(0, device)))
 
 

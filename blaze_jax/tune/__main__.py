@@ -76,8 +76,8 @@ def _tune_all(arguments: argparse.Namespace) -> None:
     path = arguments.output or user_file()
     if path is None:
         raise ValueError(f"{USER_FILE_VARIABLE} is empty, which means no file: say --output FILE")
-    add_tunings(path, {})  # that it cannot be written is told before anything is measured
-    os.environ[USER_FILE_VARIABLE] = ""  # what was found before has no part in what is measured
+    add_tunings(path, {})  # fails before anything is measured if it cannot be written
+    os.environ[USER_FILE_VARIABLE] = ""  # earlier results must not change what is measured
     machine = describe(environment())
     print(machine)
     for sizes in arguments.config:

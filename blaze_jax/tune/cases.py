@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
-from blaze_jax.experts_vjp import Indices, block_width, combine_columns
+from blaze_jax.column_blocks import block_width, combine_columns
 from pallas_kernels import hopper
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
+from pallas_kernels.contract import Dispatch
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.tuning.parameters import (
     ColumnBlock,
     CombineTuning,
@@ -37,7 +38,7 @@ class Operands(NamedTuple):
     up_weights: tuple[Float[Array, "E d n"], ...]
     w_down: Float[Array, "E n d"]
     weights: Float[Array, "T K"]
-    indices: Indices
+    dispatch: Dispatch[TileSchedule]
     row_weights: Float[Array, " R"]
     pre: tuple[Float[Array, "R n"], ...]
     hidden: Float[Array, "R n"]
@@ -64,14 +65,13 @@ class Case(NamedTuple):
 
 def make_operands(x, w_gate, w_up, w_down, weights, experts) -> Operands:
     """What the kernels of a layer take, from the layer's own arguments."""
-    indices = Indices(*hopper.dispatch(experts, w_down.shape[0]))
-    groups, positions = indices.groups, indices.token_index_map
-    row_weights = jnp.zeros(groups.num_rows, weights.dtype).at[positions].set(weights, mode="drop")
+    dispatch = hopper.dispatch(experts, w_down.shape[0])
+    row_weights = jnp.zeros(dispatch.num_rows, weights.dtype).at[dispatch.token_index_map].set(weights, mode="drop")
     columns = block_width(x.shape[1], ColumnBlock().columns)
     tuning = TileTuning()
-    pre, hidden = hopper.up_projection(x, (w_gate, w_up), (), groups, activation=_ACTIVATION, tuning=tuning)
-    block = hopper.down_projection(hidden, w_down, None, groups, 0, columns, tuning=tuning)
-    return Operands(x, (w_gate, w_up), w_down, weights, indices, row_weights, pre, hidden, block)
+    pre, hidden = hopper.up_projection(x, (w_gate, w_up), (), dispatch, activation=_ACTIVATION, tuning=tuning)
+    block = hopper.down_projection(hidden, w_down, None, dispatch, 0, columns, tuning=tuning)
+    return Operands(x, (w_gate, w_up), w_down, weights, dispatch, row_weights, pre, hidden, block)
 
 
 def tuning_cases(operands: Operands) -> list[Case]:
@@ -79,7 +79,7 @@ def tuning_cases(operands: Operands) -> list[Case]:
     (num_tokens, d), (num_experts, n, _) = operands.x.shape, operands.w_down.shape
     num_rows, dtype = operands.hidden.shape[0], operands.x.dtype
     slots, columns = operands.weights.shape[1], operands.block.shape[1]
-    tiles = operands.indices.groups.tiles.num_tiles
+    tiles = operands.dispatch.tiles.num_tiles
     narrow, wide = -(-n * 2 // TILE_COLUMNS), -(-n // TILE_COLUMNS)  # column tiles of both projections, and of one
     row_tiles = -(-d // TILE_ROWS)  # of a weight gradient
     block_tiles = -(-columns // TILE_COLUMNS)
@@ -131,49 +131,44 @@ def _distinct[K](candidates: Iterable[K], effect: Callable[[K], object]) -> tupl
 
 
 def _up_projection(tuning, o: Operands):
-    return hopper.up_projection(o.x, o.up_weights, (), o.indices.groups, activation=_ACTIVATION, tuning=tuning)
+    return hopper.up_projection(o.x, o.up_weights, (), o.dispatch, activation=_ACTIVATION, tuning=tuning)
 
 
 def _down_projection(columns: int, tuning, o: Operands):
-    return hopper.down_projection(o.hidden, o.w_down, None, o.indices.groups, 0, columns, tuning=tuning)
+    return hopper.down_projection(o.hidden, o.w_down, None, o.dispatch, 0, columns, tuning=tuning)
 
 
 def _combine(tuning, o: Operands):
-    return hopper.combine(o.block, o.indices.token_index_map, o.weights, o.x, 0, tuning=tuning)
+    return hopper.combine(o.block, o.dispatch.token_index_map, o.weights, o.x, 0, tuning=tuning)
 
 
 def _down_backward(tuning, o: Operands):
-    groups = o.indices.groups
     return hopper.down_backward(
-        o.x, o.w_down, None, o.pre, o.row_weights, groups, activation=_ACTIVATION, tuning=tuning
+        o.x, o.w_down, None, o.pre, o.row_weights, o.dispatch, activation=_ACTIVATION, tuning=tuning
     )
 
 
 def _down_weight_gradients(tuning, o: Operands):
     gradient, _ = hopper.down_weight_gradients(
-        o.hidden, o.x, o.row_weights, o.indices.groups, dtype=o.w_down.dtype, bias_dtype=None, tuning=tuning
+        o.hidden, o.x, o.row_weights, o.dispatch, dtype=o.w_down.dtype, bias_dtype=None, tuning=tuning
     )
     return gradient
 
 
 def _up_weight_gradients(tuning, o: Operands):
     dtypes = tuple(w.dtype for w in o.up_weights)
-    return hopper.up_weight_gradients(o.x, o.pre, o.indices.groups, dtypes=dtypes, bias_dtypes=(), tuning=tuning)
+    return hopper.up_weight_gradients(o.x, o.pre, o.dispatch, dtypes=dtypes, bias_dtypes=(), tuning=tuning)
 
 
 def _up_backward(columns: int, tuning, o: Operands):
-    return hopper.up_backward(o.pre, o.up_weights, o.indices.groups, 0, columns, tuning=tuning)
+    return hopper.up_backward(o.pre, o.up_weights, o.dispatch, 0, columns, tuning=tuning)
 
 
 def _column_block(tuning, o: Operands):
     """Both loops over blocks of columns: the forward pass's last step, and the backward pass's."""
-
-    def down(first_column, num_columns):
-        return hopper.down_projection(o.hidden, o.w_down, None, o.indices.groups, first_column, num_columns)
-
-    def up(first_column, num_columns):
-        return hopper.up_backward(o.pre, o.up_weights, o.indices.groups, first_column, num_columns)
-
-    both = ((down, o.weights), (up, None))
-    width, most, dtype = o.x.shape[1], tuning.columns, o.x.dtype
-    return [combine_columns(hopper, rows, width, most, dtype, o.indices, weights) for rows, weights in both]
+    down = partial(hopper.down_projection, o.hidden, o.w_down, None, o.dispatch)
+    up = partial(hopper.up_backward, o.pre, o.up_weights, o.dispatch)
+    return [
+        combine_columns(hopper, rows, o.w_down, o.dispatch, weights, o.x.dtype, tuning.columns)
+        for rows, weights in ((down, o.weights), (up, None))
+    ]

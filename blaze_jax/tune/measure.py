@@ -1,4 +1,4 @@
-"""Times a kernel's candidates by turns, and holds their results to the bits of the heuristic's."""
+"""Times a kernel's candidates in turns, and compares their results bit by bit with the heuristic's."""
 
 import os
 import time
@@ -16,11 +16,11 @@ from blaze_jax.tune.cases import Case, Operands
 from pallas_kernels.tuning.parameters import Tuning
 
 WORTH = 0.01
-"""Of the heuristic's time: candidates that save less do not replace it, two runs may differ by as much."""
+"""A share of the heuristic's time. Candidates that save less do not replace it: two runs may differ by as much."""
 
 
 class Found(NamedTuple):
-    """What came of tuning a kernel.
+    """The outcome of tuning a kernel.
 
     Attributes:
       tuning: the fastest parameters.
@@ -60,7 +60,7 @@ def tune(
     programs, notes = _compile(case, operands, seconds, say)
     say(f"{case.kernel}: comparing {len(programs)}")
     default, *others = programs
-    used_rows = operands.indices.groups.offsets[-1]
+    used_rows = operands.dispatch.expert_token_offsets[-1]
     expected = programs[default](operands)
     same = jax.jit(partial(_same_bits, case.by_row))
     for tuning in others:
@@ -83,7 +83,7 @@ def choose[K](us: dict[K, float], default: K) -> K:
 
 
 def kernel_us(timing: Timing, kernel: str) -> float:
-    """Time of the kernel alone where the profiler knows it by name; of all that ran otherwise."""
+    """The kernel's own time where the profiler knows its name, else the time of all that ran."""
     own = [total.us for name, total in timing.kernels.items() if f"moe_{kernel}" in name]
     return sum(own) if own else timing.us
 
@@ -95,7 +95,7 @@ def _compile(case: Case, operands: Operands, seconds: float, say) -> tuple[dict[
     def start(tuning: Tuning) -> Future:
         try:
             return pool.submit(jax.jit(partial(case.run, tuning)).lower(operands).compile)
-        except Exception as error:  # whatever stops Pallas stops this candidate alone
+        except Exception as error:  # whatever stops Pallas stops only this candidate
             failed = Future()
             failed.set_exception(error)
             return failed

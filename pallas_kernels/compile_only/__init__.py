@@ -105,9 +105,9 @@ def compile_for_h200(function: Callable, *arguments, **jit_options) -> CompiledF
     """
     arguments = on_h200(arguments)
     # A function of its own: what jax has compiled before, it would not compile again, and nothing would be reported.
-    lowered = jax.jit(lambda *values: function(*values), **jit_options).lower(*arguments)
-    num_kernels = mark_kernels_as_new(lowered)
     with _environment("MOSAIC_GPU_DUMP_PTXAS", "1"), captured_ptxas_report() as kernels:
+        lowered = jax.jit(lambda *values: function(*values), **jit_options).lower(*arguments)
+        num_kernels = mark_kernels_as_new(lowered)
         executable = lowered.compile()
     if num_kernels and not kernels:
         raise RuntimeError(

@@ -9,8 +9,8 @@ from pallas_kernels.hopper.support import unsupported
 from pallas_kernels.hopper.up_backward import up_backward
 from pallas_kernels.hopper.up_projection import up_projection
 from pallas_kernels.hopper.weight_gradients import down_weight_gradients, up_weight_gradients
+from pallas_kernels.mosaic.early_assembly import assemble_early
 from pallas_kernels.mosaic.interpreter import interpreted
-from pallas_kernels.mosaic.row_groups import RowGroups
 from pallas_kernels.simt.combine import combine
 from pallas_kernels.simt.dispatch import dispatch, dispatch_unsupported
 from pallas_kernels.simt.router import router, router_unsupported
@@ -18,7 +18,6 @@ from pallas_kernels.simt.token_selection import experts_added, token_cutoffs
 from pallas_kernels.xla.router import router_backward
 
 __all__ = [
-    "RowGroups",
     "column_block",
     "combine",
     "dispatch",
@@ -40,3 +39,4 @@ __all__ = [
 ]
 
 remember_assembler_version()
+assemble_early()

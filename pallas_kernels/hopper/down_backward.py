@@ -1,8 +1,7 @@
 """Backward of the down projection and the activation, which is recomputed from the saved pre-activations."""
 
-# pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
-
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +10,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper import inline
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.ragged_store import ragged_copy
-from pallas_kernels.hopper.row_matmul import RowMatmul, row_matmul
-from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups, rows_of_tiles
+from pallas_kernels.hopper.ring import PANELS
+from pallas_kernels.hopper.row_matmul import RingEnd, row_matmul
+from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, rows_of_tiles
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 PIECE = 16  # columns worked on at a time, what the registers have room for in addition to a tile
-PANELS = TILE_COLUMNS // PANEL
 COPIES = TILE_COLUMNS // TILE_ROWS
 
 
@@ -33,7 +33,7 @@ def down_backward(
     b_down: Float[Array, "E d"] | None,
     pre_activations: tuple[Float[Array, "R n"], ...],
     row_weights: Float[Array, " R"],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
     activation: Callable[..., Array],
     tuning: TileTuning | None = None,
@@ -50,27 +50,25 @@ def down_backward(
     column_tiles = -(-n // TILE_COLUMNS)
     shape = shape_key(num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
 
-    def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
+    def load(refs, where, k, slot):
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
-            columns = pl.ds(column_tile * TILE_COLUMNS + first, TILE_ROWS)
-            block = inputs[2].at[expert, columns, pl.ds(k * K_STEP, K_STEP)]
-            plgpu.copy_gmem_to_smem(block, rhs.at[pl.ds(first, TILE_ROWS)], barrier)
+            columns = pl.ds(where.column_tile * TILE_COLUMNS + first, TILE_ROWS)
+            block = refs.w_down.at[where.expert, columns, pl.ds(k * K_STEP, K_STEP)]
+            slot.fetch(block, slot.rhs.at[pl.ds(first, TILE_ROWS)])
 
-    def load_panel(inputs, row, column_tile, panel, rhs, barrier):
-        columns = pl.ds(column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
-        for i in range(COPIES):
-            pre = inputs[4 + min(i, num_pre - 1)]  # an ungated one twice
-            plgpu.copy_gmem_to_smem(
-                pre.at[pl.ds(row, TILE_ROWS), columns], rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)], barrier
-            )
+    def load_panel(refs, where, panel, slot):
+        columns = pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
+        for i, pre in enumerate((refs.pre[0], refs.pre[-1])):  # an ungated one twice
+            slot.fetch(pre.at[pl.ds(where.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
 
-    def begin(where, inputs):
-        return plgpu.load(inputs[3].at[pl.ds(where.row, GROUP_ROWS)], layout=ROWS, optimized=False)
+    def begin(refs, where):
+        row_weight = plgpu.load(refs.row_weights.at[pl.ds(where.row, GROUP_ROWS)], layout=ROWS, optimized=False)
+        return partial(end_panel, refs, where, row_weight)
 
-    def panel(accumulator, row_weight, panel, where, lhs, rhs, inputs, outputs):
-        own = [rhs.at[pl.ds(i * TILE_ROWS + where.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
+    def end_panel(refs, where, row_weight, accumulator, panel, slot):
+        own = [slot.rhs.at[pl.ds(i * TILE_ROWS + where.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
         # The results leave from where the pre-activations were, and from the left operand's part of the slot.
-        leaving = (*own, lhs.at[pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)])
+        leaving = (*own, slot.lhs.at[pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)])
         weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PIECE), (0,))
         d_weight = plgpu.layout_cast(jnp.zeros((GROUP_ROWS,), jnp.float32), ROWS)
         for first in range(0, PANEL, PIECE):
@@ -83,44 +81,40 @@ def down_backward(
                 inline.store_columns(buffer, first, result.astype(dtype))
         plgpu.commit_smem()
         columns = pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
-        for buffer, output in zip(leaving, outputs[:-1], strict=True):
+        for buffer, output in zip(leaving, (*refs.d_pre, refs.weighted_hidden), strict=True):
             ragged_copy(buffer, output, where, columns)
         plgpu.commit_smem_to_gmem_group()
         rows = pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)
-        outputs[-1].at[where.row_tile, where.column_tile * PANELS + panel, rows][...] = d_weight
+        refs.d_row_weights.at[where.row_tile, where.column_tile * PANELS + panel, rows][...] = d_weight
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
-    sums_shape = (groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS)
-    *d_pre_activations, weighted_hidden, sums = row_matmul(
-        RowMatmul(
-            name="moe_down_backward",
-            inputs=(dy, groups.token_indices, w_down, row_weights, *pre_activations),
-            outputs=(rows,) * (num_pre + 1) + (jax.ShapeDtypeStruct(sums_shape, jnp.float32),),
-            # A tile has read its pre-activations before it writes their gradients.
-            in_place={4 + i: i for i in range(num_pre)},
-            num_column_tiles=column_tiles,
-            k_steps=-(-dy.shape[1] // K_STEP),
-            gathers=True,
-            transposed_weights=True,
-            copies=COPIES,
-            load=load,
-            panels=PANELS,
-            load_panel=load_panel,
-            begin=begin,
-            panel=panel,
-            tuning=find_tuning(TileTuning, "down_backward", tuning, shape),
-        ),
+    sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
+    gathered = {"tokens": dy, "token_indices": groups.expert_token_indices}
+    out = row_matmul(
+        "moe_down_backward",
         groups.tiles,
+        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations},
+        results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
+        aliases=[("pre", "d_pre")],  # a tile has read its pre-activations before it writes their gradients
+        column_tiles=column_tiles,
+        k_steps=-(-dy.shape[1] // K_STEP),
+        load=load,
+        copies=COPIES,
+        end=RingEnd(load_panel, begin),
+        transposed_weights=True,
+        tuning=find_tuning(TileTuning, "down_backward", tuning, shape),
     )
-    d_row_weights = rows_of_tiles(sums.sum(1), groups.tiles, num_rows)
+    d_row_weights = rows_of_tiles(out.d_row_weights.sum(1), groups.tiles, num_rows)
     if b_down is not None:
         d_row_weights += _bias_part(dy, b_down, groups)
-    return tuple(d_pre_activations), weighted_hidden, d_row_weights
+    return out.d_pre, out.weighted_hidden, d_row_weights
 
 
-def _bias_part(dy: Float[Array, "T d"], b_down: Float[Array, "E d"], groups: RowGroups) -> Float[Array, " R"]:
+def _bias_part(
+    dy: Float[Array, "T d"], b_down: Float[Array, "E d"], groups: Dispatch[TileSchedule]
+) -> Float[Array, " R"]:
     """`⟨dy, b_down⟩` of every row: a product for all experts is cheaper than gathering rows of dy for it."""
     products = jnp.dot(dy, b_down.astype(dy.dtype).T, preferred_element_type=jnp.float32)
     of_tiles = jnp.broadcast_to(groups.tiles.expert[:, None], (groups.tiles.num_tiles, TILE_ROWS))
     expert = rows_of_tiles(of_tiles, groups.tiles, groups.num_rows)
-    return products.at[groups.token_indices, expert].get(mode="fill", fill_value=0)
+    return products.at[groups.expert_token_indices, expert].get(mode="fill", fill_value=0)

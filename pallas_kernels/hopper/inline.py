@@ -136,14 +136,13 @@ class RowGather:
     (rows, 64) one after the other.
 
     Args:
+      tokens: the array read from, its width a multiple of 8; rows and columns past its end read zeros.
       rows: of a tile.
       columns: of a tile, 64 or a multiple.
-      num_tokens: rows of the array read from; an index past it reads zeros.
-      width: columns of that array, a multiple of 8; columns past it read zeros.
     """
 
-    def __init__(self, *, rows: int, columns: int, num_tokens: int, width: int):
-        self.rows, self.columns, self.num_tokens, self.width = rows, columns, num_tokens, width
+    def __init__(self, tokens: jax.Array, *, rows: int, columns: int):
+        self.rows, self.columns, (self.num_tokens, self.width) = rows, columns, tokens.shape
         self.chunks = columns // 8
         self.rows_apart = WARPGROUP // self.chunks
         self.per_thread = rows // self.rows_apart

@@ -1,11 +1,13 @@
-"""Stores of a row tile whose last rows belong to the next expert."""
+"""Stores of results through shared memory, and of a row tile whose last rows belong to the next expert."""
+
+from contextlib import contextmanager
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.inline import PANEL, SWIZZLED, end_ragged_copy, store_panels
-from pallas_kernels.mosaic.row_groups import GROUP_ROWS, ROW_ALIGNMENT, TILE_COLUMNS, Where
+from pallas_kernels.mosaic.row_groups import GROUP_ROWS, ROW_ALIGNMENT, Where
 
 
 def ragged_copy(buffer, output, where: Where, columns) -> None:
@@ -31,40 +33,26 @@ def ragged_copy(buffer, output, where: Where, columns) -> None:
         end_ragged_copy()
 
 
-def store_rows(values: jax.Array, buffer, output, where: Where, column) -> None:
-    """Stores the valid rows of `values` (64, 64) at `output[where.row :, column :]` through `buffer`.
+def store_buffers(dtype, columns: int = PANEL):
+    """Two buffers for `store_through` per consumer warpgroup."""
+    return plgpu.SMEM((4, GROUP_ROWS, columns), dtype, transforms=SWIZZLED)
 
-    Two buffers take turns: the store before last must have left shared memory.
+
+@contextmanager
+def store_through(buffers, warpgroup, turn: int, values: jax.Array, *, transposed=False):
+    """A buffer with `values` or their transpose, for the copies that are started inside.
+
+    A warpgroup's two buffers take turns: the store before last must have left shared memory.
     """
+    buffer = buffers.at[warpgroup * 2 + turn % 2]
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-    store_panels(buffer, values)
+    store_panels(buffer, values, transposed=transposed)
     plgpu.commit_smem()
-    ragged_copy(buffer, output, where, pl.ds(column, values.shape[1]))
+    yield buffer
     plgpu.commit_smem_to_gmem_group()
 
 
-def store_buffers(dtype):
-    """Two buffers for `store_rows` per consumer warpgroup."""
-    return plgpu.SMEM((4, GROUP_ROWS, PANEL), dtype, transforms=SWIZZLED)
-
-
-def store_buffer(buffers, panel: int, where: Where):
-    """The buffer whose turn it is."""
-    return buffers.at[where.warpgroup * 2 + panel % 2]
-
-
-def packed_tile(dtype, columns: int = TILE_COLUMNS):
-    """What `pack` returns; or so many columns of it."""
-    return plgpu.ShapeDtypeStruct((GROUP_ROWS, columns), dtype, layout=plgpu.Layout.WGMMA)
-
-
-def pack(accumulator, where, inputs, outputs, scratch):
-    """Ends a tile by rounding it."""
-    return accumulator.astype(outputs[0].dtype)
-
-
-def store_packed(packed, panel, where, inputs, outputs, scratch):
-    """Stores 64 columns of a tile that is the only output as it is."""
-    columns = packed[:, panel * PANEL : (panel + 1) * PANEL]
-    column = where.column_tile * TILE_COLUMNS + panel * PANEL
-    store_rows(columns, store_buffer(scratch[0], panel, where), outputs[0], where, column)
+def store_rows(refs, where: Where, panel: int, values: jax.Array, output, column) -> None:
+    """Stores the valid rows of a panel's `values` (64, 64) at `output[where.row :, column :]`."""
+    with store_through(refs.buffers, where.warpgroup, panel, values) as buffer:
+        ragged_copy(buffer, output, where, pl.ds(column, PANEL))

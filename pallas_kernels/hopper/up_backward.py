@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.ragged_store import pack, packed_tile, store_buffers, store_packed
-from pallas_kernels.hopper.row_matmul import RowMatmul, row_matmul
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, RowGroups
+from pallas_kernels.contract import Dispatch
+from pallas_kernels.hopper.inline import K_STEP
+from pallas_kernels.hopper.row_matmul import ROUNDED_ROWS, row_matmul
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
@@ -19,7 +18,7 @@ from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 def up_backward(
     d_pre_activations: tuple[Float[Array, "R n"], ...],
     weights: tuple[Float[Array, "E d n"], ...],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     first_column: Int[Array, ""] | int,
     num_columns: int,
     *,
@@ -37,36 +36,27 @@ def up_backward(
         weights = tuple(block.astype(dtype) for block in blocks)
         first_column = jnp.zeros_like(first_column)
 
-    def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
-        first_column = inputs[-1]
-        column = first_column[0] + column_tile * TILE_COLUMNS
-        for i in range(len(weights)):
-            d_pre, weight = inputs[2 * i], inputs[2 * i + 1]
+    def load(refs, where, k, slot):
+        columns = pl.ds(refs.first_column[0] + where.column_tile * TILE_COLUMNS, TILE_COLUMNS)
+        for i, (d_pre, weight) in enumerate(refs.pairs):
 
             @pl.when((k >= i * steps_each) & (k < (i + 1) * steps_each))
             def _(d_pre=d_pre, weight=weight, i=i):
                 steps = pl.ds((k - i * steps_each) * K_STEP, K_STEP)
-                plgpu.copy_gmem_to_smem(d_pre.at[pl.ds(row, TILE_ROWS), steps], lhs, barrier)
-                plgpu.copy_gmem_to_smem(weight.at[expert, pl.ds(column, TILE_COLUMNS), steps], rhs, barrier)
+                slot.fetch(d_pre.at[pl.ds(where.row, TILE_ROWS), steps], slot.lhs)
+                slot.fetch(weight.at[where.expert, columns, steps], slot.rhs)
 
-    pairs = [array for pair in zip(d_pre_activations, weights, strict=True) for array in pair]
+    pairs = tuple(zip(d_pre_activations, weights, strict=True))
     return row_matmul(
-        RowMatmul(
-            name="moe_up_backward",
-            inputs=(*pairs, first_column.reshape(1)),
-            outputs=(jax.ShapeDtypeStruct((rows, num_columns), dtype),),
-            num_column_tiles=-(-num_columns // TILE_COLUMNS),
-            k_steps=len(weights) * steps_each,
-            gathers=False,
-            transposed_weights=True,
-            copies=2,
-            load=load,
-            finish=pack,
-            store=store_packed,
-            held=packed_tile(dtype),
-            chunks=TILE_COLUMNS // PANEL,
-            scratch=(store_buffers(dtype),),
-            tuning=find_tuning(TileTuning, "up_backward", tuning, shape),
-        ),
+        "moe_up_backward",
         groups.tiles,
-    )[0]
+        operands={"pairs": pairs, "first_column": first_column.reshape(1), "bias": None},
+        results={"rows": jax.ShapeDtypeStruct((rows, num_columns), dtype)},
+        column_tiles=-(-num_columns // TILE_COLUMNS),
+        k_steps=len(weights) * steps_each,
+        load=load,
+        copies=2,
+        end=ROUNDED_ROWS,
+        transposed_weights=True,
+        tuning=find_tuning(TileTuning, "up_backward", tuning, shape),
+    ).rows

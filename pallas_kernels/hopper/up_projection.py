@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.ragged_store import packed_tile, store_buffer, store_buffers, store_rows
-from pallas_kernels.hopper.row_matmul import RowMatmul, row_matmul, tile_panel
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, RowGroups
+from pallas_kernels.hopper.ragged_store import store_rows
+from pallas_kernels.hopper.ring import PANELS
+from pallas_kernels.hopper.row_matmul import HeldEnd, row_matmul, tile_panel
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
@@ -23,7 +24,7 @@ def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
     biases: tuple[Float[Array, "E n"], ...],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
@@ -46,58 +47,47 @@ def up_projection(
         """The projection that a panel of a tile belongs to, and its first column there."""
         return panel // panels, column_tile * width + panel % panels * PANEL
 
-    def load(inputs, expert, row, column_tile, k, lhs, rhs, barrier):
-        for panel in range(TILE_COLUMNS // PANEL):
-            projection, column = place(panel, column_tile)
-            block = inputs[2 + projection].at[expert, pl.ds(k * K_STEP, K_STEP), pl.ds(column, PANEL)]
-            plgpu.copy_gmem_to_smem(block, rhs.at[pl.ds(panel * PANEL, PANEL)], barrier)
+    def load(refs, where, k, slot):
+        for panel in range(PANELS):
+            projection, column = place(panel, where.column_tile)
+            block = refs.weights[projection].at[where.expert, pl.ds(k * K_STEP, K_STEP), pl.ds(column, PANEL)]
+            slot.fetch(block, slot.rhs_panel(panel))
 
-    def finish(accumulator, where, inputs, outputs, scratch):
-        bias = inputs[-1] if biases else None
+    def finish(refs, where, accumulator):
         packed, activated = {}, []
         for panel in range(panels):
-            own = range(panel, TILE_COLUMNS // PANEL, panels)  # of each projection
-            pre = [tile_panel(accumulator, p, where, bias) for p in own]
+            own = range(panel, PANELS, panels)  # of each projection
+            pre = [tile_panel(refs, where, accumulator, p) for p in own]
             for p, values in zip(own, pre, strict=True):
                 packed[p] = values.astype(x.dtype)
             activated.append(value(activation, pre).astype(x.dtype))
             if keep_pre_activations:
                 column = place(panel, where.column_tile)[1]
-                store_rows(activated[-1], store_buffer(scratch[0], panel, where), outputs[-1], where, column)
-        held = [packed[p] for p in range(TILE_COLUMNS // PANEL)] if keep_pre_activations else activated
-        return lax.concatenate(held, 1)
+                store_rows(refs, where, panel, activated[-1], refs.hidden, column)
+        return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
 
-    def store(packed, panel, where, inputs, outputs, scratch):
+    def store(refs, where, panel, values):
         projection, column = place(panel, where.column_tile)  # the activation's panels are those of the first
-        values = packed[:, panel * PANEL : (panel + 1) * PANEL]
-        store_rows(values, store_buffer(scratch[0], panel, where), outputs[projection], where, column)
+        output = refs.pre_activations[projection] if keep_pre_activations else refs.hidden
+        store_rows(refs, where, panel, values, output, column)
 
-    bias = ()
+    bias = None
     if biases:  # in the order of a tile's columns
         padded = [jnp.pad(b.astype(jnp.float32), ((0, 0), (0, column_tiles * width - n))) for b in biases]
-        bias = (jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2),)
+        bias = jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2)
 
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
-    held_panels = TILE_COLUMNS // PANEL if keep_pre_activations else panels
-    *pre_activations, hidden = row_matmul(
-        RowMatmul(
-            name="moe_up_projection",
-            inputs=(x, groups.token_indices, *weights, *bias),
-            outputs=(rows,) * (len(weights) + 1 if keep_pre_activations else 1),
-            num_column_tiles=column_tiles,
-            k_steps=-(-x.shape[1] // K_STEP),
-            gathers=True,
-            transposed_weights=False,
-            copies=TILE_COLUMNS // PANEL,
-            load=load,
-            finish=finish,
-            store=store,
-            held=packed_tile(x.dtype, held_panels * PANEL),
-            chunks=held_panels,
-            scratch=(store_buffers(x.dtype),),
-            registers=(88, 208),
-            tuning=find_tuning(TileTuning, "up_projection", tuning, shape),
-        ),
+    out = row_matmul(
+        "moe_up_projection",
         groups.tiles,
+        operands={"tokens": x, "token_indices": groups.expert_token_indices, "weights": weights, "bias": bias},
+        results={"pre_activations": (rows,) * len(weights) if keep_pre_activations else (), "hidden": rows},
+        column_tiles=column_tiles,
+        k_steps=-(-d // K_STEP),
+        load=load,
+        copies=PANELS,
+        end=HeldEnd(finish, store, columns=TILE_COLUMNS if keep_pre_activations else width),
+        registers=(88, 208),
+        tuning=find_tuning(TileTuning, "up_projection", tuning, shape),
     )
-    return tuple(pre_activations) if keep_pre_activations else (), hidden
+    return out.pre_activations, out.hidden

@@ -1,12 +1,11 @@
 """Weight gradients: products that contract over an expert's rows, the gather on the contracted dimension.
 
-One persistent block per SM walks over 128 x 256 tiles of the experts' gradients. A k step is 64 rows of the expert:
-gathered token rows on one side, rows stored by expert on the other. Rows past the expert's last are zero on both sides,
-since a neighbour's NaN times zero would be NaN.
+Persistent blocks walk over 128 x 256 tiles of the experts' gradients. A k step is 64 rows of the expert: gathered token
+rows on one side, rows stored by expert on the other. Rows past the expert's last are zero on both sides, since a
+neighbour's NaN times zero would be NaN.
 """
 
-# pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
-
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,53 +15,52 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper import inline
-from pallas_kernels.hopper.inline import K_STEP, PANEL, SWIZZLED, RowGather
+from pallas_kernels.hopper.inline import K_STEP, PANEL, RowGather
+from pallas_kernels.hopper.launch import Share, launch
+from pallas_kernels.hopper.ragged_store import store_buffers, store_through
+from pallas_kernels.hopper.ring import PANELS, Ring
 from pallas_kernels.hopper.support import WIDTH_MULTIPLE
-from pallas_kernels.mosaic import in_place, interpreter
-from pallas_kernels.mosaic.device import num_sms
-from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, RowGroups
+from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
-
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216
-RHS_PANELS = TILE_COLUMNS // PANEL
 
 
 @traced_once("dtypes", "bias_dtypes", "tuning")
 def up_weight_gradients(
     x: Float[Array, "T d"],
     d_pre_activations: tuple[Float[Array, "R n"], ...],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
     dtypes: tuple,
     bias_dtypes: tuple,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
     """`X_gᵀ · dP` per projection, in one pass over the gathered token rows; see the portable twin."""
-    (num_rows, n), num_experts = d_pre_activations[0].shape, groups.offsets.shape[0] - 1
+    (num_rows, n), num_experts = d_pre_activations[0].shape, groups.num_experts
     shape = shape_key(num_rows, x.dtype, d=x.shape[1], n=n, E=num_experts)
     gradients = _row_contraction(
         "moe_up_weight_gradients",
         x,
         d_pre_activations,
         groups,
-        dtypes=dtypes,
+        dtype=dtypes[0],
         transposed=False,
         tuning=find_tuning(TileTuning, "up_weight_gradients", tuning, shape),
     )
     if not bias_dtypes:
         return gradients, ()
     # Sums over rows are products with ones: every row gathers the same token.
-    is_row = groups.token_indices < x.shape[0]
-    rows_of_ones = groups._replace(token_indices=jnp.where(is_row, jnp.int32(0), 1))
+    is_row = groups.expert_token_indices < x.shape[0]
+    rows_of_ones = groups._replace(expert_token_indices=jnp.where(is_row, jnp.int32(0), 1))
     ones = jnp.ones((1, WIDTH_MULTIPLE), x.dtype)
     sums = _row_contraction(
         "moe_up_bias_gradients",
         ones,
         d_pre_activations,
         rows_of_ones,
-        dtypes=(jnp.float32,) * len(bias_dtypes),
+        dtype=jnp.float32,
         transposed=False,
     )
     return gradients, tuple(s[:, 0].astype(t) for s, t in zip(sums, bias_dtypes, strict=True))
@@ -73,7 +71,7 @@ def down_weight_gradients(
     weighted_hidden: Float[Array, "R n"],
     dy: Float[Array, "T d"],
     row_weights: Float[Array, " R"],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
     dtype,
     bias_dtype,
@@ -81,40 +79,45 @@ def down_weight_gradients(
 ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
     """`(weights · A)ᵀ · dy_g`; see the portable twin."""
     # The gathered side on the left, where a tile is narrow: half the bytes to gather, and the product is transposed.
-    (num_rows, n), num_experts = weighted_hidden.shape, groups.offsets.shape[0] - 1
+    (num_rows, n), num_experts = weighted_hidden.shape, groups.num_experts
     shape = shape_key(num_rows, dy.dtype, d=dy.shape[1], n=n, E=num_experts)
     (gradient,) = _row_contraction(
         "moe_down_weight_gradients",
         dy,
         (weighted_hidden,),
         groups,
-        dtypes=(dtype,),
+        dtype=dtype,
         transposed=True,
         tuning=find_tuning(TileTuning, "down_weight_gradients", tuning, shape),
     )
     if bias_dtype is None:
         return gradient, None
     stored = jnp.broadcast_to(row_weights.astype(dy.dtype)[:, None], (groups.num_rows, WIDTH_MULTIPLE))
-    (sums,) = _row_contraction("moe_down_bias_gradients", dy, (stored,), groups, dtypes=(bias_dtype,), transposed=True)
+    (sums,) = _row_contraction("moe_down_bias_gradients", dy, (stored,), groups, dtype=bias_dtype, transposed=True)
     return gradient, sums[:, 0]
 
 
-class _Where(NamedTuple):
-    """The part of the result that one consumer warpgroup holds."""
+class _Tile(NamedTuple):
+    """A tile of an expert's gradient, and the rows `start` to `end` that it is summed over."""
 
-    warpgroup: jax.Array
     expert: jax.Array
     row_tile: jax.Array
     column_tile: jax.Array
+    start: jax.Array
+    end: jax.Array
+
+    @property
+    def steps(self):
+        return (self.end - self.start + K_STEP - 1) // K_STEP
 
 
 def _row_contraction(
     name: str,
     tokens: jax.Array,
     stored: tuple[jax.Array, ...],
-    groups: RowGroups,
+    groups: Dispatch[TileSchedule],
     *,
-    dtypes: tuple,
+    dtype,
     transposed: bool,
     tuning: TileTuning = TileTuning(),
 ) -> tuple[jax.Array, ...]:
@@ -125,204 +128,142 @@ def _row_contraction(
       tokens: `(T, a)`, read by token index.
       stored: arrays `(R, b)`, read by row.
       groups: the rows by expert.
-      dtypes: of the results, all the same.
+      dtype: of the results.
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
       tuning: slots of the ring, and the order of an expert's tiles.
     """
-    num_experts = groups.offsets.shape[0] - 1
-    num_stored, stages = len(stored), tuning.stages
+    num_experts = groups.num_experts
     shape = (tokens.shape[1], stored[0].shape[1])
-    panel = TILE_COLUMNS // num_stored
-    row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // panel)
-    total, blocks = num_experts * row_tiles * column_tiles, interpreter.blocks(num_sms())
-    wide = any(jnp.dtype(t) == jnp.float32 for t in dtypes)
+    width = TILE_COLUMNS // len(stored)  # of a result's part of a tile
+    row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
     # A chunk of the result is 128 bytes wide. 16-bit results wait in registers for the next tile's products.
+    wide = jnp.dtype(dtype) == jnp.float32
     chunk_columns = 32 if wide else 64
-    chunks = TILE_COLUMNS // chunk_columns
-    held_dtype = jnp.float32 if wide else dtypes[0]
-    gather = RowGather(rows=K_STEP, columns=TILE_ROWS, num_tokens=tokens.shape[0], width=tokens.shape[1])
+    chunks = range(TILE_COLUMNS // chunk_columns)
+    gather = RowGather(tokens, rows=K_STEP, columns=TILE_ROWS)
 
-    def kernel(offsets, indices, gathered, *refs):
-        stored, refs = refs[:num_stored], refs[num_stored:]
-        results, (lhs, rhs, buffers, landed, full, empty, zeroed) = refs[:num_stored], refs[num_stored:]
-        warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
-        num_mine = (total - block + blocks - 1) // blocks
+    def tile_at(refs, share: Share, i) -> _Tile:
+        """The tile of a block's turn `i`; past the end the last one is repeated, its values are not used."""
+        linear = jnp.maximum(share.tile(jnp.minimum(i, share.turns - 1)), 0)
+        expert = linear // (row_tiles * column_tiles)
+        in_expert = lax.rem(linear, row_tiles * column_tiles)
+        place = plgpu.planar_snake(in_expert, (row_tiles, column_tiles), tuning.minor_dim, tuning.tile_width)
+        return _Tile(expert, *place, refs.offsets[expert], refs.offsets[expert + 1])
 
-        def panel_of(slot, i):
-            return slot.at[pl.ds(i * PANEL, PANEL)]
+    def produce(refs, ring: Ring, share: Share):
+        tile_of, tokens_of = partial(tile_at, refs, share), partial(gather.load_tokens, refs.token_indices)
 
-        def tile_at(i):  # past the end the last tile is repeated; its values are not used
-            linear = jnp.maximum(block + jnp.minimum(i, num_mine - 1) * blocks, 0)
-            expert = linear // (row_tiles * column_tiles)
-            in_expert = lax.rem(linear, row_tiles * column_tiles)
-            row_tile, column_tile = plgpu.planar_snake(
-                in_expert, (row_tiles, column_tiles), tuning.minor_dim, tuning.tile_width
-            )
-            return expert, row_tile, column_tile, offsets[expert], offsets[expert + 1]
+        def produce_tile(i, carry):
+            step, tokens, tile, following = carry
+            steps = tile.steps
 
-        zero = jnp.int32(0)
-        inline.init_landed(landed, stages)
+            def load_step(k, slot, tokens):
+                row = tile.start + k * K_STEP
+                for panel in range(PANELS):
+                    source, column = refs.stored[panel * PANEL // width], panel * PANEL % width
+                    columns = pl.ds(tile.column_tile * width + column, PANEL)
+                    slot.fetch(source.at[pl.ds(row, K_STEP), columns], slot.rhs_panel(panel))
+                offsets = gather.row_chunks(tokens, tile.end - row)
+                gather.copy(refs.tokens, offsets, slot.lhs, ring.landed, slot.number, tile.row_tile * TILE_ROWS)
+                return tokens_of(jnp.where(k + 1 < steps, row + K_STEP, following.start))
 
-        @pl.when(warpgroup == 2)
-        def produce():
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            step, tokens = ring.fill(step, steps, load_step, tokens)
+            after = tile_of(i + 2)
+            # An empty expert has no step to load the next tile's first tokens in.
+            tokens = lax.cond(steps > 0, lambda t: t, lambda _: tokens_of(following.start), tokens)
+            return step, tokens, following, after
 
-            def produce_tile(i, carry):
-                step, tokens, (_, row_tile, column_tile, start, end), following = carry
-                steps = (end - start + K_STEP - 1) // K_STEP
+        first = tile_of(jnp.int32(0))
+        carry = (jnp.int32(0), tokens_of(first.start), first, tile_of(jnp.int32(1)))
+        lax.fori_loop(0, share.turns, produce_tile, carry)
 
-                def k_step(k, carry):
-                    step, tokens = carry
-                    slot = lax.rem(step, stages)
-                    row = start + k * K_STEP
-                    pl.when(step >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                    rows = pl.ds(row, K_STEP)
-                    for i in range(RHS_PANELS):
-                        source, column = stored[i * PANEL // panel], i * PANEL % panel
-                        block = source.at[rows, pl.ds(column_tile * panel + column, PANEL)]
-                        plgpu.copy_gmem_to_smem(block, panel_of(rhs.at[slot], i), full.at[slot])
-                    offsets = gather.row_chunks(tokens, end - row)
-                    gather.copy(gathered, offsets, lhs.at[slot], landed, slot, row_tile * TILE_ROWS)
-                    following_row = jnp.where(k + 1 < steps, row + K_STEP, following[3])
-                    return step + 1, gather.load_tokens(indices, following_row)
+    def consume(refs, ring: Ring, share: Share, warpgroup):
+        def product(slot, rows, accumulator, first):
+            row, end = rows
 
-                step, tokens = lax.fori_loop(0, steps, k_step, (step, tokens))
-                after = tile_at(i + 2)
-                # An empty expert has no step to load the next tile's first tokens in.
-                tokens = lax.cond(steps > 0, lambda t: t, lambda _: gather.load_tokens(indices, following[3]), tokens)
-                return step, tokens, following, after
+            # The gather left zeros in the rows past the expert's last; the other side must not hold a NaN there.
+            @pl.when(end - row < K_STEP)
+            def _():
+                own = pl.ds(warpgroup * (TILE_COLUMNS // 2), TILE_COLUMNS // 2)
+                inline.zero_rows(slot.rhs.at[own], PANELS // 2, end - row)
+                plgpu.barrier_arrive(refs.zeroed)
+                plgpu.barrier_wait(refs.zeroed)
 
-            first = tile_at(zero)
-            carry = (zero, gather.load_tokens(indices, first[3]), first, tile_at(jnp.int32(1)))
-            lax.fori_loop(0, num_mine, produce_tile, carry)
+            own = slot.lhs.at[pl.ds(warpgroup * PANEL, PANEL)]
+            return (row + K_STEP, end), inline.wgmma(accumulator, own, slot.rhs, first=first, transpose_lhs=True)
 
-        @pl.when(warpgroup < 2)
-        def consume():
-            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-
-            def store(values, chunk, where):
-                """Stores the columns of a chunk of the tile's (64, 256) part."""
-                column = chunk * chunk_columns
-                result, column_in_panel = results[column // panel], column % panel
-                buffer = buffers.at[where.warpgroup * 2 + chunk % 2]
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                values = values[:, column : column + chunk_columns].astype(result.dtype)
-                inline.store_panels(buffer, values, transposed=transposed)
-                plgpu.commit_smem()
-                rows, columns = where.row_tile * TILE_ROWS + where.warpgroup * GROUP_ROWS, where.column_tile * panel
-                columns += column_in_panel
+        def store(values, tile, chunk):
+            """Stores the columns of a chunk of the tile's (64, 256) part."""
+            column = chunk * chunk_columns
+            result, column_in_result = refs.results[column // width], column % width
+            values = values[:, column : column + chunk_columns]
+            with store_through(refs.buffers, warpgroup, chunk, values, transposed=transposed) as buffer:
+                row = tile.row_tile * TILE_ROWS + warpgroup * GROUP_ROWS
+                columns = pl.ds(tile.column_tile * width + column_in_result, chunk_columns)
                 if not transposed:
-                    target = result.at[where.expert, pl.ds(rows, GROUP_ROWS), pl.ds(columns, chunk_columns)]
+                    target = result.at[tile.expert, pl.ds(row, GROUP_ROWS), columns]
                     plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
                 else:
-                    for i in range(GROUP_ROWS // chunk_columns):
-                        own = pl.ds(rows + i * chunk_columns, chunk_columns)
-                        target = result.at[where.expert, pl.ds(columns, chunk_columns), own]
-                        part = buffer.at[pl.ds(i * chunk_columns, chunk_columns)]
+                    for first in range(0, GROUP_ROWS, chunk_columns):
+                        target = result.at[tile.expert, columns, pl.ds(row + first, chunk_columns)]
+                        part = buffer.at[pl.ds(first, chunk_columns)]
                         plgpu.copy_smem_to_gmem(part, target, commit_group=False)
-                plgpu.commit_smem_to_gmem_group()
 
-            def release(step):
-                plgpu.barrier_arrive(empty.at[lax.rem(step, stages)])
+        def zeros(columns, dtype):
+            return plgpu.layout_cast(jnp.zeros((GROUP_ROWS, columns), dtype), plgpu.Layout.WGMMA)
 
-            def k_step(step, row, end, accumulator, first=False):
-                slot = lax.rem(step, stages)
-                plgpu.barrier_wait(full.at[slot])
-                inline.wait_landed(landed, slot, lax.rem(step // stages, 2))
+        def consume_tile(i, carry):
+            step, held, held_tile, tile = carry
+            steps = tile.steps
 
-                # The gather left zeros in the rows past the expert's last; the other side must not hold a NaN there.
-                @pl.when(end - row < K_STEP)
-                def _():
-                    own = pl.ds(warpgroup * (TILE_COLUMNS // 2), TILE_COLUMNS // 2)
-                    inline.zero_rows(rhs.at[slot, own], RHS_PANELS // 2, end - row)
-                    plgpu.barrier_arrive(zeroed)
-                    plgpu.barrier_wait(zeroed)
+            def store_held(chunk):
+                pl.when(i > 0)(partial(store, held, held_tile, chunk))
 
-                accumulator = inline.wgmma(
-                    accumulator, panel_of(lhs.at[slot], warpgroup), rhs.at[slot], first=first, transpose_lhs=True
-                )
-                plgpu.wgmma_wait(1)
-                if not first:
-                    release(step + stages - 1)
-                return step + 1, row + K_STEP, end, accumulator
+            under = () if wide else [partial(store_held, chunk) for chunk in chunks]
 
-            def consume_tile(i, carry):
-                step, done, done_where, (expert, row_tile, column_tile, start, end) = carry
-                steps = (end - start + K_STEP - 1) // K_STEP
-                where = _Where(warpgroup, expert, row_tile, column_tile)
+            def end(accumulator):
+                if not wide:
+                    return accumulator.astype(dtype)
+                for chunk in chunks:
+                    store(accumulator, tile, chunk)
+                return held
 
-                def multiply(step):
-                    def k_steps(count, products):
-                        return lax.fori_loop(0, count, lambda _, c: k_step(*c), products)
+            def run(step):
+                step, accumulator = ring.multiply(step, steps, product, (tile.start, tile.end), under)
+                return step, end(accumulator)
 
-                    products = k_step(step, start, end, inline.zero_accumulator(GROUP_ROWS, TILE_COLUMNS), first=True)
-                    if not wide:
-                        apart = jnp.maximum((steps - 1) // chunks, 1)
-                        for chunk in range(chunks):
-                            store_done(chunk)
-                            products = k_steps(jnp.clip(steps - 1 - chunk * apart, 0, apart), products)
-                        products = k_steps(jnp.maximum(steps - 1 - chunks * apart, 0), products)
-                    else:
-                        products = k_steps(steps - 1, products)
-                    step, *_, accumulator = products
-                    accumulator = inline.finish_wgmma(accumulator)
-                    release(step + stages - 1)
-                    return step, accumulator
+            def nothing_to_add(step):
+                for work in under:
+                    work()
+                return step, end(zeros(TILE_COLUMNS, jnp.float32))
 
-                def store_done(chunk):
-                    pl.when(i > 0)(lambda: store(done, chunk, done_where))
+            step, held = lax.cond(steps > 0, run, nothing_to_add, step)
+            return step, held, tile, tile_at(refs, share, i + 1)
 
-                def run(step):
-                    step, accumulator = multiply(step)
-                    return step, end_tile(accumulator)
+        zero = jnp.int32(0)
+        held = zeros(8 if wide else TILE_COLUMNS, dtype)  # nothing is held of a wide result
+        carry = (zero, held, _Tile(zero, zero, zero, zero, zero), tile_at(refs, share, zero))
+        _, held, tile, _ = lax.fori_loop(0, share.turns, consume_tile, carry)
+        for chunk in () if wide else chunks:
+            pl.when(share.turns > 0)(partial(store, held, tile, chunk))
 
-                def nothing_to_add(step):
-                    if not wide:
-                        for chunk in range(chunks):
-                            store_done(chunk)
-                    return step, end_tile(zeros((GROUP_ROWS, TILE_COLUMNS), jnp.float32))
-
-                def end_tile(accumulator):
-                    if not wide:
-                        return accumulator.astype(held_dtype)
-                    for chunk in range(chunks):
-                        store(accumulator, chunk, where)
-                    return done
-
-                step, done = lax.cond(steps > 0, run, nothing_to_add, step)
-                return step, done, where, tile_at(i + 1)
-
-            def zeros(shape, dtype):
-                return plgpu.layout_cast(jnp.zeros(shape, dtype), plgpu.Layout.WGMMA)
-
-            held = zeros((GROUP_ROWS, 8 if wide else TILE_COLUMNS), held_dtype)  # nothing is held of a wide result
-            carry = (zero, held, _Where(warpgroup, zero, zero, zero), tile_at(zero))
-            _, done, where, _ = lax.fori_loop(0, num_mine, consume_tile, carry)
-            if not wide:
-                for chunk in range(chunks):
-                    pl.when(num_mine > 0)(lambda chunk=chunk: store(done, chunk, where))
-            plgpu.wait_smem_to_gmem(0)
-
-    kernel.__name__ = name
-    result_shape = (num_experts, *(shape[::-1] if transposed else shape))
-    return in_place.kernel(
-        kernel,
-        in_place={},
-        out_type=tuple(jax.ShapeDtypeStruct(result_shape, t) for t in dtypes),
-        scratch_types=[
-            plgpu.SMEM((stages, TILE_ROWS, PANEL), tokens.dtype, transforms=SWIZZLED),  # panels (K_STEP, PANEL)
-            plgpu.SMEM((stages, TILE_COLUMNS, PANEL), tokens.dtype, transforms=SWIZZLED),
-            plgpu.SMEM((4, GROUP_ROWS, chunk_columns), held_dtype, transforms=SWIZZLED),
-            inline.landed_barriers(stages),
-            plgpu.Barrier(num_arrivals=RHS_PANELS, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2),
-        ],
-        grid=(blocks,),
-        grid_names=("sm",),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-    )(groups.offsets, groups.token_indices, tokens, *stored)
+    result = jax.ShapeDtypeStruct((num_experts, *(shape[::-1] if transposed else shape)), dtype)
+    return launch(
+        name,
+        produce,
+        consume,
+        tiles=num_experts * row_tiles * column_tiles,
+        operands={
+            "offsets": groups.expert_token_offsets,
+            "token_indices": groups.expert_token_indices,
+            "tokens": tokens,
+            "stored": stored,
+        },
+        results={"results": (result,) * len(stored)},
+        stages=tuning.stages,
+        dtype=tokens.dtype,
+        copies=PANELS,
+        gathers=True,
+        buffers=store_buffers(dtype, chunk_columns),
+        barriers={"zeroed": plgpu.Barrier(num_arrivals=2)},
+    ).results

@@ -21,7 +21,7 @@ def interpreted(*, detect_races: bool = True) -> Iterator[None]:
     0.12, whose interpreter of Pallas Mosaic GPU they run in; on bfloat16 and float16, they compute what a GPU computes,
     up to the order of float32 sums.
 
-    Under `jit` it counts where kernels are traced and lowered: for a gradient, that is as late as the outermost call.
+    Under `jit` it must be open where kernels are traced and lowered. For a gradient, that is the outermost call.
 
     Args:
       detect_races: whether kernels that work on tiles are watched, which takes longer; the others always are.

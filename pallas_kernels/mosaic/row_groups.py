@@ -35,32 +35,17 @@ class TileSchedule(NamedTuple):
 
 
 class Where(NamedTuple):
-    """The part of the output that one consumer warpgroup holds: its rows `row` to `row + rows`, of a column tile."""
+    """The part of the output that a warpgroup works on: rows `row` to `row + rows` of a column tile.
 
-    warpgroup: jax.Array
-    expert: jax.Array
-    row: jax.Array
-    rows: jax.Array  # valid ones, a multiple of 8, 64 at most
-    row_tile: jax.Array
-    column_tile: jax.Array
-
-
-class RowGroups(NamedTuple):
-    """Which token each row reads, where each expert's rows start, and the tiles they are cut into.
-
-    Attributes:
-      token_indices: `(R,)` int32; a value past the last token marks a padding row, which reads zeros.
-      offsets: `(E + 1,)` int32, multiples of 8.
-      tiles: the schedule of the row kernels.
+    For a consumer these are its own 64 rows at most, for the producer all of the tile's.
     """
 
-    token_indices: Int[Array, " R"]
-    offsets: Int[Array, " E+1"]
-    tiles: TileSchedule
-
-    @property
-    def num_rows(self) -> int:
-        return self.token_indices.shape[0]
+    warpgroup: jax.Array | int
+    expert: jax.Array
+    row: jax.Array
+    rows: jax.Array  # valid ones, a multiple of 8
+    row_tile: jax.Array
+    column_tile: jax.Array
 
 
 def rows_of_tiles(values: Array, schedule: TileSchedule, num_rows: int) -> Array:

@@ -1,8 +1,8 @@
 """One trace for all equal calls of a kernel.
 
 A model of many layers calls each kernel with the same types and settings many times. jax lowers to a single function
-what it has traced once, and then a kernel is built and compiled for all layers together. It knows a function again by
-its identity, which the closures that a kernel is made of do not keep from call to call; the functions here do.
+what it has traced once, and then a kernel is built and compiled for all layers together. It recognises a
+function by its identity, which a kernel's closures do not keep from call to call; the functions here do.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from pallas_kernels.tuning.parameters import tables_in_use
 def traced_once[**P, R](*settings: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: calls with arrays of the same types and equal settings share one trace.
 
-    Tuned parameters are looked up while tracing, so other tables of them make for another trace. Calls inside
+    Tuned parameters are looked up while tracing, so other tables have another trace. Calls inside
     `interpreted` are always traced, and so are those with a setting that has no hash, say somebody's own activation.
 
     Args:
-      settings: keyword parameters that are no arrays.
+      settings: keyword parameters that are not arrays.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

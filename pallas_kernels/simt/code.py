@@ -2,6 +2,8 @@
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ from pallas_kernels.mosaic import in_place
 _ALL_LANES = 0xFFFFFFFF
 _GLOBAL, _SHARED = 1, 3
 _KINDS = {"i32": "int32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_Is = arith.CmpIPredicate
 _BYTES = {"int32": 4, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -80,8 +83,44 @@ def _address(pointer: _Pointer, index):
     return mgpu.utils.getelementptr(pointer.value, [index], _type(pointer.kind))
 
 
+class Integers:
+    """Operations on two integers of one width. Comparisons and `shift_right` are signed, division is not."""
+
+    add, subtract, multiply, divide, remainder = arith.addi, arith.subi, arith.muli, arith.divui, arith.remui
+    bit_and, bit_or, bit_xor, shift_left, shift_right = arith.andi, arith.ori, arith.xori, arith.shli, arith.shrsi
+    minimum, maximum = arith.minsi, arith.maxsi
+    equal, less, less_or_equal, greater, greater_or_equal = (
+        partial(arith.cmpi, predicate) for predicate in (_Is.eq, _Is.slt, _Is.sle, _Is.sgt, _Is.sge)
+    )
+
+
+class Floats:
+    """Operations on two floats or vectors of them."""
+
+    add, subtract, multiply, maximum = arith.addf, arith.subf, arith.mulf, arith.maximumf
+    equal, greater = partial(arith.cmpf, arith.CmpFPredicate.OEQ), partial(arith.cmpf, arith.CmpFPredicate.OGT)
+
+
+def _ptx(text, x):
+    return mgpu.utils.inline_ptx(text, x, result_types=x.type)
+
+
+def _shuffle(kind, clamp, x, by):
+    clamp, lanes = arith.constant(_type("int32"), clamp), arith.constant(_type("int32"), -1)
+    return nvvm.shfl_sync(lanes, x, by, clamp, kind)
+
+
 class Code:
     """Emits; a value is an `ir.Value`."""
+
+    integers, floats = Integers, Floats
+    select, multiply_add, count_bits = map(staticmethod, (arith.select, math.fma, llvm.intr_ctpop))
+    exp2 = staticmethod(partial(_ptx, "ex2.approx.ftz.f32 $0, $1;"))
+    log2 = staticmethod(partial(_ptx, "lg2.approx.ftz.f32 $0, $1;"))
+    reciprocal = staticmethod(partial(_ptx, "rcp.approx.ftz.f32 $0, $1;"))
+    shuffle = staticmethod(partial(_shuffle, nvvm.ShflKind.idx, 0x1F))
+    shuffle_up = staticmethod(partial(_shuffle, nvvm.ShflKind.up, 0))
+    shuffle_xor = staticmethod(partial(_shuffle, nvvm.ShflKind.bfly, 0x1F))
 
     def constant(self, kind, x):
         if kind == "float32":
@@ -92,24 +131,17 @@ class Code:
         x = int(x) & ((1 << bits) - 1)
         return arith.constant(_type(kind), x - (1 << bits) if x >> (bits - 1) else x)
 
-    def operate(self, operation, a, b):
-        name, _, predicate = operation.partition(".")
-        if predicate:
-            predicates = arith.CmpIPredicate if name == "cmpi" else arith.CmpFPredicate
-            return getattr(arith, name)(getattr(predicates, predicate), a, b)
-        return getattr(arith, name)(a, b)
+    def bits_as(self, kind, x):
+        return arith.bitcast(_type(kind), x)
 
-    def multiply_add(self, a, b, c):
-        return math.fma(a, b, c)
+    def to_float(self, x):
+        return arith.sitofp(_type("float32"), x)
 
-    def convert(self, operation, kind, x):
-        return getattr(arith, operation)(_type(kind), x)
+    def to_long(self, x):
+        return arith.extui(_type("int64"), x)
 
-    def convert_vector(self, operation, kind, x):
-        return getattr(arith, operation)(_vector(kind, ir.VectorType(x.type).shape[0]), x)
-
-    def select(self, condition, a, b):
-        return arith.select(condition, a, b)
+    def convert_vector(self, kind, x):
+        return (arith.extf if kind == "float32" else arith.truncf)(_vector(kind, ir.VectorType(x.type).shape[0]), x)
 
     def zero_vector(self, kind, size):
         of = _vector(kind, size)
@@ -147,14 +179,25 @@ class Code:
         space = {_GLOBAL: "global", _SHARED: "shared"}[pointer.space]
         mgpu.utils.inline_ptx(f"red.{space}.add.u32 [$0], $1;", _address(pointer, index), x, has_side_effects=True)
 
+    @contextmanager
+    def where(self, condition):
+        with ir.InsertionPoint(scf.IfOp(condition).then_block):
+            yield
+            scf.yield_([])
+
     def branch(self, condition, body, otherwise):
-        op = scf.IfOp(condition, [v.type for v in otherwise], has_else=bool(otherwise))
+        op = scf.IfOp(condition, [v.type for v in otherwise], has_else=True)
         with ir.InsertionPoint(op.then_block):
             scf.yield_(body())
-        if otherwise:
-            with ir.InsertionPoint(op.else_block):
-                scf.yield_(otherwise)
+        with ir.InsertionPoint(op.else_block):
+            scf.yield_(otherwise)
         return list(op.results)
+
+    def indices(self, start, stop, step):
+        op = scf.ForOp(start, stop, step)
+        with ir.InsertionPoint(op.body):
+            yield op.induction_variable
+            scf.yield_([])
 
     def loop(self, start, stop, step, body, carry):
         op = scf.ForOp(start, stop, step, carry)
@@ -183,18 +226,5 @@ class Code:
     def warp_maximum(self, x):
         return nvvm.redux_sync(x, nvvm.ReductionKind.MAX, self.constant("int32", _ALL_LANES))
 
-    def shuffle(self, how, x, by):
-        clamp = self.constant("int32", 0 if how == "up" else 0x1F)
-        return nvvm.shfl_sync(self.constant("int32", _ALL_LANES), x, by, clamp, getattr(nvvm.ShflKind, how))
-
-    def count_bits(self, x):
-        return llvm.intr_ctpop(x)
-
     def permute_bytes(self, x, order):
-        return self._ptx(f"prmt.b32 $0, $1, $1, {sum(o << (4 * i) for i, o in enumerate(order))};", x)
-
-    def function(self, name, x):
-        return self._ptx(f"{name}.approx.ftz.f32 $0, $1;", x)
-
-    def _ptx(self, text, x):
-        return mgpu.utils.inline_ptx(text, x, result_types=x.type)
+        return _ptx(f"prmt.b32 $0, $1, $1, {sum(o << (4 * i) for i, o in enumerate(order))};", x)

@@ -5,10 +5,12 @@ meets in shared memory. The order of a sum is always the same.
 """
 
 import math
+from operator import add
 from typing import NamedTuple
 
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import WARP, Int, combine_lanes, loop, minimum, select, total, when
+from pallas_kernels.simt.language import branch, loop, when
+from pallas_kernels.simt.values import Float, Int, Pointer, minimum, select, total
+from pallas_kernels.simt.warp import WARP, combine_lanes
 
 IN_FLIGHT = 8  # loads of up to 16 bytes
 _MOST_PARTS = 32  # where lanes cannot add up among themselves
@@ -20,7 +22,7 @@ class _Share(NamedTuple):
     item: Int
     column: Int
     first_row: Int
-    array: simt.Pointer
+    array: Pointer
     loaded: list[list] | None
 
 
@@ -84,9 +86,9 @@ class ColumnSums:
                 kept = [[select(inside > i, v, 0) for v in values] for i, values in enumerate(share.loaded or [])]
                 return [total(values) for values in zip(*kept, strict=True)]
 
-            return every, simt.branch((inside > 0) & (inside < self.rows), count, none)
+            return every, branch((inside > 0) & (inside < self.rows), count, none)
 
-        def add(first, *sums):
+        def add_rows(first, *sums):
             sums, earlier = list(sums[: self.neighbours]), list(sums[self.neighbours :])
             for i, values in enumerate(self._load(share.array, first)):
                 sums = [s + v for s, v in zip(sums, values, strict=True)]
@@ -95,23 +97,22 @@ class ColumnSums:
                     earlier = [s + select(is_before, v, 0) for s, v in zip(earlier, values, strict=True)]
             return [*sums, *earlier]
 
-        zero = simt.Float(0.0) if share.array.kind == "float32" else Int(0)
-        out = loop(0, self.rows, self.at_once, add, [zero] * (self.neighbours * (1 if row is None else 2)))
+        zero = Float(0.0) if share.array.kind == "float32" else Int(0)
+        out = loop(0, self.rows, self.at_once, add_rows, [zero] * (self.neighbours * (1 if row is None else 2)))
         return out[: self.neighbours], out[self.neighbours :]
 
     def _write(self, where, share: _Share, values) -> None:
         used, group = share.item < self.items, share.item // self.columns
         if self._lanes_meet:
             values = [select(used, v, 0) for v in values]
-            values = [combine_lanes(simt.add, v, WARP, self.columns) for v in values]
+            values = [combine_lanes(add, v, WARP, self.columns) for v in values]
             group = share.item // WARP
             used = used & ((share.item % WARP) < self.columns)
 
-        @when(used)
-        def _():
+        with when(used):
             for i, value in enumerate(values):
                 place = group * self.width + (share.column // self.neighbours + i * self.columns)
-                where[place] = value.bits() if isinstance(value, simt.Float) else value
+                where[place] = value.bits() if isinstance(value, Float) else value
 
     def read(self, sums, column, *, floating: bool = False):
         """The sum of a column, from shared memory."""

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import Long, Vector, branch, loop, minimum, select, when
+from pallas_kernels.simt.language import branch, indices, when
+from pallas_kernels.simt.values import Long, Vector, minimum, select
 from pallas_kernels.tuning.parameters import CombineTuning, find_tuning, shape_key
 
 WARPGROUPS = 2
@@ -44,49 +45,44 @@ def combine(
     blocks = blocks or tuning.blocks_per_sm * num_sms()
     in_flight = tuning.rows_in_flight
 
-    def body(rows, positions, first_column, *rest):
-        *weights, before, out = rest
+    def load(rows, place, column):
+        nothing = Vector.zeros(rows.kind, COLUMNS)
+        row = Long(minimum(place, num_rows - 1)) * width + column
+        return select(place < num_rows, rows.load_vector(row, COLUMNS), nothing)
+
+    def add(rows, column, places, factors, sums):
+        loaded = [load(rows, place, column) for place in places]
+        for row, factor in zip_longest(loaded, factors):
+            sums = sums + (row.wide() if factor is None else row.wide() * factor)
+        return [sums]
+
+    def body(rows, positions, first_column, weights, before, out):
         first_column = first_column[0]
-
-        def work(item):
+        first_item = simt.block() * THREADS + simt.thread()
+        for item in indices(first_item, num_tokens * pieces, blocks * THREADS):
             token, column = item // pieces, item % pieces * COLUMNS
-            nothing = Vector.zeros(rows.kind, COLUMNS)
-
-            def add(places, factors, sums):
-                loaded = []
-                for place in places:
-                    row = Long(minimum(place, num_rows - 1)) * width + column
-                    loaded.append(select(place < num_rows, rows.load_vector(row, COLUMNS), nothing))
-                for row, factor in zip_longest(loaded, factors):
-                    sums = sums + (row.wide() * factor if weights else row.wide())
-                return [sums]
-
             sums = Vector.zeros("float32", COLUMNS)
             for start in range(0, slots, in_flight):
                 batch = range(start, min(start + in_flight, slots))
                 places = [positions[token * slots + slot] for slot in batch]
-                factors = [weights[0][Long(token) * slots + slot] for slot in batch] if weights else []
-                turn = partial(add, places, factors, sums)
+                factors = [weights[Long(token) * slots + slot] for slot in batch] if weights else []
+                turn = partial(add, rows, column, places, factors, sums)
                 if start == 0:
                     (sums,) = turn()
                 else:  # slots that token rounding may fill, and mostly leaves empty
                     counts = [place < num_rows for place in places] + [~f.equals(f) for f in factors]
                     (sums,) = branch(reduce(or_, counts), turn, [sums])
             out.store_vector(Long(token) * out_width + (first_column + column), sums.to(out.kind))
-
-        first_item = simt.block() * THREADS + simt.thread()
-        loop(first_item, num_tokens * pieces, blocks * THREADS, work)
-
-        def copy(item):
-            token, column = item // other_pieces, item % other_pieces * COLUMNS
-            column = select(column < first_column, column, column + width)
-            index = Long(token) * out_width + column
-            out.store_vector(index, before.load_vector(index, COLUMNS))
-
-        if other_pieces:
-            when(~out.is_same(before))(lambda: loop(first_item, num_tokens * other_pieces, blocks * THREADS, copy))
+        if not other_pieces:
+            return
+        with when(~out.is_same(before)):
+            for item in indices(first_item, num_tokens * other_pieces, blocks * THREADS):
+                token, column = item // other_pieces, item % other_pieces * COLUMNS
+                column = select(column < first_column, column, column + width)
+                index = Long(token) * out_width + column
+                out.store_vector(index, before.load_vector(index, COLUMNS))
 
     inputs = (rows, token_index_map, jnp.asarray(first_column, jnp.int32).reshape(1))
-    optional = () if weights is None else (weights.astype(jnp.float32),)
+    weights = None if weights is None else weights.astype(jnp.float32)
     combined = simt.simt_kernel(body, name="moe_combine", blocks=blocks, warpgroups=WARPGROUPS, updated=1)
-    return combined(*inputs, *optional, out)[0]
+    return combined(*inputs, weights, out)[0]

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, RowGroups, TileSchedule
+from pallas_kernels.contract import Dispatch, Losses
+from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.dispatch_place import Size, known_expert, place
-from pallas_kernels.simt.language import block_barrier, loop, minimum, select
+from pallas_kernels.simt.language import block_barrier, indices
+from pallas_kernels.simt.values import minimum, select
 
 MAX_EXPERTS = 2048  # every warp counts them in shared memory
 BLOCKS = 128  # a power of two, and one SM left for the block that adds up the router's sums
@@ -31,7 +33,7 @@ def dispatch(
     row_alignment: int = ROW_ALIGNMENT,
     spare_rows: int = SPARE_ROWS,
     blocks: int = BLOCKS,
-) -> tuple[RowGroups, Int[Array, "T K"]]:
+) -> Dispatch[TileSchedule]:
     """Rows grouped by expert, their tiles, and every pair's row; see the portable twin.
 
     An id outside `[0, num_experts)` marks an empty slot, whose row is R. The expert kernels need the default alignment
@@ -48,17 +50,16 @@ def dispatch(
     """
     if counts is None:
         counts = _count(experts, num_experts, blocks)
-    return _grouped(*place(experts, counts, _size(experts.size, num_experts, row_alignment, spare_rows)))
+    return place(experts, counts, _size(experts.size, num_experts, row_alignment, spare_rows))[0]
 
 
 def dispatch_routed(
     experts: Int[Array, "T K"],
     counts: Int[Array, "blocks E"],
     sums: tuple[Float[Array, "blocks E"], Float[Array, "blocks 2"]],
-) -> tuple[tuple[RowGroups, Int[Array, "T K"]], list[Array]]:
+) -> tuple[Dispatch[TileSchedule], tuple[Int[Array, " E"], Losses]]:
     """`dispatch` of what the router chose and counted; and its demand and losses, which the same launch adds up."""
-    arrays = place(experts, counts, _size(experts.size, counts.shape[1]), sums)
-    return _grouped(*arrays[:6]), arrays[6:]
+    return place(experts, counts, _size(experts.size, counts.shape[1]), sums)
 
 
 def dispatch_unsupported(num_experts: int) -> str | None:
@@ -71,10 +72,6 @@ def _size(num_pairs: int, num_experts: int, row_alignment=ROW_ALIGNMENT, spare_r
     max_rows = num_pairs + groups * (row_alignment - 1)
     num_rows = -(-max_rows // row_alignment) * row_alignment + spare_rows
     return Size(num_rows, -(-num_pairs // TILE_ROWS) + groups, row_alignment)
-
-
-def _grouped(token_indices, offsets, positions, *tiles) -> tuple[RowGroups, Int[Array, "T K"]]:
-    return RowGroups(token_indices, offsets, TileSchedule(*tiles)), positions
 
 
 def _int32(*shape) -> jax.ShapeDtypeStruct:
@@ -90,20 +87,14 @@ def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Arr
         simt.clear(histogram, num_experts + 1, THREADS)
         first = simt.block() * pairs_per_block
         last = minimum(first + pairs_per_block, experts.size)
-
-        def add(start):
+        for start in indices(first + simt.thread(), last, THREADS * at_once):
             pairs = [start + i * THREADS for i in range(at_once)]
             loaded = [experts_ref[minimum(pair, experts.size - 1)] for pair in pairs]
             for pair, expert in zip(pairs, loaded, strict=True):
                 histogram.add(select(pair < last, known_expert(expert, num_experts), num_experts), 1)
-
-        loop(first + simt.thread(), last, THREADS * at_once, add)
         block_barrier()
-
-        def write(expert):
+        for expert in indices(simt.thread(), num_experts, THREADS):
             counts[simt.block() * num_experts + expert] = histogram[expert]
-
-        loop(simt.thread(), num_experts, THREADS, write)
 
     return simt.simt_kernel(
         body,

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator, Sequence
 
-from pallas_kernels.simt.language import Float, Int, maximum, minimum, permute_bytes, select
+from pallas_kernels.simt.values import Float, Int, maximum, minimum, permute_bytes, select
 
 NOTHING = -(1 << 31)
 """Below the key of -inf."""

@@ -9,7 +9,10 @@ from jaxtyping import Array, Bool, Int
 from pallas_kernels.contract import KEY_BITS, Cutoffs
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import WARP, Long, block_barrier, branch, loop, minimum, select, total, when
+from pallas_kernels.simt import values
+from pallas_kernels.simt.language import block_barrier, branch, indices, loop, when
+from pallas_kernels.simt.values import Long, minimum, select, total
+from pallas_kernels.simt.warp import WARP, exclusive_warp_sum
 
 WARPGROUPS = 4
 THREADS = WARPGROUPS * 128
@@ -52,36 +55,29 @@ class _Cutoffs:
 
     def run(self, keys, wanted, cutoff_keys, cutoff_tokens, histogram, warp_totals, found):
         self.histogram, self.warp_totals, self.found = histogram, warp_totals, found
-        self.last_token = simt.Int(self.num_tokens - 1)
+        self.last_token = values.Int(self.num_tokens - 1)
         self.thread, self.warp, self.lane = simt.thread(), simt.warp(), simt.thread() % WARP
         expert = simt.block()
         self.keys = keys.at(Long(expert) * self.num_tokens)
         missing = wanted[expert]
         first = self.thread.equals(0)
 
-        @when(first & missing.equals(0))
-        def _():
+        with when(first & missing.equals(0)):
             cutoff_keys[expert] = (1 << KEY_BITS) - 1
             cutoff_tokens[expert] = -1
 
-        @when(missing > 0)
-        def _():
-            key, missing_of_key, count = self.search(KEY_BITS, lambda key, token: key, missing)
-
-            @when(first)
-            def _():
+        with when(missing > 0):
+            key, missing_of_key, count = self.search(KEY_BITS, _key, missing)
+            with when(first):
                 cutoff_keys[expert] = key
                 cutoff_tokens[expert] = self.last_token
+            with when(missing_of_key < count):  # the lower ids of them
 
-            @when(missing_of_key < count)  # the lower ids of them
-            def _():
                 def place(of_token, token):
                     return select(of_token.equals(key), self.last_token - token, -1)
 
                 last = self.search(self.token_bits, place, missing_of_key)[0]
-
-                @when(first)
-                def _():
+                with when(first):
                     cutoff_tokens[expert] = self.last_token - last
 
     def search(self, bits: int, value_of, missing):
@@ -89,7 +85,7 @@ class _Cutoffs:
 
         Returns it, how many are missing of those that equal it, and how many those are.
         """
-        prefix, count = simt.Int(0), simt.Int(0)
+        prefix, count = values.Int(0), values.Int(0)
         for shift in reversed(range(0, bits, DIGIT_BITS)):
             width = min(DIGIT_BITS, bits - shift)
             self.count_digits(value_of, prefix, shift, width)
@@ -100,40 +96,40 @@ class _Cutoffs:
     def count_digits(self, value_of, prefix, shift, width):
         """Counts the values with the prefix by the digit that follows it."""
         simt.clear(self.histogram, BINS, THREADS)
-
-        def count(start):
+        for start in indices(self.thread, self.num_tokens, THREADS * IN_FLIGHT):
             tokens = [start + i * THREADS for i in range(IN_FLIGHT)]
             loaded = [self.keys[minimum(token, self.num_tokens - 1)] for token in tokens]
             for token, key in zip(tokens, loaded, strict=True):
                 value = value_of(key, token)
                 counts = (token < self.num_tokens) & (value >> (shift + width)).equals(prefix)
                 digit = (value >> shift) & ((1 << width) - 1)
-                when(counts)(lambda digit=digit: self.histogram.add(digit, 1))
-
-        loop(self.thread, self.num_tokens, THREADS * IN_FLIGHT, count)
+                with when(counts):
+                    self.histogram.add(digit, 1)
         block_barrier()
 
     def find_bin(self, missing):
         """The digit whose count reaches `missing`, from the largest down; what is missing of it; and its count."""
-        highest = simt.Int(BINS - 1) - self.thread * BINS_PER_THREAD
+        highest = values.Int(BINS - 1) - self.thread * BINS_PER_THREAD
         counts = [self.histogram[highest - i] for i in range(BINS_PER_THREAD)]
-        before, of_warp = simt.exclusive_warp_sum(total(counts), self.lane)
-        when(self.lane.equals(0))(lambda: self.warp_totals.__setitem__(self.warp, of_warp))
+        before, of_warp = exclusive_warp_sum(total(counts), self.lane)
+        with when(self.lane.equals(0)):
+            self.warp_totals[self.warp] = of_warp
         block_barrier()
         for warp in range(WARPS):
             before = before + select(self.warp > warp, self.warp_totals[warp], 0)
         for i, count in enumerate(counts):
-
-            @when((before < missing) & (before + count >= missing))
-            def _(i=i, count=count, before=before):
+            with when((before < missing) & (before + count >= missing)):
                 for slot, value in enumerate((highest - i, missing - before, count)):
                     self.found[slot] = value
-
             before = before + count
         block_barrier()
         out = [self.found[slot] for slot in range(3)]
         block_barrier()
         return out
+
+
+def _key(key, token):
+    return key
 
 
 @traced_once("chosen_key", "slots")
@@ -167,27 +163,20 @@ def experts_added(
 
         def take_expert(expert, start, above, used):
             added = real & (expert >= start) & (above | (token <= cutoff_tokens[expert]))
-
-            @when(added & (used < slots))
-            def _():
+            with when(added & (used < slots)):
                 experts[Long(token) * slots + used] = expert
-
-            when(added & (used >= slots))(lambda: crowded_here.add(expert, 1))
+            with when(added & (used >= slots)):
+                crowded_here.add(expert, 1)
             return [used + select(added, 1, 0)]
 
         (used,) = loop(0, num_experts, at_once, look, [0])
         for slot in range(slots):
-
-            @when(real & (used <= slot))
-            def _(slot=slot):
+            with when(real & (used <= slot)):
                 experts[Long(token) * slots + slot] = -1
 
         block_barrier()
-
-        def write(expert):
+        for expert in indices(simt.thread(), num_experts, threads):
             crowded[simt.block() * num_experts + expert] = crowded_here[expert]
-
-        loop(simt.thread(), num_experts, threads, write)
 
     outputs = [
         jax.ShapeDtypeStruct((num_tokens, slots), jnp.int32),

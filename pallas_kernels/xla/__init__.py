@@ -6,14 +6,12 @@ from pallas_kernels.xla.dispatch import dispatch
 from pallas_kernels.xla.down_backward import down_backward
 from pallas_kernels.xla.down_projection import down_projection
 from pallas_kernels.xla.router import router, router_backward
-from pallas_kernels.xla.row_groups import RowGroups
 from pallas_kernels.xla.token_selection import experts_added, token_cutoffs
 from pallas_kernels.xla.up_backward import up_backward
 from pallas_kernels.xla.up_projection import up_projection
 from pallas_kernels.xla.weight_gradients import down_weight_gradients, up_weight_gradients
 
 __all__ = [
-    "RowGroups",
     "column_block",
     "combine",
     "dispatch",

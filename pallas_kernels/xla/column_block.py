@@ -2,7 +2,7 @@
 
 
 def column_block(num_rows: int, d: int, n: int, num_experts: int, dtype) -> int:
-    """Columns of a block at most: rows of that width are all there ever is of the experts' outputs.
+    """The most columns of a block. The experts' outputs only ever exist as rows of that width.
 
     Args:
       num_rows: R, rows of all experts.

@@ -7,7 +7,8 @@ from jax import lax
 from jax.core import min_dim
 from jaxtyping import Array, Int
 
-from pallas_kernels.xla.row_groups import RowGroups, zeros
+from pallas_kernels.contract import Dispatch
+from pallas_kernels.xla.row_groups import zeros
 
 
 def tile_pairs(num_experts: int) -> int:
@@ -34,7 +35,7 @@ def count_in_turn(
 def count_by_comparison(
     tiles: Int[Array, "tiles P"], num_experts: int
 ) -> tuple[Int[Array, "tiles E+1"], Int[Array, "tiles P"]]:
-    """The same with each pair compared to all of its tile and to every expert, all at once, as suits an accelerator."""
+    """The same, with each pair compared to its whole tile and to every expert at once, as suits an accelerator."""
     counts = (tiles[:, None] == jnp.arange(num_experts + 1, dtype=jnp.int32)[None, :, None]).sum(2, dtype=jnp.int32)
     place = jnp.arange(tiles.shape[1], dtype=jnp.int32)
     earlier = (place[None] < place[:, None])[None]
@@ -42,9 +43,9 @@ def count_by_comparison(
 
 
 def dispatch(
-    experts: Int[Array, "T K"], num_experts: int, *, row_alignment: int = 1
-) -> tuple[RowGroups, Int[Array, "T K"]]:
-    """Rows grouped by expert, and every pair's row.
+    experts: Int[Array, "T K"], num_experts: int, *, row_alignment: int = 1, spare_rows: int = 0
+) -> Dispatch[None]:
+    """Pairs grouped by expert: what `Dispatch` says, and no tiles.
 
     Three linear steps: each tile counts its pairs by expert, which also ranks them; an exclusive scan of the counts
     over tiles and of the totals over experts; one write per pair. Pairs keep their order, so tokens ascend inside an
@@ -54,14 +55,14 @@ def dispatch(
       experts: int32, expert of each (token, slot); a value outside `[0, num_experts)` marks an empty slot.
       num_experts: E.
       row_alignment: every group starts at a multiple of this; the gaps are rows of token T, which read zeros.
+      spare_rows: rows past those that groups can take.
 
     Returns:
-      `(groups, positions)`: R is the most rows that groups so aligned can take; unused rows hold token T, empty slots
-      have position R.
+      R is the most rows that groups so aligned can take, and the spare ones.
     """
     num_tokens, slots = experts.shape
     num_rows = experts.size + min_dim(num_experts, experts.size) * (row_alignment - 1)
-    num_rows = -(-num_rows // row_alignment) * row_alignment
+    num_rows = -(-num_rows // row_alignment) * row_alignment + spare_rows
     flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1)
     pairs = tile_pairs(num_experts)
     num_tiles = -(-flat.size // pairs)
@@ -78,8 +79,8 @@ def dispatch(
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(aligned_sizes, dtype=jnp.int32)])
 
     first_position = pairs_before_tile + offsets[None]
-    positions = first_position[tile[:, None], tiles] + rank_in_tile
-    positions = jnp.where(tiles < num_experts, positions, num_rows).reshape(-1)[: flat.size]
+    rows = first_position[tile[:, None], tiles] + rank_in_tile
+    rows = jnp.where(tiles < num_experts, rows, num_rows).reshape(-1)[: flat.size]
     tokens = lax.iota(jnp.int32, flat.size) // slots
-    token_indices = jnp.full((num_rows,), num_tokens, jnp.int32).at[positions].set(tokens, mode="drop")
-    return RowGroups(token_indices, offsets), positions.reshape(experts.shape)
+    expert_token_indices = jnp.full((num_rows,), num_tokens, jnp.int32).at[rows].set(tokens, mode="drop")
+    return Dispatch(expert_token_indices, offsets, None, rows.reshape(experts.shape), None)

@@ -6,15 +6,8 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.contract import accumulator_dtype
-from pallas_kernels.xla.row_groups import (
-    RowGroups,
-    empty,
-    gather_rows,
-    map_rows,
-    product,
-    read_rows,
-)
+from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.xla.row_groups import empty, gather_rows, map_rows, product, read_rows
 
 
 def down_backward(
@@ -23,7 +16,7 @@ def down_backward(
     b_down: Float[Array, "E d"] | None,
     pre_activations: tuple[Float[Array, "R n"], ...],
     row_weights: Float[Array, " R"],
-    groups: RowGroups,
+    groups: Dispatch,
     *,
     activation: Callable[..., Array],
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:

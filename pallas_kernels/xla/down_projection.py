@@ -3,15 +3,15 @@
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.contract import accumulator_dtype
-from pallas_kernels.xla.row_groups import RowGroups, empty, map_rows, product, read_rows
+from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.xla.row_groups import empty, map_rows, product, read_rows
 
 
 def down_projection(
     hidden: Float[Array, "R n"],
     w_down: Float[Array, "E n d"],
     b_down: Float[Array, "E d"] | None,
-    groups: RowGroups,
+    groups: Dispatch,
     first_column: Int[Array, ""] | int,
     num_columns: int,
 ) -> Float[Array, "R columns"]:

@@ -55,7 +55,7 @@ def router_backward(
 
 
 def widened(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
-    """The logits in float32, or in float64 if they are."""
+    """The logits in float32; float64 logits stay."""
     return logits.astype(accumulator_dtype(logits.dtype))
 
 
@@ -76,7 +76,7 @@ def ranking_scores(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E
 def weights_of(
     logits: Float[Array, "T E"], selected: Int[Array, "T K"], experts: Int[Array, "T slots"], rule: Rule
 ) -> Float[Array, "T slots"]:
-    """Weights of any `experts`, zero of -1; what normalises them is the token's choice `selected`."""
+    """Weights of any `experts`, zero for -1, normalised over the token's choice `selected`."""
     chosen = _take(logits, selected)
     values = chosen if experts is selected else _take(logits, experts)
     return _weights(values, chosen, _common_terms(logits, rule), rule)
@@ -87,7 +87,7 @@ def _normalized(rule: Rule) -> bool:
 
 
 def _log_scores(logits, rule):
-    """Logarithms of the scores, of a softmax without its denominator.
+    """Logarithms of the scores; those of a softmax lack its denominator.
 
     They keep their differences and derivatives where the scores underflow.
     """
@@ -95,7 +95,7 @@ def _log_scores(logits, rule):
 
 
 def _common_terms(logits, rule) -> tuple[Float[Array, "T 1"], Float[Array, "T 1"]]:
-    """What to take off a token's log scores, one after the other: a softmax's denominator, if nothing cancels it.
+    """What to subtract from a token's log scores, one after the other: a softmax's denominator, if nothing cancels it.
 
     A NaN is the whole row's, although the experts chosen might not show it.
     """
@@ -122,7 +122,7 @@ def _weights(values, selected_values, common, rule):
 
 def _select(logits, bias, rule) -> Int[Array, "T K"]:
     """Ids of the best experts, best first, ties to the lower id; -1 where none is left."""
-    # Scores rank as logits do, only that they can underflow or saturate into ties; they serve where they are added up.
+    # Scores rank as logits do, but can underflow or saturate into ties. They are used only where they are added up.
     ranking = jax.lax.stop_gradient(logits)
     if bias is not None or rule.num_groups > 1:
         ranking = ranking_scores(logits, rule)
@@ -183,7 +183,7 @@ def _past_the_last(experts, num_experts: int):
 
 
 def _take(logits, experts):
-    """Logits of the experts, -inf of an empty slot."""
+    """Logits of the experts, -inf in an empty slot."""
     taken = jnp.take_along_axis(logits, jnp.maximum(experts, 0), axis=-1)
     return jnp.where(experts == EMPTY_SLOT, -jnp.inf, taken)
 

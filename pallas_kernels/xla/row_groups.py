@@ -20,7 +20,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.compat import vary_over, varying_axes
-from pallas_kernels.contract import accumulator_dtype
+from pallas_kernels.contract import Dispatch, accumulator_dtype
 
 type Arrays = tuple[Array, ...]
 
@@ -33,26 +33,6 @@ memory."""
 
 MAX_BATCH = 16
 """Experts of a batch at most: with all tokens on a few, the others of their batch are computed for nothing."""
-
-
-class RowGroups(NamedTuple):
-    """Which token each row reads, and where each expert's rows start.
-
-    Attributes:
-      token_indices: `(R,)` int32, the token of each row; a row of padding holds a value past the last and reads zeros.
-      offsets: `(E + 1,)` int32, expert `e` owns rows `offsets[e]` to `offsets[e + 1]`.
-    """
-
-    token_indices: Int[Array, " R"]
-    offsets: Int[Array, " E+1"]
-
-    @property
-    def num_rows(self) -> int:
-        return self.token_indices.shape[0]
-
-    @property
-    def num_experts(self) -> int:
-        return self.offsets.shape[0] - 1
 
 
 class Turn(NamedTuple):
@@ -87,7 +67,7 @@ _forced_turn: ContextVar[Turn | None] = ContextVar("forced_turn", default=None)
 
 @contextmanager
 def turns_of(experts: int, rows: int) -> Iterator[None]:
-    """What is traced inside takes so many rows of so many experts a turn, on every platform: for tests and tuning."""
+    """Inside, every platform's turns take so many rows of so many experts: for tests and tuning."""
     token = _forced_turn.set(Turn(experts, rows))
     try:
         yield
@@ -95,7 +75,7 @@ def turns_of(experts: int, rows: int) -> Iterator[None]:
         _forced_turn.reset(token)
 
 
-def cpu_turn(groups: RowGroups) -> Turn:
+def cpu_turn(groups: Dispatch) -> Turn:
     """One expert's rows, about half its share: partly filled tiles waste little there, and products stay large."""
     if is_symbolic_dim(groups.num_rows):
         return Turn(1, min_dim(MAX_TILE_ROWS, groups.num_rows))
@@ -104,7 +84,7 @@ def cpu_turn(groups: RowGroups) -> Turn:
     return Turn(1, min(rows, groups.num_rows))
 
 
-def accelerator_turn(groups: RowGroups, width: int) -> Turn:
+def accelerator_turn(groups: Dispatch, width: int) -> Turn:
     """Many rows: of one expert if it has as many, or else of a batch of experts.
 
     Args:
@@ -115,14 +95,14 @@ def accelerator_turn(groups: RowGroups, width: int) -> Turn:
     if is_symbolic_dim(groups.num_rows):
         return Turn(1, min_dim(budget, groups.num_rows))
     share = groups.num_rows / groups.num_experts
-    share += 3 * math.sqrt(share)  # so many rows has hardly an expert, if all are chosen alike
+    share += 3 * math.sqrt(share)  # hardly an expert has more rows, if all are chosen alike
     turns = max(1, math.ceil(share / budget))
     rows = min(-(-math.ceil(share / turns) // MIN_TILE_ROWS) * MIN_TILE_ROWS, groups.num_rows)
     # Half of the experts at most: what is gathered or converted for a batch is never a copy of all weights.
     return Turn(max(1, min(budget // rows, MAX_BATCH, groups.num_experts // 2)), rows)
 
 
-def _on_platform[T](groups: RowGroups, width: int, run: Callable[[Turn], T]) -> T:
+def _on_platform[T](groups: Dispatch, width: int, run: Callable[[Turn], T]) -> T:
     """`run` with turns that suit the platform which the program is compiled for, and that need not be here."""
     if forced := _forced_turn.get():
         return run(Turn(min(forced.experts, groups.num_experts), min_dim(forced.rows, groups.num_rows)))
@@ -144,9 +124,9 @@ def read_own_rows(array: Float[Array, "R width"], tile: Tile) -> Float[Array, "B
     return jnp.where(tile.mine, read_rows(array, tile), 0)
 
 
-def gather_rows(tokens: Float[Array, "T width"], groups: RowGroups, tile: Tile) -> Float[Array, "B C width"]:
+def gather_rows(tokens: Float[Array, "T width"], groups: Dispatch, tile: Tile) -> Float[Array, "B C width"]:
     """Rows of `tokens` that the tile's own rows stand for; zeros for padding and for rows of other experts."""
-    indices = jnp.where(tile.mine[..., 0], read_rows(groups.token_indices, tile), tokens.shape[0])
+    indices = jnp.where(tile.mine[..., 0], read_rows(groups.expert_token_indices, tile), tokens.shape[0])
     # The barrier keeps the gather out of the product's operand loop, where the CPU would index element by element.
     return lax.optimization_barrier(tokens.at[indices].get(mode="fill", fill_value=0))
 
@@ -159,7 +139,7 @@ def write_rows(
         start = tile.start[0]
         merged = jnp.where(tile.mine[0], values[0], lax.dynamic_slice_in_dim(array, start, tile.turn.rows))
         return lax.dynamic_update_slice_in_dim(array, merged, start, axis=0)
-    # Those dropped are distinct rows, too: told that all are, XLA writes plainly, and not one after another.
+    # The dropped rows are distinct, too. Told that all rows are, XLA need not write them one after another.
     dropped = array.shape[0] + lax.iota(jnp.int32, math.prod(tile.turn)).reshape(tile.turn)
     row = jnp.where(tile.mine[..., 0], tile.row, dropped)
     return array.at[row].set(values, mode="drop", unique_indices=True)
@@ -186,7 +166,7 @@ def empty(shape: tuple[int, ...], dtype, *like) -> Array:
 
 
 def _for_each_batch[Carry](
-    groups: RowGroups, turn: Turn, visit: Callable[[Int[Array, " B"], Callable, Carry], Carry], carry: Carry
+    groups: Dispatch, turn: Turn, visit: Callable[[Int[Array, " B"], Callable, Carry], Carry], carry: Carry
 ) -> Carry:
     """`visit(experts, for_each_tile, carry)` for every batch of experts that has rows.
 
@@ -194,13 +174,13 @@ def _for_each_batch[Carry](
     not fill the last batch, there are distinct ids past the last, of experts without rows.
     """
     num_experts, batch = groups.num_experts, turn.experts
-    load = groups.offsets[1:] - groups.offsets[:-1]
+    load = groups.expert_token_offsets[1:] - groups.expert_token_offsets[:-1]
     order = jnp.argsort(-load, stable=True).astype(jnp.int32)
     order = jnp.concatenate([order, jnp.arange(num_experts, num_experts + -num_experts % batch, dtype=jnp.int32)])
 
     def visit_batch(i, carry):
         experts = lax.dynamic_slice_in_dim(order, i * batch, batch)
-        first, end = (groups.offsets.at[e].get(mode="clip") for e in (experts, experts + 1))
+        first, end = (groups.expert_token_offsets.at[e].get(mode="clip") for e in (experts, experts + 1))
 
         def step_at(step, i, carry):
             wanted = first + i * turn.rows
@@ -220,7 +200,7 @@ def _for_each_batch[Carry](
 
 
 def map_rows(
-    groups: RowGroups,
+    groups: Dispatch,
     weights: Arrays,
     prepare: Callable[[Arrays], Arrays],
     compute: Callable[[Arrays, Tile, Arrays], Arrays],
@@ -253,9 +233,7 @@ def map_rows(
     return _on_platform(groups, sum(weights[0].shape[1:]), run)
 
 
-def sum_rows(
-    groups: RowGroups, terms: Callable[[Tile], Arrays], out: tuple[jax.ShapeDtypeStruct, ...], *like
-) -> Arrays:
+def sum_rows(groups: Dispatch, terms: Callable[[Tile], Arrays], out: tuple[jax.ShapeDtypeStruct, ...], *like) -> Arrays:
     """Per expert, the sum of `terms(tile)` over its tiles: accumulated wide, rounded once, zeros for an empty expert.
 
     Args:

@@ -4,13 +4,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.xla.row_groups import RowGroups, empty, map_rows, product, read_rows
+from pallas_kernels.contract import Dispatch
+from pallas_kernels.xla.row_groups import empty, map_rows, product, read_rows
 
 
 def up_backward(
     d_pre_activations: tuple[Float[Array, "R n"], ...],
     weights: tuple[Float[Array, "E d n"], ...],
-    groups: RowGroups,
+    groups: Dispatch,
     first_column: Int[Array, ""] | int,
     num_columns: int,
 ) -> Float[Array, "R columns"]:

@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.contract import accumulator_dtype
-from pallas_kernels.xla.row_groups import RowGroups, empty, gather_rows, map_rows, product
+from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.xla.row_groups import empty, gather_rows, map_rows, product
 
 
 def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
     biases: tuple[Float[Array, "E n"], ...],
-    groups: RowGroups,
+    groups: Dispatch,
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,

@@ -4,15 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.contract import accumulator_dtype
-from pallas_kernels.xla.row_groups import (
-    RowGroups,
-    gather_rows,
-    product,
-    read_own_rows,
-    read_rows,
-    sum_rows,
-)
+from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.xla.row_groups import gather_rows, product, read_own_rows, read_rows, sum_rows
 
 
 def _column_sums(rows: Float[Array, "B C a"]) -> Float[Array, "B a"]:
@@ -22,7 +15,7 @@ def _column_sums(rows: Float[Array, "B C a"]) -> Float[Array, "B a"]:
 def up_weight_gradients(
     x: Float[Array, "T d"],
     d_pre_activations: tuple[Float[Array, "R n"], ...],
-    groups: RowGroups,
+    groups: Dispatch,
     *,
     dtypes: tuple,
     bias_dtypes: tuple,
@@ -54,7 +47,7 @@ def down_weight_gradients(
     weighted_hidden: Float[Array, "R n"],
     dy: Float[Array, "T d"],
     row_weights: Float[Array, " R"],
-    groups: RowGroups,
+    groups: Dispatch,
     *,
     dtype,
     bias_dtype,

@@ -66,6 +66,7 @@ def test_aligned_groups_by_hand(build):
 @over_builds
 @pytest.mark.parametrize("row_alignment", [1, 8])
 @pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.default_sets(3)
 def test_any_routing(routing, row_alignment, build):
     assert_is_reference(*ROUTINGS[routing], row_alignment, build)
 
@@ -83,6 +84,7 @@ def test_generated_routings(experts):
     assert_is_reference(experts, 7, row_alignment=8)
 
 
+@pytest.mark.default_sets(0)
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(routings(max_tokens=300))
 def test_generated_shapes(case):
@@ -173,6 +175,7 @@ def test_memory_is_linear_in_pairs_and_tiles():
         ([[0]], 1.5, {}, "num_experts=1.5 must be an integer"),
     ],
 )
+@pytest.mark.default_sets(10)
 def test_misuse_is_named(experts, num_experts, options, message):
     with pytest.raises(ValueError, match=message):
         build_dispatch(jnp.array(experts), num_experts, **options)

@@ -48,6 +48,7 @@ def test_matches_oracle_without_biases(activation):
 
 
 @pytest.mark.parametrize(("d", "n"), [(1, 1), (3, 1), (1, 3), (65, 7), (513, 2)])
+@pytest.mark.default_sets(2)
 def test_matches_oracle_for_any_width(d, n):
     # Blocks of the combine overlap where they do not divide d.
     assert_matches_oracle(make_problem(*ROUTINGS["empty_slots"], d=d, n=n), TOLERANCE["float32"])
@@ -58,6 +59,7 @@ def test_matches_oracle_for_generated_routings(experts):
     assert_matches_oracle(make_problem(experts, 5), TOLERANCE["float32"])
 
 
+@pytest.mark.default_sets(0)
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(routings(), st.integers(1, 24), st.integers(1, 24), st.sampled_from(DTYPES))
 def test_matches_oracle_for_generated_shapes(case, d, n, dtype):

@@ -53,7 +53,6 @@ MISUSES = {
     "experts of text": ({"experts": "ids"}, "experts='ids' must be an array"),
     "activation in a list": ({"activation": ["swiglu"]}, r"activation=\['swiglu'\] must be an Activation or one of"),
     "save in a list": ({"save": ["inputs"]}, r"save=\['inputs'\] must be one of"),
-    "dispatched": ({"dispatched": 3}, "dispatched=3 must be what Routing.dispatched is, or None"),
     "w_gate": ({"w_gate": zeros(3, 4, 7)}, r"w_gate has shape \(3, 4, 7\), must be \(3, 4, 2\)"),
     "w_up of another E": ({"w_up": zeros(2, 4, 2)}, r"w_up has shape \(2, 4, 2\), must be \(3, 4, 2\)"),
     "w_up of integers": ({"w_up": zeros(3, 4, 2, dtype=jnp.int8)}, "w_up has dtype int8"),

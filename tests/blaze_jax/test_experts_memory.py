@@ -29,6 +29,7 @@ def residuals(problem, **options):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("activation", "projections"), [("swiglu", 2), ("gelu", 1)])
 @pytest.mark.parametrize("save", ["pre_activations", "inputs"])
+@pytest.mark.default_sets(2)
 def test_kept_bytes_follow_the_formula(save, activation, projections, dtype):
     problem = make_problem(*ROUTINGS["random"], activation=activation, dtype=dtype, param_dtype="float32")
     kept, own = residuals(problem, activation=activation, save=save)
@@ -59,6 +60,7 @@ def names_of(lines: list[str]) -> set[str]:
         ("inputs", RESIDUAL_NAMES, {"moe_indices"}),
     ],
 )
+@pytest.mark.default_sets(3)
 def test_policy_keeps_exactly_the_named(capsys, save, allowed, kept):
     x, params, weights, experts, _ = make_problem(*ROUTINGS["random"])
     policy = jax.checkpoint_policies.save_only_these_names(*allowed)

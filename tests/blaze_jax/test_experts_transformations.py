@@ -75,6 +75,7 @@ def test_vmap_over_tokens_with_shared_weights():
     assert_close(out, ref)
 
 
+@pytest.mark.default_sets(0)
 def test_vmap_of_grad_is_grad_of_vmap():
     problems = batch_of_problems()
     gradients = jax.vmap(jax.grad(squared_error, argnums=(0, 1, 2)))

@@ -13,7 +13,7 @@ import blaze_jax
 from blaze_jax import MoE, MoEConfig, Router, build_dispatch, expert_ffn, moe, route
 from blaze_jax.nnx import AuxiliaryLoss
 from tests.expert_problems import apply, make_problem
-from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
+from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import random_experts
 
@@ -76,7 +76,7 @@ def test_layer(tokens, parameters, name):
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     expected = step(params, x)
     with jax.set_mesh(MESH):
-        out = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(put(params, parameters), put(x, tokens))
+        out = step(put(params, parameters), put(x, tokens))
     assert_close(out, expected)
     (_, (y, routing)), (_, dx) = out
     for array in (y, routing.experts, routing.weights, dx):
@@ -92,9 +92,9 @@ def test_tokens_split_in_any_way(spec):
     config, x = CONFIGS["plain"], random_tokens(4, 8)
     params = random_parameters(config)
     with jax.set_mesh(mesh):
-        y, _ = jax.jit(moe, static_argnums=2)(put(x, spec, mesh), params, config)
+        y, _ = layer(put(x, spec, mesh), params, config)
     assert jax.typeof(y).sharding.spec == P(*spec, *[None] * (3 - len(spec)))
-    assert_close(np.asarray(y), np.asarray(moe(x, params, config)[0]))
+    assert_close(np.asarray(y), np.asarray(layer(x, params, config)[0]))
 
 
 def test_parameters_split_in_any_way():
@@ -109,7 +109,7 @@ def test_parameters_split_in_any_way():
     with jax.set_mesh(MESH):
         placed = {name: put(value, specs[name]) for name, value in params.items()}
         gradient = jax.jit(jax.grad(loss))(placed, put(x, SPLIT))
-    assert_close(gradient, jax.grad(loss)(params, x))
+    assert_close(gradient, jax.jit(jax.grad(loss))(params, x))
     assert {name: jax.typeof(value).sharding.spec for name, value in gradient.items()} == {
         name: P(*spec, *[None] * (value.ndim - len(spec)))
         for (name, spec), value in zip(specs.items(), params.values(), strict=True)
@@ -119,9 +119,9 @@ def test_parameters_split_in_any_way():
 def test_without_a_mesh_set():
     config, x = CONFIGS["plain"], random_tokens(8)
     params = random_parameters(config)
-    y, _ = jax.jit(moe, static_argnums=2)(put(x, SPLIT), params, config)
+    y, _ = layer(put(x, SPLIT), params, config)
     assert spec_of(y) == ["data"]
-    assert_close(np.asarray(y), np.asarray(moe(x, params, config)[0]))
+    assert_close(np.asarray(y), np.asarray(layer(x, params, config)[0]))
 
 
 @pytest.mark.parametrize("spec", [SPLIT, WHOLE])
@@ -153,6 +153,7 @@ def test_linen(spec):
 
 
 @pytest.mark.parametrize("spec", [SPLIT, WHOLE])
+@pytest.mark.default_sets(0)
 def test_nnx(spec):
     config, x = CONFIGS["everything"], random_tokens(8)
 

@@ -202,6 +202,7 @@ def test_export_of_layer(config, size):
 
 
 @pytest.mark.parametrize(("leading", "shape"), [("B, 4", (3, 4)), ("B, S", (2, 5))])
+@pytest.mark.default_sets(0)
 def test_export_of_any_leading_shape(leading, shape):
     config = CONFIGS["plain"]
     params, x = random_parameters(config), random_tokens(*shape)

@@ -1,5 +1,7 @@
 """The layer as a function: its parts put together."""
 
+from dataclasses import replace
+
 import chex
 import flax.nnx
 import jax
@@ -51,6 +53,13 @@ def test_output_and_gradients(name, use_bias, train):
     )
     assert_close((y, value, gradients), (ref_y, ref_value, ref_gradients))
     assert_same_bits(routing.experts, ref_routing.experts)
+
+
+def test_a_shared_expert_may_have_a_gate():
+    config, x = replace(CONFIGS["everything"], activation="swiglu"), random_tokens(30)
+    params = random_parameters(config)
+    y, (ref, _) = layer(x, params, config)[0], jax.jit(expected, static_argnums=2)(x, params, config)
+    assert_close(y, ref)
 
 
 @pytest.mark.parametrize("leading", [(), (2, 3), (0,), (2, 0, 3)])
@@ -242,9 +251,9 @@ def test_tokens_of_modules_are_named(use, x):
 def test_whatever_makes_an_array(convert):
     config, x = CONFIGS["plain"], random_tokens(3)
     ref = layer(x, PARAMS, config)[0]
-    assert_close(moe(convert(np.asarray(x)), {k: convert(np.asarray(v)) for k, v in PARAMS.items()}, config)[0], ref)
-    linen = MoE(config)
-    assert_close(linen.apply({"params": PARAMS}, convert(np.asarray(x)), train=False), ref)
+    x, params = convert(np.asarray(x)), {name: convert(np.asarray(value)) for name, value in PARAMS.items()}
+    assert_close(jax.jit(lambda: moe(x, params, config)[0])(), ref)
+    assert_close(jax.jit(lambda: MoE(config).apply({"params": PARAMS}, x, train=False))(), ref)
 
 
 @pytest.mark.parametrize(

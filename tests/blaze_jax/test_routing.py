@@ -27,6 +27,7 @@ def random_logits(*shape, seed=0, scale=2.0):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("num_groups", "groups_per_token"), GROUPS)
 @pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.default_sets(3)
 def test_matches_reference(scoring, num_groups, groups_per_token, biased):
     logits = random_logits()
     bias = random_logits(E, seed=1, scale=0.2) if biased else None

@@ -52,6 +52,7 @@ def members(experts):
 @pytest.mark.parametrize("levels", [None, 1, 3])
 @pytest.mark.parametrize("tile", [1, 2, 5, 8, 64])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.default_sets(6)
 def test_matches_reference(mode, tile, levels):
     scores, selected = problem(levels=levels)
     out = rounded(scores, selected, mode, tile=tile, extra_slots=E)
@@ -94,6 +95,7 @@ def test_without_spare_slots_counts_stay_or_go_down():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 43, 44, 45])
+@pytest.mark.default_sets(8)
 def test_counts_around_every_boundary(count, mode):
     """One expert has `count` of 45 tokens, and the others share what is left."""
     scores, _ = problem()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blaze_jax.activations import get_activation
-from pallas_kernels import hopper
+from pallas_kernels import hopper, xla
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT
 from tests.routings import ROUTINGS
 
@@ -25,13 +25,20 @@ over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"
 over_dtypes_and_biases = pytest.mark.parametrize(
     ("dtype", "biases"), [("float32", False), ("float32", True), ("bfloat16", True), ("float16", False)]
 )
+over_variants = pytest.mark.parametrize(
+    ("dtype", "biases", "projections"),
+    [("float32", False, 2), ("float32", True, 1), ("bfloat16", True, 2), ("float16", False, 1)],
+)
 over_projections = pytest.mark.parametrize("projections", [1, 2])
+
+
+portable_dispatch = jax.jit(xla.dispatch, static_argnums=1, static_argnames="row_alignment")
 
 
 def dispatch(kernels, experts, num_experts, row_alignment=None):
     """Rows of groups that start at multiples of `row_alignment`, by default of what the kernels like."""
     if kernels is not hopper:
-        return kernels.dispatch(jnp.asarray(experts), num_experts, row_alignment=row_alignment or 1)
+        return portable_dispatch(jnp.asarray(experts), num_experts, row_alignment=row_alignment or 1)
     assert row_alignment in (None, ROW_ALIGNMENT)
     return kernels.dispatch(jnp.asarray(experts), num_experts)
 
@@ -41,7 +48,6 @@ class Rows:
 
     Attributes:
       groups: what the kernels take.
-      token_index_map: `(T, K)`, R where a slot is empty.
       token: token of each row, T for padding.
       expert: expert of each row, -1 past the last group.
     """
@@ -49,9 +55,9 @@ class Rows:
     def __init__(self, kernels, routing: str, row_alignment: int | None = None):
         experts, self.num_experts = ROUTINGS[routing]
         self.num_tokens = len(experts)
-        self.groups, self.token_index_map = dispatch(kernels, experts, self.num_experts, row_alignment)
-        self.token = np.asarray(self.groups.token_indices)
-        expert = np.repeat(np.arange(self.num_experts), np.diff(self.groups.offsets))
+        self.groups = dispatch(kernels, experts, self.num_experts, row_alignment)
+        self.token = np.asarray(self.groups.expert_token_indices)
+        expert = np.repeat(np.arange(self.num_experts), np.diff(self.groups.expert_token_offsets))
         self.expert = np.pad(expert, (0, self.num_rows - expert.size), constant_values=-1)
         self.rng = np.random.default_rng(0)
 

@@ -21,10 +21,10 @@ def looped(rows_of_tokens, positions, weights):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("first", [5, 8])
 def test_sums_each_tokens_rows(kernels, rows, dtype, weighted, first):
-    values, positions = rows.of_rows(D, dtype=dtype), np.asarray(rows.token_index_map)
+    values, positions = rows.of_rows(D, dtype=dtype), np.asarray(rows.groups.token_index_map)
     weights = rows.normal(*positions.shape) if weighted else None
     before = rows.normal(rows.num_tokens, 2 * D, dtype=dtype)
-    out = kernels.combine(values, rows.token_index_map, weights, before, first)
+    out = kernels.combine(values, rows.groups.token_index_map, weights, before, first)
     assert_same_bits((out[:, :first], out[:, first + D :]), (before[:, :first], before[:, first + D :]))
     assert_close(out[:, first : first + D], looped(values, positions, weights), TOLERANCE[dtype])
 

@@ -14,23 +14,24 @@ from tests.routings import ROUTINGS, reference_dispatch
 
 @pytest.mark.parametrize("row_alignment", [1, 8])
 @pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.default_sets(4)
 def test_groups_rows_by_expert(kernels, routing, row_alignment):
     experts, num_experts = ROUTINGS[routing]
-    groups, positions = dispatch(kernels, experts, num_experts, row_alignment)
-    token_indices, offsets, expected = reference_dispatch(experts, num_experts, row_alignment)
+    out = dispatch(kernels, experts, num_experts, row_alignment)
+    token_indices, offsets, positions = reference_dispatch(experts, num_experts, row_alignment)
 
-    unused = groups.num_rows - token_indices.size
-    assert_same_bits(groups.token_indices, np.pad(token_indices, (0, unused), constant_values=len(experts)))
-    assert_same_bits(groups.offsets, offsets)
-    assert_same_bits(positions, np.where(experts < 0, groups.num_rows, expected).astype(np.int32))
+    unused = out.num_rows - token_indices.size
+    assert_same_bits(out.expert_token_indices, np.pad(token_indices, (0, unused), constant_values=len(experts)))
+    assert_same_bits(out.expert_token_offsets, offsets)
+    assert_same_bits(out.token_index_map, np.where(experts < 0, out.num_rows, positions).astype(np.int32))
 
 
 def test_any_other_id_is_an_empty_slot():
     experts = np.array([[0, 5], [-3, 1], [2, 0]], np.int32)
-    groups, positions = dispatch(xla, experts, 2, row_alignment=1)
-    assert groups.token_indices.tolist() == [0, 2, 1, 3, 3, 3]
-    assert groups.offsets.tolist() == [0, 2, 3]
-    assert positions.tolist() == [[0, 6], [6, 2], [6, 1]]
+    out = dispatch(xla, experts, 2, row_alignment=1)
+    assert out.expert_token_indices.tolist() == [0, 2, 1, 3, 3, 3]
+    assert out.expert_token_offsets.tolist() == [0, 2, 3]
+    assert out.token_index_map.tolist() == [[0, 6], [6, 2], [6, 1]]
 
 
 @pytest.mark.parametrize("num_experts", [1, 5, 40])

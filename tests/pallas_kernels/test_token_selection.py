@@ -53,6 +53,7 @@ def take(cutoffs, keys):
 @over_runs
 @over_keys
 @pytest.mark.parametrize(("num_experts", "num_tokens"), [(1, 1), (3, 2), (5, 45), (2, 5000)])
+@pytest.mark.default_sets(4)
 def test_cutoffs_take_the_best(kernels, running, kind, num_experts, num_tokens):
     keys, wanted = problem(kind, num_experts, num_tokens)
     with running():
@@ -65,6 +66,7 @@ def test_cutoffs_take_the_best(kernels, running, kind, num_experts, num_tokens):
 @over_keys
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize(("num_experts", "num_tokens"), [(1, 1), (5, 45), (19, 300)])
+@pytest.mark.default_sets(3)
 def test_added_experts(kernels, running, kind, num_experts, num_tokens, slots):
     keys, wanted = problem(kind, num_experts, num_tokens)
     cutoffs = xla.token_cutoffs(jnp.asarray(keys), jnp.asarray(wanted))

@@ -7,15 +7,14 @@ import pytest
 
 from pallas_kernels import hopper
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
-from tests.pallas_kernels.rows import D, N, Rows, over_dtypes_and_biases, over_projections, wide
+from tests.pallas_kernels.rows import D, N, Rows, over_variants, wide
 
 
 def outer_products(a, b):
     return a[:, :, None] * b[:, None, :]
 
 
-@over_dtypes_and_biases
-@over_projections
+@over_variants
 def test_up_weight_gradients(kernels, rows, dtype, biases, projections):
     x = rows.normal(rows.num_tokens, D, dtype=dtype)
     d_pre = tuple(rows.of_rows(N, dtype=dtype) for _ in range(projections))

@@ -1,6 +1,7 @@
 """The same model with conventional experts."""
 
 from dataclasses import replace
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -27,15 +28,17 @@ def test_the_same_parameters_outputs_and_router_state():
         Decoder(FULL_MODEL, FULL_MODEL.moe(), jnp.float32, "none", layer) for layer in ("blaze_jax", "sort+ragged_dot")
     )
     tokens = windows(2, 16)
-    variables, their_variables = (nn.unbox(m.init(jax.random.key(0), tokens)) for m in (ours, theirs))
+    variables, their_variables = (nn.unbox(jax.jit(m.init)(jax.random.key(0), tokens)) for m in (ours, theirs))
     jax.tree.map(np.testing.assert_array_equal, variables, their_variables)
-    collections = ["losses", "intermediates", "router_state"]
-    y, state = ours.apply(variables, tokens, train=True, mutable=collections)
-    their_y, their_state = theirs.apply(variables, tokens, train=True, mutable=collections)
+    train = {"train": True, "mutable": ["losses", "intermediates", "router_state"]}
+    (y, state), (their_y, their_state) = (
+        jax.jit(partial(model.apply, **train))(variables, tokens) for model in (ours, theirs)
+    )
     np.testing.assert_allclose(y, their_y, rtol=1e-4, atol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state, their_state)
 
 
+@pytest.mark.default_sets(0)
 @pytest.mark.parametrize("remat", ["none", "except-experts"])
 def test_loss_curves_lie_on_top_of_each_other(remat):
     records = [

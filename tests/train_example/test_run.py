@@ -85,6 +85,7 @@ def test_figure_sample_and_checkpoints_are_there(finished):
     assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [30, 36, 40]
 
 
+@pytest.mark.default_sets(0)
 def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_path):
     out = tmp_path / "run"
     process = start(out, *OPTIONS)

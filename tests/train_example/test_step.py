@@ -40,6 +40,7 @@ def test_accumulation_carries_the_router_state_along():
     np.testing.assert_array_equal(metrics.tokens_per_expert.sum(1), [8 * 16 * MODEL.experts_per_token] * 2)
 
 
+@pytest.mark.default_sets(0)
 def test_auxiliary_losses_are_trained_on_but_reported_apart():
     def gradient_of_routers(weight):
         step, state = train_step(CONFIG, decoder(replace(MODEL, load_balancing_weight=weight)))
@@ -122,7 +123,7 @@ def test_evaluation_is_the_mean_cross_entropy_whatever_the_microbatches():
     _, state = train_step(CONFIG, model)
     batches = windows(3, 4, 17)
     variables = {"params": state.params, "router_state": state.router_state}
-    logits = model.apply(variables, batches.reshape(12, 17)[:, :-1])
+    logits = jax.jit(model.apply)(variables, batches.reshape(12, 17)[:, :-1])
     log_probabilities = jax.nn.log_softmax(logits)
     targets = batches.reshape(12, 17)[:, 1:, None].astype(np.int32)
     expected = -jnp.take_along_axis(log_probabilities, targets, -1).mean()

@@ -32,6 +32,7 @@ def test_the_table_of_kernels_and_its_json(capsys, tmp_path):
         assert written["environment"]["device"] == "cpu"
 
 
+@pytest.mark.default_sets(0)
 def test_our_layer_and_every_peer_have_a_line_for_each_pass(capsys, tmp_path):
     file = tmp_path / "results.json"
     options = ["--config", SMALL, "--config", "32,8,4,3,1", "--repeats", "2"]
@@ -71,6 +72,7 @@ def test_presets_and_no_peers():
         ("--token-rounding", "token_rounding", "rounded nearest"),
     ],
 )
+@pytest.mark.default_sets(0)
 def test_the_other_studies(mode, kind, said, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("blaze_jax.benchmark.sizes.CPU_ROUTING_SIZES", ((512, 8, 2),))
     scaling = tuple(Sizes(t, 16, 8, 4, 2) for t in (64, 128))

@@ -8,7 +8,7 @@ import pytest
 
 from blaze_jax.tune.__main__ import line, main
 from blaze_jax.tune.measure import Found
-from pallas_kernels import hopper, xla
+from pallas_kernels import xla
 from pallas_kernels.mosaic.row_groups import TileSchedule
 from pallas_kernels.tuning.files import read_tunings
 from pallas_kernels.tuning.parameters import KINDS, TileTuning, hopper_gpu, parse
@@ -84,16 +84,14 @@ def portable(name):
     """A portable kernel that looks like the Hopper one."""
 
     def run(*arguments, tuning=None, **options):
-        groups = (xla.RowGroups(*a[:2]) if isinstance(a, hopper.RowGroups) else a for a in arguments)
-        return getattr(xla, name)(*groups, **options)
+        return getattr(xla, name)(*arguments, **options)
 
     return run
 
 
 def portable_dispatch(experts, num_experts):
-    groups, positions = xla.dispatch(experts, num_experts, row_alignment=8)
     tiles = TileSchedule(*(jnp.zeros(experts.size // 128 + num_experts, jnp.int32) for _ in range(3)))
-    return hopper.RowGroups(*groups, tiles), positions
+    return xla.dispatch(experts, num_experts, row_alignment=8)._replace(tiles=tiles)
 
 
 def test_the_whole_command_with_portable_kernels(capsys, monkeypatch, tmp_path):

@@ -28,7 +28,7 @@ def run(tuning, operands):
 class Operands(dict):
     """A pytree of the operands that `run` takes, with the one attribute that is asked of it."""
 
-    indices = SimpleNamespace(groups=SimpleNamespace(offsets=jnp.array([0, 3])))
+    dispatch = SimpleNamespace(expert_token_offsets=jnp.array([0, 3]))
 
 
 jax.tree_util.register_pytree_node(Operands, lambda o: ((o["x"],), None), lambda _, leaves: Operands(x=leaves[0]))

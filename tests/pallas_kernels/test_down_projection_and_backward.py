@@ -12,7 +12,7 @@ from tests.pallas_kernels.rows import (
     N,
     Rows,
     over_dtypes_and_biases,
-    over_projections,
+    over_variants,
     product,
     wide,
 )
@@ -37,8 +37,7 @@ def test_down_projection(kernels, rows, dtype, biases):
         assert_close(out[rows.owned], expected[rows.owned, columns], TOLERANCE[dtype])
 
 
-@over_dtypes_and_biases
-@over_projections
+@over_variants
 # A tile's pre-activations are read in whole panels. Rows of a panel past the tile's own belong to the next one, which
 # may be writing its gradients there meanwhile. They are not used, but the detector cannot know.
 @pytest.mark.parametrize("detect_races", [False])

@@ -12,15 +12,14 @@ from tests.pallas_kernels.rows import (
     D,
     N,
     over_dtypes,
-    over_dtypes_and_biases,
     over_projections,
+    over_variants,
     product,
     wide,
 )
 
 
-@over_dtypes_and_biases
-@over_projections
+@over_variants
 def test_up_projection(kernels, rows, dtype, biases, projections):
     x = rows.normal(rows.num_tokens, D, dtype=dtype)
     weights = tuple(rows.normal(rows.num_experts, D, N, fan_in=D) for _ in range(projections))

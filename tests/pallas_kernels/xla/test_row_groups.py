@@ -57,6 +57,7 @@ def own_and_visited(rows, groups):
 @pytest.mark.parametrize("turn", [None, Turn(1, 5), Turn(4, 16), Turn(64, 256)], ids=str)
 @over_alignments
 @pytest.mark.parametrize("routing", ["random", "empty_slots", "more_experts_than_rows", "many_tiles", "single_token"])
+@pytest.mark.default_sets(3)
 def test_every_row_once(routing, row_alignment, turn):
     rows = Rows(xla, routing, row_alignment=row_alignment)
     (count, expert), (own, visited) = in_turns(
@@ -64,7 +65,7 @@ def test_every_row_once(routing, row_alignment, turn):
     )
     assert_same_bits(count, (rows.expert >= 0).astype(np.int32))
     assert_same_bits(expert, rows.expert.astype(np.int32))
-    assert_same_bits(own, np.diff(rows.groups.offsets).astype(np.float32))
+    assert_same_bits(own, np.diff(rows.groups.expert_token_offsets).astype(np.float32))
     assert (np.asarray(visited) >= own).all()
 
 
@@ -74,7 +75,7 @@ def test_one_expert_at_a_time_costs_little(routing, row_alignment):
     rows = Rows(xla, routing, row_alignment=row_alignment)
     _, visited = jax.jit(partial(own_and_visited, rows))(rows.groups)
     tile = cpu_turn(rows.groups).rows
-    assert_same_bits(visited, (-(-np.diff(rows.groups.offsets) // tile) * tile).astype(np.float32))
+    assert_same_bits(visited, (-(-np.diff(rows.groups.expert_token_offsets) // tile) * tile).astype(np.float32))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -14,21 +14,15 @@ from tests.numerics import assert_same_bits
 from tests.routings import ROUTINGS, random_experts
 
 
-def assert_same_as_portable(experts, num_experts, groups, positions):
-    expected, expected_positions = xla.dispatch(jnp.asarray(experts), num_experts, row_alignment=8)
-    spare = groups.num_rows - expected.num_rows
-    assert spare == SPARE_ROWS
-    tokens = np.pad(expected.token_indices, (0, spare), constant_values=len(experts))
-    assert_same_bits(groups.token_indices, tokens)
-    assert_same_bits(groups.offsets, expected.offsets)
-    empty = np.asarray(expected_positions) == expected.num_rows
-    assert_same_bits(positions, np.where(empty, groups.num_rows, expected_positions))
-    assert_is_schedule(groups)
+def assert_same_as_portable(experts, num_experts, out):
+    expected = xla.dispatch(jnp.asarray(experts), num_experts, row_alignment=8, spare_rows=SPARE_ROWS)
+    assert_same_bits(out._replace(tiles=None), expected)
+    assert_is_schedule(out)
 
 
-def assert_is_schedule(groups):
+def assert_is_schedule(out):
     """Tiles cut each group from its start on, group after group; the unused ones are zero."""
-    tiles, offsets = groups.tiles, np.asarray(groups.offsets)
+    tiles, offsets = out.tiles, np.asarray(out.expert_token_offsets)
     expected = [
         (expert, row, min(TILE_ROWS, stop - row))
         for expert, (start, stop) in enumerate(pairwise(offsets))
@@ -47,14 +41,14 @@ def interpret(experts, num_experts, **options):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_any_routing(routing, blocks):
     experts, num_experts = ROUTINGS[routing]
-    assert_same_as_portable(experts, num_experts, *interpret(experts, num_experts, blocks=blocks))
+    assert_same_as_portable(experts, num_experts, interpret(experts, num_experts, blocks=blocks))
 
 
 def test_example_of_the_paper():
-    groups, positions = interpret(np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32), 4, blocks=2)
-    tokens = np.asarray(groups.token_indices)
+    out = interpret(np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32), 4, blocks=2)
+    tokens = np.asarray(out.expert_token_indices)
     start = np.array([0, 8, 16, 24])
-    assert groups.offsets.tolist() == [*start, 32]
+    assert out.expert_token_offsets.tolist() == [*start, 32]
     assert [tokens[s : s + n].tolist() for s, n in zip(start, [3, 2, 2, 3], strict=True)] == [
         [1, 2, 4],
         [1, 3],
@@ -63,18 +57,18 @@ def test_example_of_the_paper():
     ]
     packed = start - [0, 3, 5, 7]  # how far alignment moved each group
     moved = [[5, 7], [0, 3], [1, 8], [4, 6], [2, 9]] + packed[[[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]]
-    assert positions.tolist() == moved.tolist()
+    assert out.token_index_map.tolist() == moved.tolist()
 
 
 @pytest.mark.parametrize("num_experts", [33, 300])
 def test_many_experts(num_experts):
     experts = random_experts(61, 5, range(0, num_experts, 3))
-    assert_same_as_portable(experts, num_experts, *interpret(experts, num_experts, blocks=2))
+    assert_same_as_portable(experts, num_experts, interpret(experts, num_experts, blocks=2))
 
 
 def test_other_ids_are_empty_slots():
     experts = np.array([[0, 5], [-3, 1], [2, 0]], np.int32)
-    assert_same_as_portable(experts, 2, *interpret(experts, 2, blocks=2))
+    assert_same_as_portable(experts, 2, interpret(experts, 2, blocks=2))
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
@@ -84,14 +78,14 @@ def test_counts_known_before(blocks):
     runs = [experts[b * tokens : (b + 1) * tokens] for b in range(blocks)]
     counts = np.stack([np.bincount(run[run >= 0], minlength=num_experts) for run in runs]).astype(np.int32)
     out = interpret(experts, num_experts, counts=jnp.asarray(counts))
-    assert_same_as_portable(experts, num_experts, *out)
+    assert_same_as_portable(experts, num_experts, out)
 
 
 def test_inside_jit():
     experts, num_experts = ROUTINGS["random"]
     with simt.interpreted():
         out = jax.jit(lambda e: hopper.dispatch(e, num_experts, blocks=2))(experts)
-    assert_same_as_portable(experts, num_experts, *out)
+    assert_same_as_portable(experts, num_experts, out)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +103,7 @@ def test_lowers_for_cuda(tokens, slots, num_experts):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_any_routing_on_the_gpu(routing):
     experts, num_experts = ROUTINGS[routing]
-    assert_same_as_portable(experts, num_experts, *hopper.dispatch(jnp.asarray(experts), num_experts))
+    assert_same_as_portable(experts, num_experts, hopper.dispatch(jnp.asarray(experts), num_experts))
 
 
 @pytest.mark.gpu
@@ -119,5 +113,5 @@ def test_any_routing_on_the_gpu(routing):
 def test_sizes_on_the_gpu(tokens, slots, num_experts):
     experts = np.random.default_rng(0).integers(0, num_experts, (tokens, slots), np.int32)
     first = hopper.dispatch(jnp.asarray(experts), num_experts)
-    assert_same_as_portable(experts, num_experts, *first)
+    assert_same_as_portable(experts, num_experts, first)
     assert_same_bits(hopper.dispatch(jnp.asarray(experts), num_experts), first)

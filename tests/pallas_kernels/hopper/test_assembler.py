@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels.hopper import assembler
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(

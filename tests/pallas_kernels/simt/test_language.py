@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import RaceError, block_barrier, loop, select, thread, warp, warp_barrier, when
+from pallas_kernels.simt.language import block_barrier, branch, indices, loop, thread, warp, warp_barrier, when
+from pallas_kernels.simt.races import RaceError
+from pallas_kernels.simt.values import Float, Int, count_bits, exp2, maximum, permute_bytes, reciprocal, select
+from pallas_kernels.simt.warp import (
+    combine_lanes,
+    exclusive_warp_sum,
+    lanes_where,
+    lanes_with_equal_bits,
+    shuffle,
+    shuffle_xor,
+    warp_maximum,
+)
 from tests.numerics import assert_close, assert_same_bits
 
 THREADS = 128
@@ -24,17 +35,16 @@ def run(body, *inputs, blocks=1, size=THREADS, dtype="int32"):
             warpgroups=1,
             shared=[THREADS],
         )
-        return np.asarray(kernel(*(jnp.asarray(i) for i in inputs))[0])
+        return np.asarray(kernel(*jax.tree.map(jnp.asarray, inputs))[0])
 
 
 def of_threads(function, *inputs, dtype="int32"):
     """`function(*inputs)` of every thread, where an input is one element per thread."""
 
-    def body(*pointers):
-        *arrays, out, _ = pointers
+    def body(arrays, out, _):
         out[thread()] = function(*(a[thread()] for a in arrays))
 
-    return run(body, *inputs, dtype=dtype)
+    return run(body, inputs, dtype=dtype)
 
 
 def test_integers_wrap_and_divide_like_the_gpus():
@@ -42,13 +52,13 @@ def test_integers_wrap_and_divide_like_the_gpus():
     assert_same_bits(of_threads(lambda x: x * 3 - 1, x), x * np.int32(3) - np.int32(1))
     assert_same_bits(of_threads(lambda x: x // 3, x), (x.view(np.uint32) // 3).astype(np.int32))
     assert_same_bits(of_threads(lambda x: x >> 1, x), x >> 1)
-    assert (of_threads(lambda x: simt.count_bits(x ^ 1), x) == np.bitwise_count((x ^ 1).view(np.uint32))).all()
-    assert_same_bits(of_threads(lambda x: simt.permute_bytes(x, [3, 2, 1, 0]), x), x.byteswap())
+    assert (of_threads(lambda x: count_bits(x ^ 1), x) == np.bitwise_count((x ^ 1).view(np.uint32))).all()
+    assert_same_bits(of_threads(lambda x: permute_bytes(x, [3, 2, 1, 0]), x), x.byteswap())
 
 
 def test_floats():
     x = np.linspace(-3, 3, THREADS).astype(np.float32)
-    assert_close(of_threads(lambda x: simt.exp2(x) * simt.reciprocal(x) + 1, x, dtype="float32"), 2**x / x + 1)
+    assert_close(of_threads(lambda x: exp2(x) * reciprocal(x) + 1, x, dtype="float32"), 2**x / x + 1)
     assert_same_bits(of_threads(lambda x: x.bits(), x), x.view(np.int32))
     assert_same_bits(of_threads(lambda x: select(x > 0, x, 0.5), x, dtype="float32"), np.where(x > 0, x, 0.5))
 
@@ -59,7 +69,7 @@ def test_vectors(dtype):
 
     def body(x, out, _):
         vector = x.load_vector(thread() * 4, 4)
-        out.store_vector(thread() * 4, (vector.wide() * simt.Float(2.0) + vector.wide()).to(out.kind))
+        out.store_vector(thread() * 4, (vector.wide() * Float(2.0) + vector.wide()).to(out.kind))
 
     assert_same_bits(run(body, x, size=4 * THREADS, dtype=dtype), np.asarray((x.astype("float32") * 3).astype(dtype)))
 
@@ -67,7 +77,7 @@ def test_vectors(dtype):
 def test_loops_and_branches_of_different_lengths():
     def triangle(n):
         (total,) = loop(0, n, 1, lambda i, total: [total + i], [0])
-        (out,) = simt.branch(n % 2 > 0, lambda: [total], [simt.Int(-1)])
+        (out,) = branch(n % 2 > 0, lambda: [total], [Int(-1)])
         return out
 
     assert_same_bits(of_threads(triangle, INDEX), np.where(INDEX % 2, INDEX * (INDEX - 1) // 2, -1).astype(np.int32))
@@ -78,16 +88,16 @@ def test_operations_of_a_warp():
     x = (INDEX * 7 % 5).astype(np.int32)
     warps = x.reshape(4, 32)
     before, everything = (
-        of_threads(lambda x, i=i: simt.exclusive_warp_sum(x, thread() % 32)[i], x).reshape(4, 32) for i in range(2)
+        of_threads(lambda x, i=i: exclusive_warp_sum(x, thread() % 32)[i], x).reshape(4, 32) for i in range(2)
     )
     assert_same_bits(before, np.cumsum(warps, 1, dtype=np.int32) - warps)
     assert (everything == warps.sum(1, keepdims=True)).all()
-    assert_same_bits(of_threads(lambda x: simt.shuffle("bfly", x, 1), INDEX), INDEX ^ 1)
-    assert_same_bits(of_threads(lambda x: simt.shuffle("idx", x, 5), INDEX), INDEX - lane + 5)
-    assert (of_threads(simt.warp_maximum, x).reshape(4, 32) == warps.max(1, keepdims=True)).all()
-    assert (of_threads(lambda x: simt.lanes_where(x % 2 > 0), INDEX) == np.int32(-0x55555556)).all()
-    assert_same_bits(of_threads(lambda x: simt.count_bits(simt.lanes_with_equal_bits(x, 3)), lane // 4), INDEX * 0 + 4)
-    groups = of_threads(lambda x: simt.combine_lanes(simt.maximum, x, 4), lane)
+    assert_same_bits(of_threads(lambda x: shuffle_xor(x, 1), INDEX), INDEX ^ 1)
+    assert_same_bits(of_threads(lambda x: shuffle(x, 5), INDEX), INDEX - lane + 5)
+    assert (of_threads(warp_maximum, x).reshape(4, 32) == warps.max(1, keepdims=True)).all()
+    assert (of_threads(lambda x: lanes_where(x % 2 > 0), INDEX) == np.int32(-0x55555556)).all()
+    assert_same_bits(of_threads(lambda x: count_bits(lanes_with_equal_bits(x, 3)), lane // 4), INDEX * 0 + 4)
+    groups = of_threads(lambda x: combine_lanes(maximum, x, 4), lane)
     assert_same_bits(groups, lane // 4 * 4 + 3)
 
 
@@ -106,7 +116,8 @@ def test_shared_memory_is_each_blocks_own_and_atomics_add_up():
 def test_inside_jit_and_updated():
     def body(x, counts, before, changed, out):
         out[thread()] = x[thread()] + 1
-        when(~changed.is_same(before) & (thread() < 2))(lambda: changed.__setitem__(thread(), before[thread()]))
+        with when(~changed.is_same(before) & (thread() < 2)):
+            changed[thread()] = before[thread()]
         block_barrier()
         changed.add(0, counts[0])
 
@@ -159,7 +170,8 @@ def all_read_then_one_writes(out, shared):
     shared[thread()] = thread()
     block_barrier()
     out[mine()] = shared[7]
-    when(thread().equals(7))(lambda: shared.__setitem__(7, 0))
+    with when(thread().equals(7)):
+        shared[7] = 0
 
 
 def two_write(out, shared):
@@ -167,8 +179,7 @@ def two_write(out, shared):
 
 
 def two_warps_write(out, shared):
-    @when(warp() < 2)
-    def _():
+    with when(warp() < 2):
         shared[thread() % 32] = 1
 
 
@@ -188,13 +199,11 @@ def across_iterations(out, shared):
     shared[thread()] = 0
     block_barrier()
 
-    def once(i):
+    for i in indices(0, 2, 1):
         out[mine()] = shared[(thread() + i) % THREADS]
         warp_barrier()
         shared[thread()] = i
         warp_barrier()
-
-    loop(0, 2, 1, once)
 
 
 def blocks_share_output(out, shared):
@@ -202,14 +211,10 @@ def blocks_share_output(out, shared):
 
 
 def block_reads_what_another_writes(out, shared):
-    @when(simt.block().equals(0))
-    def _():
+    with when(simt.block().equals(0)):
         out[thread()] = 1
-
     block_barrier()
-
-    @when(simt.block().equals(1))
-    def _():
+    with when(simt.block().equals(1)):
         shared[thread()] = out[thread()]
 
 
@@ -218,17 +223,18 @@ def nobody_wrote(out, shared):
 
 
 def divergent_barrier(out, shared):
-    when(thread() < 64)(block_barrier)
+    with when(thread() < 64):
+        block_barrier()
 
 
 def divergent_warp(out, shared):
-    @when(thread() % 2 > 0)
-    def _():
-        out[thread()] = simt.warp_maximum(thread())
+    with when(thread() % 2 > 0):
+        out[thread()] = warp_maximum(thread())
 
 
 def divergent_warp_index(out, shared):
-    when((thread() % 32).equals(0))(lambda: shared.__setitem__(warp(), 0))
+    with when((thread() % 32).equals(0)):
+        shared[warp()] = 0
 
 
 @pytest.mark.parametrize(

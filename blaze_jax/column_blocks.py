@@ -1,0 +1,39 @@
+"""Rows that are as wide as the model, a block of columns at a time: only one block of them is ever alive."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.compat import vary_over, varying_axes
+from pallas_kernels.contract import Dispatch, Kernels
+
+
+def block_width(width: int, most: int) -> int:
+    """Columns of a block of `most` at most, where there are `width` in all: never all of them, if they are many."""
+    return min(most, -(-width // 128) * 64, width)
+
+
+def combine_columns(
+    kernels: Kernels,
+    rows: Callable,
+    w_down: Float[Array, "E n d"],
+    dispatch: Dispatch,
+    weights: Float[Array, "T K"] | None,
+    dtype,
+    most: int | None = None,
+) -> Float[Array, "T d"]:
+    """Combines `rows(first_column, num_columns)`, blocks of at most `most` columns; None for as many as suit."""
+    num_experts, n, width = w_down.shape
+    most = most or kernels.column_block(dispatch.num_rows, width, n, num_experts, dtype)
+    block = block_width(width, most)
+
+    def step(i, y):
+        # A last narrow block reaches back over columns that are done.
+        first_column = jnp.minimum(i * block, width - block)
+        return kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, y, first_column)
+
+    y = lax.empty((dispatch.token_index_map.shape[0], width), dtype)  # every column is written
+    y = vary_over(y, varying_axes(dispatch))
+    return lax.fori_loop(0, -(-width // block), step, y)

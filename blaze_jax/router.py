@@ -1,0 +1,156 @@
+"""How experts are chosen and weighted: the options, and what follows from them for a layer's sizes."""
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import get_args
+
+from jax.core import min_dim
+
+from blaze_jax.checks import check_integers, check_numbers, shown
+from blaze_jax.token_rounding import TokenRounding
+from blaze_jax.warn import warn_once
+from pallas_kernels.compat import InconclusiveDimensionOperation
+from pallas_kernels.contract import Rule, Scoring
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How experts are chosen and weighted. Checked on construction, and against the layer's sizes by `check`.
+
+    Attributes:
+      scoring: "softmax" over all experts before selection, "softmax_selected" over the K selected logits after it, or
+        "sigmoid" of each logit.
+      normalize_weights: divide a token's weights by their sum (already one after "softmax_selected"). None does so for
+        K > 1. For K = 1 it would make every weight a constant 1, from which the router learns nothing: True raises.
+      weight_scale: factor on the weights (routed_scaling_factor of DeepSeek-V3).
+      num_groups: experts fall into this many equal groups of consecutive ids; 1 for no groups.
+      groups_per_token: a token chooses only from this many groups, those with the largest sum of their two best scores.
+      expert_capacity: an expert takes this many tokens, the first by id; the others lose that slot. None for no limit.
+      capacity_factor: the same as a multiple of an expert's even share, `T·K/E`, rounded up. The factor counts as the
+        decimal number that it is written as: 1.1 of 10 tokens are 11.
+      token_rounding: round each expert's token count to a multiple of `rounding_tile`: "up", "down" or "nearest", where
+        half a tile goes up. An expert that cannot fill its last tile, because too few other tokens may choose it or
+        have a slot to spare, keeps its count under "up" and goes down under "nearest". "up" never drops a token.
+        Rounding does not apply, with a warning, where an expert's even share `T·K/E` is less than a tile: most counts
+        would go to zero, or several times up. Worth trying with few tiles to an expert; on an H200 "down" has paid for
+        itself, "nearest" has not (docs/benchmarks.md).
+      rounding_tile: rows of a kernel tile.
+      rounding_slots: experts that rounding may add to one token.
+    """
+
+    scoring: Scoring = "softmax"
+    normalize_weights: bool | None = None
+    weight_scale: float = 1.0
+    num_groups: int = 1
+    groups_per_token: int = 1
+    expert_capacity: int | None = None
+    capacity_factor: float | None = None
+    token_rounding: TokenRounding | None = None
+    rounding_tile: int = 128
+    rounding_slots: int = 8
+
+    def __post_init__(self):
+        counts = ("num_groups", "groups_per_token", "rounding_tile", "rounding_slots")
+        check_integers(**{name: getattr(self, name) for name in counts})
+        check_numbers(weight_scale=self.weight_scale)
+        if self.expert_capacity is not None:
+            check_integers(expert_capacity=self.expert_capacity)
+        if self.capacity_factor is not None:
+            check_numbers(capacity_factor=self.capacity_factor)
+        self._require(self.scoring in get_args(Scoring), "scoring", f"one of {', '.join(get_args(Scoring))}")
+        self._require(self.normalize_weights in (None, True, False), "normalize_weights", "None, True or False")
+        self._require(0 < self.weight_scale < math.inf, "weight_scale", "positive and finite")
+        self._require(self.num_groups >= 1, "num_groups", "at least 1")
+        self._require(
+            1 <= self.groups_per_token <= self.num_groups, "groups_per_token", f"from 1 to num_groups={self.num_groups}"
+        )
+        self._require(
+            self.expert_capacity is None or self.expert_capacity >= 1, "expert_capacity", "None or at least 1"
+        )
+        self._require(
+            self.capacity_factor is None or 0 < self.capacity_factor < math.inf,
+            "capacity_factor",
+            "None or positive and finite",
+        )
+        allowed = get_args(TokenRounding)
+        self._require(self.token_rounding in (None, *allowed), "token_rounding", f"None or one of {', '.join(allowed)}")
+        self._require(self.rounding_tile >= 1, "rounding_tile", "at least 1")
+        self._require(self.rounding_slots >= 0, "rounding_slots", "at least 0")
+        deciders = {name: getattr(self, name) for name in ("expert_capacity", "capacity_factor", "token_rounding")}
+        given = [f"{name}={value!r}" for name, value in deciders.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: one alone may decide which tokens are kept")
+
+    def check(self, num_experts: int, experts_per_token: int) -> None:
+        """Raises ValueError naming the first option that does not fit a layer of these sizes."""
+        check_integers(num_experts=num_experts, experts_per_token=experts_per_token)
+        if num_experts < 1:
+            raise ValueError(f"{num_experts=} must be at least 1")
+        if not 1 <= experts_per_token <= num_experts:
+            raise ValueError(f"{experts_per_token=} must be from 1 to {num_experts=}")
+        learns = "where experts_per_token=1: every weight would be a constant 1, and the router would not learn"
+        alone = experts_per_token == 1
+        self._require(not (alone and self.normalize_weights), "normalize_weights", f"None or False {learns}")
+        self._require(not (alone and self.scoring == "softmax_selected"), "scoring", f"softmax or sigmoid {learns}")
+        self._require(num_experts % self.num_groups == 0, "num_groups", f"a divisor of {num_experts=}")
+        choice = num_experts // self.num_groups * self.groups_per_token
+        self._require(
+            experts_per_token <= choice,
+            "groups_per_token",
+            f"enough to choose {experts_per_token=} from {choice} experts",
+        )
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
+
+    def rule(self, experts_per_token: int) -> Rule:
+        """The part of the options that the kernels carry out."""
+        return Rule(
+            experts_per_token=experts_per_token,
+            scoring=self.scoring,
+            normalize=experts_per_token > 1 if self.normalize_weights is None else bool(self.normalize_weights),
+            scale=self.weight_scale,
+            num_groups=self.num_groups,
+            groups_per_token=self.groups_per_token,
+        )
+
+    def for_phase(self, train: bool) -> "Router":
+        """The router of that phase: rounding serves training only."""
+        return self if train else replace(self, token_rounding=None)
+
+    def capacity(self, num_tokens: int, num_experts: int, experts_per_token: int) -> int | None:
+        """Tokens an expert takes at most, None for no limit."""
+        capacity = self.expert_capacity
+        if self.capacity_factor is not None:
+            of_tokens = Fraction(str(self.capacity_factor)) * experts_per_token / num_experts
+            capacity = -(-of_tokens.numerator * num_tokens // of_tokens.denominator)
+        return None if capacity is None else min_dim(capacity, num_tokens)
+
+    def treats_tokens_apart(self) -> bool:
+        """Whether the experts of a token depend on that token only."""
+        return self.expert_capacity is None and self.capacity_factor is None and self.token_rounding is None
+
+    def rounds(self, num_tokens: int, num_experts: int, experts_per_token: int) -> bool:
+        """Whether token rounding applies; warns once of sizes for which it does not."""
+        if self.token_rounding is None or num_tokens == 0:
+            return False
+        try:
+            if num_tokens * experts_per_token >= num_experts * self.rounding_tile:
+                return True
+        except InconclusiveDimensionOperation as error:
+            least = f"{num_tokens}*{experts_per_token} >= {num_experts * self.rounding_tile}"
+            raise ValueError(f"token_rounding={self.token_rounding!r} needs to know whether {least}") from error
+        warn_once(
+            f"token_rounding={self.token_rounding!r} does not apply: {num_tokens} tokens with {experts_per_token} of "
+            f"{num_experts} experts each are fewer than rounding_tile={self.rounding_tile} to an expert"
+        )
+        return False
+
+
+def check_router(router: Router) -> Router:
+    """`router`; ValueError if it is none."""
+    if not isinstance(router, Router):
+        raise ValueError(f"router={shown(router)} must be a Router")
+    return router

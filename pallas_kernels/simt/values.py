@@ -1,0 +1,260 @@
+"""What a thread computes with: numbers, short vectors, and pointers; all arithmetic is the machine's at hand."""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import reduce
+from operator import add
+from typing import Any, Self
+
+import numpy as np
+
+running: ContextVar[Any] = ContextVar("machine")
+machine = running.get  # what runs the body at hand
+
+
+class Value:
+    """What each thread holds one of; `value` belongs to the machine."""
+
+    kind: str
+
+    def __init__(self, value):
+        if isinstance(value, Value):
+            value = value.value
+        elif isinstance(value, bool | int | float | np.integer):
+            value = machine().constant(self.kind, value)
+        self.value = value
+
+    def of_same_type(self, value) -> Self:
+        return type(self)(value)
+
+    def _apply(self, operation: Callable, other) -> Self:
+        return type(self)(operation(self.value, type(self)(other).value))
+
+    def _compare(self, operation: Callable, other) -> "Bool":
+        return Bool(operation(self.value, type(self)(other).value))
+
+
+class _Bits(Value):
+    def __and__(self, other):
+        return self._apply(machine().integers.bit_and, other)
+
+    def __or__(self, other):
+        return self._apply(machine().integers.bit_or, other)
+
+
+class Bool(_Bits):
+    """The outcome of a comparison."""
+
+    kind = "bool"
+
+    def __invert__(self):
+        return self._apply(machine().integers.bit_xor, True)
+
+
+class _Number(Value):
+    @property
+    def _arithmetic(self):
+        return machine().floats if self.kind == "float32" else machine().integers
+
+    def __add__(self, other):
+        return self._apply(self._arithmetic.add, other)
+
+    def __sub__(self, other):
+        return self._apply(self._arithmetic.subtract, other)
+
+    def __mul__(self, other):
+        return self._apply(self._arithmetic.multiply, other)
+
+    def __gt__(self, other):
+        return self._compare(self._arithmetic.greater, other)
+
+    def equals(self, other) -> Bool:
+        return self._compare(self._arithmetic.equal, other)
+
+
+class Int(_Number, _Bits):
+    """A 32-bit integer. Comparisons and `>>` are signed, division is not."""
+
+    kind = "int32"
+
+    def __floordiv__(self, other):
+        return self._apply(machine().integers.divide, other)
+
+    def __mod__(self, other):
+        return self._apply(machine().integers.remainder, other)
+
+    def __xor__(self, other):
+        return self._apply(machine().integers.bit_xor, other)
+
+    def __lshift__(self, other):
+        return self._apply(machine().integers.shift_left, other)
+
+    def __rshift__(self, other):
+        return self._apply(machine().integers.shift_right, other)
+
+    def __lt__(self, other):
+        return self._compare(machine().integers.less, other)
+
+    def __le__(self, other):
+        return self._compare(machine().integers.less_or_equal, other)
+
+    def __ge__(self, other):
+        return self._compare(machine().integers.greater_or_equal, other)
+
+    def as_float(self) -> "Float":
+        """The float32 of these bits."""
+        return Float(machine().bits_as("float32", self.value))
+
+    def to_float(self) -> "Float":
+        """The nearest float32."""
+        return Float(machine().to_float(self.value))
+
+    def long(self) -> "Long":
+        return Long(machine().to_long(self.value))
+
+
+class Long(_Number):
+    """A 64-bit index, for arrays of more than 2³¹ elements."""
+
+    kind = "int64"
+
+    def __init__(self, value):
+        super().__init__(value.long() if isinstance(value, Int) else value)
+
+
+class Float(_Number):
+    """A float32."""
+
+    kind = "float32"
+
+    def bits(self) -> Int:
+        return Int(machine().bits_as("int32", self.value))
+
+
+class Vector(Value):
+    """A few consecutive elements of an array, in its type until `wide()` makes them float32."""
+
+    def __init__(self, value, kind: str, size: int):
+        super().__init__(value)
+        self.kind, self.size = kind, size
+
+    @classmethod
+    def zeros(cls, kind: str, size: int) -> "Vector":
+        return cls(machine().zero_vector(kind, size), kind, size)
+
+    def of_same_type(self, value) -> "Vector":
+        return Vector(value, self.kind, self.size)
+
+    def __add__(self, other: "Vector"):
+        return self.of_same_type(machine().floats.add(self.value, other.value))
+
+    def __mul__(self, factor: Float):
+        factors = machine().broadcast(factor.value, self.size)
+        return self.of_same_type(machine().floats.multiply(self.value, factors))
+
+    def wide(self) -> "Vector":
+        return self.to("float32")
+
+    def to(self, kind: str) -> "Vector":
+        """The elements in another floating type."""
+        if kind == self.kind:
+            return self
+        return Vector(machine().convert_vector(kind, self.value), kind, self.size)
+
+    def elements(self) -> list:
+        """Its scalars."""
+        of = Int if self.kind == "int32" else Float
+        return [of(machine().element(self.value, i)) for i in range(self.size)]
+
+
+class Pointer:
+    """An array in device or shared memory, indexed flat by `Int` or `Long`; `p[i]` loads, `p[i] = v` stores."""
+
+    def __init__(self, pointer):
+        self.pointer = pointer
+        self.kind: str = pointer.kind
+
+    def is_same(self, other: "Pointer") -> Bool:
+        """Whether it is the same memory. An output may be that of the input it comes from, but need not."""
+        return Bool(machine().is_same(self.pointer, other.pointer))
+
+    def at(self, index) -> "Pointer":
+        """The array from `index` on; constant indices into it cost no arithmetic."""
+        return Pointer(machine().offset(self.pointer, _index(index)))
+
+    def __getitem__(self, index):
+        """`Int`, or `Float` whatever the array's floating type."""
+        if self.kind in ("int32", "float32"):
+            return (Int if self.kind == "int32" else Float)(machine().load(self.pointer, _index(index)))
+        return self.load_vector(index, 1).wide().elements()[0]
+
+    def __setitem__(self, index, value):
+        of = Int if self.kind == "int32" else Float
+        machine().store(self.pointer, _index(index), of(value).value)
+
+    def load_vector(self, index, size: int) -> Vector:
+        """`size` elements from `index`, a multiple of `size`, on."""
+        return Vector(machine().load_vector(self.pointer, _index(index), size), self.kind, size)
+
+    def store_vector(self, index, value: Vector) -> None:
+        machine().store_vector(self.pointer, _index(index), value.value, value.size)
+
+    def add(self, index, value) -> None:
+        """Atomic add; integer sums do not depend on their order."""
+        machine().atomic_add(self.pointer, _index(index), Int(value).value)
+
+
+def _index(index):
+    return (index if isinstance(index, Long) else Int(index)).value
+
+
+def minimum(a, b) -> Int:
+    return Int(a)._apply(machine().integers.minimum, b)
+
+
+def maximum(a, b) -> Any:
+    """The larger one; NaN if one is NaN."""
+    return (
+        a._apply(machine().floats.maximum, b) if isinstance(a, Float) else Int(a)._apply(machine().integers.maximum, b)
+    )
+
+
+def select(condition: Bool, a, b) -> Any:
+    """`a` where the condition holds, else `b`; one of them has a type, and a Python number takes it."""
+    like = a if isinstance(a, Value) else b if isinstance(b, Value) else Int(b)
+    a, b = like.of_same_type(a), like.of_same_type(b)
+    return like.of_same_type(machine().select(condition.value, a.value, b.value))
+
+
+def total(values: Sequence) -> Any:
+    """Sum of a list, from the first on."""
+    return reduce(add, values)
+
+
+def count_bits(x: Int) -> Int:
+    return Int(machine().count_bits(x.value))
+
+
+def permute_bytes(x: Int, order: Sequence[int]) -> Int:
+    """Byte i of the result is byte `order[i]`."""
+    return Int(machine().permute_bytes(x.value, list(order)))
+
+
+def multiply_add(a: Float, b, c) -> Float:
+    """The sum a · b + c, rounded once."""
+    return Float(machine().multiply_add(a.value, Float(b).value, Float(c).value))
+
+
+def exp2(x: Float) -> Float:
+    """2^x to 2 units in the last place; zero below the normal numbers."""
+    return Float(machine().exp2(x.value))
+
+
+def log2(x: Float) -> Float:
+    """Base-2 logarithm, to an absolute error of 2^-22 or so."""
+    return Float(machine().log2(x.value))
+
+
+def reciprocal(x: Float) -> Float:
+    """1/x to a unit in the last place; of numbers below the normal ones, infinity."""
+    return Float(machine().reciprocal(x.value))

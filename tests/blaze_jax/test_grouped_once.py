@@ -1,0 +1,90 @@
+"""Pairs that the router's kernels have grouped already: the layer's experts take them up, and save a launch."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.nnx import Param, Rngs
+
+from blaze_jax import MoE, MoEConfig, Router, expert_ffn, moe, nnx
+from blaze_jax.experts import compute_experts
+from blaze_jax.routing import route_and_group
+from pallas_kernels import hopper
+from pallas_kernels.simt import language as simt
+from tests.numerics import assert_same_bits
+
+T, E, K, D, N = 300, 12, 3, 256, 256
+CONFIG = MoEConfig(num_experts=E, experts_per_token=K, expert_width=N, implementation="mosaic_gpu")
+
+
+def routed(**options):
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((T, E)), jnp.float32)
+    with simt.interpreted():
+        return route_and_group(logits, K, Router(**options), implementation="mosaic_gpu")
+
+
+def test_are_those_of_dispatch():
+    routing, grouped = routed()
+    with simt.interpreted():
+        assert_same_bits(grouped.dispatch, hopper.dispatch(routing.experts, E))
+    assert grouped.kernels is hopper
+
+
+@pytest.mark.parametrize("options", [{"expert_capacity": 9}, {"token_rounding": "nearest", "rounding_tile": 8}])
+def test_not_of_another_choice(options):
+    assert routed(**options)[1] is None
+
+
+def test_another_implementation_groups_its_own():
+    routing, grouped = routed()
+    weights = [jnp.ones((E, *shape), jnp.bfloat16) for shape in ((D, N), (D, N), (N, D))]
+    arguments = (jnp.ones((T, D), jnp.bfloat16), *weights, routing.weights, routing.experts)
+    options = {"activation": "swiglu", "save": "pre_activations", "implementation": "xla"}
+    compute, alone = partial(compute_experts, grouped, **options), partial(expert_ffn, **options)
+    assert_same_bits(compute(*arguments), alone(*arguments))
+    # The programs too, since other rows may give the same bits.
+    ours, theirs = (re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(f)(*arguments))) for f in (compute, alone))
+    assert ours == theirs
+
+
+def launches(layer):
+    """How often each kernel from logits to rows stands in the program of a layer's value and gradients."""
+
+    def step(x, params):
+        return layer(x, params).astype(jnp.float32).sum()
+
+    params = {name: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16) for name, p in CONFIG.parameters(D).items()}
+    traced = jax.jit(jax.value_and_grad(step, argnums=(0, 1))).trace(jax.ShapeDtypeStruct((T, D), jnp.bfloat16), params)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    names = ("moe_router", "moe_dispatch_count", "moe_dispatch_place")
+    return [text.count(f"{name}_mosaic_gpu") for name in names]
+
+
+def functional(x, params, **options):
+    return moe(x, params, CONFIG, **options)[0]
+
+
+def linen(x, params):
+    return MoE(CONFIG, dtype=jnp.bfloat16, train=False).apply({"params": params}, x)
+
+
+def of_nnx(x, params):
+    module = nnx.MoE(D, CONFIG, dtype=jnp.bfloat16, train=False, rngs=Rngs(0))
+    for name, value in params.items():
+        setattr(module, name, Param(value))
+    return module(x)
+
+
+@pytest.mark.parametrize("layer", [functional, linen, of_nnx])
+def test_two_launches_from_logits_to_rows(layer):
+    assert launches(layer) == [1, 0, 1]
+
+
+def test_experts_of_somebody_else_group_what_they_are_given():
+    def experts(*arguments, b_gate, b_up, b_down, activation, save, implementation):
+        return expert_ffn(*arguments, activation=activation, save=save, implementation=implementation)
+
+    assert launches(partial(functional, experts=experts)) == [1, 1, 2]
