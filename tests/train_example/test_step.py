@@ -31,6 +31,7 @@ def test_accumulation_gives_what_the_whole_batch_gives():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7), *moments)
 
 
+@pytest.mark.default_sets(0)
 def test_accumulation_carries_the_router_state_along():
     step, state = train_step(CONFIG, decoder(FULL_MODEL))
     after, metrics = step(state, windows(4, 2, 17))
@@ -92,6 +93,7 @@ def test_learning_rate_of_a_very_short_run(steps):
     assert all(0 < float(schedule(step)) <= CONFIG.learning_rate * 1.000001 for step in range(steps))
 
 
+@pytest.mark.default_sets(0)
 def test_evaluation_is_the_mean_cross_entropy_whatever_the_microbatches():
     model = decoder(FULL_MODEL)
     _, state = train_step(CONFIG, model)
