@@ -1,9 +1,11 @@
 """The training step, compiled."""
 
+import json
 from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters.mlir import ir
 from jaxtyping import UInt8
 
 from train_example.config import TrainConfig
@@ -17,12 +19,30 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """`(state, batch) -> (state, metrics)`, ahead of time: no step's time has compilation in it.
 
-    The new state takes the memory of the old one, which must not be used again. `options` are XLA's.
+    The new state takes the memory of the old one, which must not be used again. `options` are XLA's. Two runs have the
+    same bits: without the option set here, cuDNN's attention would add up gradients in any order.
     """
     step = make_train_step(model, make_optimizer(config), learning_rate_schedule(config))
-    return jax.jit(step, donate_argnums=0).lower(state, batch).compile(compiler_options() | options)
+    lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+    if jax.default_backend() == "gpu":
+        demand_equal_bits(lowered.compiler_ir("stablehlo"))
+        options |= {"xla_gpu_exclude_nondeterministic_ops": True}
+    return lowered.compile(options)
 
 
-def compiler_options() -> dict[str, Any]:
-    """What gives two runs the same bits: without it cuDNN's attention adds up gradients in any order."""
-    return {"xla_gpu_exclude_nondeterministic_ops": True} if jax.default_backend() == "gpu" else {}
+def demand_equal_bits(module: ir.Module) -> None:
+    """Marks the backward passes of cuDNN's attention in a lowered program as deterministic.
+
+    XLA marks them by itself where its option says so, but only the first of several equal ones, and then fails to find
+    the others' kernels when the program runs (openxla/xla pull request 46500).
+    """
+
+    def mark(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "stablehlo.custom_call" and "fmhaSoftmaxBackward" in str(op.attributes["call_target_name"]):
+            config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+            config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+            with op.context:
+                op.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(mark)

@@ -79,6 +79,7 @@ def test_sizes_around_a_tile(num_experts, tiles, more):
     assert_is_reference(random_experts(pairs, 1, range(num_experts)), num_experts)
 
 
+@pytest.mark.default_sets(0)
 @hypothesis.given(experts_of_shape((100, 3), 7))
 def test_generated_routings(experts):
     assert_is_reference(experts, 7, row_alignment=8)

@@ -69,6 +69,7 @@ def test_gradient_inside_sharded_tokens(mesh, problem, check_vma):
     assert_close(sharded(*problem), gradients(loss, problem))
 
 
+@pytest.mark.default_sets(0)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_of_sharded_expert_width(mesh, problem, check_vma):
     whole = {name: problem.params[name] for name in ("w_gate", "w_up", "w_down", "b_gate", "b_up")}

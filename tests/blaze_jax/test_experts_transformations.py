@@ -103,6 +103,7 @@ def layers_loss(params, problems, *, scan, remat=lambda f: f):
     return jnp.square(x).mean()
 
 
+@pytest.mark.default_sets(0)
 @pytest.mark.parametrize(
     "remat",
     [

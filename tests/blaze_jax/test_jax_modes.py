@@ -153,6 +153,7 @@ def hopper_kernels(mode) -> list[str]:
     return [re.findall("moe_[a-z_]+", kernel)[0] if numbered else kernel for kernel in kernels]
 
 
+@pytest.mark.default_sets(0)
 @pytest.mark.parametrize("mode", [*PROMOTIONS, *WIDE, "enable_x64"])
 def test_hopper_kernels_are_the_same(mode):
     changed, unchanged = (hopper_kernels(m) for m in (mode, None))  # from one line: kernels have it in them
@@ -174,6 +175,7 @@ def tokens_of_size(size):
     return jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)
 
 
+@pytest.mark.default_sets(0)
 @pytest.mark.parametrize(
     ("config", "size"),
     [

@@ -62,6 +62,7 @@ def test_one_layer_has_no_fewer():
     assert len(hashes(1)) == KERNELS
 
 
+@pytest.mark.default_sets(0)
 def test_layers_of_another_activation_have_two_kernels_of_their_own():
     programs = [program(1, config) for config in (CONFIG, replace(CONFIG, activation="geglu"))]
 

@@ -148,6 +148,7 @@ def test_frozen_selection_bias():
     assert module.selection_bias[...].tolist() == [9.0, 9, 0, 0, 0, 0]
 
 
+@pytest.mark.default_sets(0)
 def test_train_as_flax_modules_are_told():
     config, x = CONFIGS["rounded"], random_tokens(30)
     params = random_parameters(config)

@@ -89,6 +89,7 @@ def test_transformed(transform):
     assert_close(gradient, jax.grad(partial(total, on_xla))(random_logits()), TOLERANCE)
 
 
+@pytest.mark.default_sets(0)
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_vmap(biased, rounded):

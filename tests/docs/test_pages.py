@@ -55,6 +55,7 @@ def test_the_tutorial_trains(folder):
     assert names["y"].shape == names["x"].shape
 
 
+@pytest.mark.default_sets(0)
 def test_both_ways_to_shard_give_the_gradient_of_one_device(folder):
     names = run("sharding", folder)
     assert names["mesh"].size == jax.device_count() > 1
@@ -78,6 +79,7 @@ def test_a_checkpointed_block_has_the_same_gradient_and_a_profile(folder, capsys
     assert "gate" in capsys.readouterr().out
 
 
+@pytest.mark.default_sets(0)
 def test_the_routers_page_moves_the_bias(folder):
     names = run("routers", folder)
     assert names["routing"].experts.shape == (512, 4)

@@ -80,12 +80,12 @@ def test_gradients_of_an_unused_expert_are_zero(kernels):
     assert np.flatnonzero(np.asarray(gradient).any((1, 2))).tolist() == [3]
 
 
-def test_sums_are_accumulated_wide(kernels):
+def test_sums_are_accumulated_wide_and_rounded_once(kernels):
     rows = Rows(kernels, "many_tiles")
-    ones = jnp.ones((rows.num_tokens, D), jnp.bfloat16)
-    (gradient,), _ = kernels.up_weight_gradients(
-        ones, (jnp.ones((rows.num_rows, N), jnp.bfloat16),), rows.groups, dtypes=("float32",), bias_dtypes=()
+    x, d_pre = rows.normal(rows.num_tokens, D, dtype="bfloat16"), rows.of_rows(N, dtype="bfloat16")
+    sums, rounded = (
+        kernels.up_weight_gradients(x, (d_pre,), rows.groups, dtypes=(dtype,), bias_dtypes=())[0][0]
+        for dtype in ("float32", "bfloat16")
     )
-    counts = np.bincount(rows.expert[rows.owned], minlength=rows.num_experts).astype(np.float32)
-    assert counts.max() > 256  # where bfloat16 can no longer count
-    assert_same_bits(gradient, np.broadcast_to(counts[:, None, None], gradient.shape))
+    assert_close(sums, rows.sum_by_expert(outer_products(rows.gather(x), wide(d_pre))), TOLERANCE["float32"])
+    assert_same_bits(rounded, sums.astype(jnp.bfloat16))

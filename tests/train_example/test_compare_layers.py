@@ -54,6 +54,7 @@ def test_loss_curves_lie_on_top_of_each_other(remat):
         assert records[0]["planned_gib"] > 0
 
 
+@pytest.mark.default_sets(0)
 def test_the_command_writes_results_that_can_be_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare_layers.multiprocessing, "get_context", lambda _: SameProcess())
     file = tmp_path / "new" / "training.json"

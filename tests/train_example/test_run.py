@@ -138,6 +138,7 @@ def test_a_run_is_not_overwritten_or_mixed_up(finished, tmp_path, capsys, option
     assert files(finished[0]) == before
 
 
+@pytest.mark.default_sets(0)
 def test_resuming_a_finished_run_reports_it_again(finished, capsys):
     before = metrics(finished[0])
     assert main(["--out", str(finished[0]), "--resume"]) == 0

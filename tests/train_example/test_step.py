@@ -31,6 +31,7 @@ def test_accumulation_gives_what_the_whole_batch_gives():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7), *moments)
 
 
+@pytest.mark.default_sets(0)
 def test_accumulation_carries_the_router_state_along():
     step, state = train_step(CONFIG, decoder(FULL_MODEL))
     after, metrics = step(state, windows(4, 2, 17))
@@ -118,6 +119,7 @@ def test_16_bit_arithmetic_learns_what_float32_learns(momentum_dtype):
     assert {leaf.dtype.name for leaf in jax.tree.leaves((adam.nu, state.params))} == {"float32"}
 
 
+@pytest.mark.default_sets(0)
 def test_evaluation_is_the_mean_cross_entropy_whatever_the_microbatches():
     model = decoder(FULL_MODEL)
     _, state = train_step(CONFIG, model)

@@ -14,6 +14,7 @@ PNG = b"\x89PNG"
 ON_CPU = jax.default_backend() == "cpu"
 
 
+@pytest.mark.default_sets(0)
 def test_the_table_of_kernels_and_its_json(capsys, tmp_path):
     file = tmp_path / "new" / "results.json"
     assert main(["--kernels", "--config", SMALL, "--dtype", "bfloat16", "--repeats", "2", "--json", str(file)]) == 0

@@ -30,6 +30,7 @@ def test_the_same_layer(name, monkeypatch):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.default_sets(0)
 def test_tokamax_is_the_same_layer():
     pytest.importorskip("tokamax", reason="tokamax is an extra of its own")
     inputs = expert_inputs(SIZES, jnp.float32)

@@ -94,6 +94,7 @@ def portable_dispatch(experts, num_experts):
     return xla.dispatch(experts, num_experts, row_alignment=8)._replace(tiles=tiles)
 
 
+@pytest.mark.default_sets(0)
 def test_the_whole_command_with_portable_kernels(capsys, monkeypatch, tmp_path):
     kernels = SimpleNamespace(**{name: portable(name) for name in KINDS}, dispatch=portable_dispatch)
     monkeypatch.setattr("blaze_jax.tune.cases.hopper", kernels)
