@@ -7,13 +7,13 @@ from jax.interpreters.mlir import ir
 from train_example.compile_step import demand_equal_bits
 
 _ATTENTION = """
-func.func public @main(%x: tensor<2xf32>) -> tensor<2xf32> {
-  %0 = stablehlo.custom_call @"__cudnn$fmhaSoftmax"(%x) {backend_config = "CONFIG"} : (tensor<2xf32>) -> tensor<2xf32>
-  %1 = stablehlo.custom_call @"__cudnn$fmhaSoftmaxBackward"(%0) {backend_config = "CONFIG"} : (tensor<2xf32>) -> tensor<2xf32>
-  %2 = stablehlo.custom_call @"__cudnn$fmhaSoftmaxBackward"(%1) {backend_config = "CONFIG"} : (tensor<2xf32>) -> tensor<2xf32>
-  return %2 : tensor<2xf32>
+func.func public @main(%x: tensor<f32>) -> tensor<f32> {
+  %0 = stablehlo.custom_call @"__cudnn$fmhaSoftmax"(%x) {backend_config = "JSON"} : (tensor<f32>) -> tensor<f32>
+  %1 = stablehlo.custom_call @"__cudnn$fmhaSoftmaxBackward"(%0) {backend_config = "JSON"} : (tensor<f32>) -> tensor<f32>
+  %2 = stablehlo.custom_call @"__cudnn$fmhaSoftmaxBackward"(%1) {backend_config = "JSON"} : (tensor<f32>) -> tensor<f32>
+  return %2 : tensor<f32>
 }
-""".replace("CONFIG", r"{\22cudnn_fmha_backend_config\22: {\22fmha_scale\22: 0.125}}")
+""".replace("JSON", r"{\22cudnn_fmha_backend_config\22: {\22fmha_scale\22: 0.125}}")
 
 
 def test_every_backward_pass_of_attention_is_deterministic_and_no_other_call_changes():
