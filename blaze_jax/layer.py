@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.activations import get_activation
 from blaze_jax.checks import as_array, shown
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
 from blaze_jax.routing import AxisName, Routing, route_and_group
+from blaze_jax.shared_experts import shared_experts
 from blaze_jax.warn import warn_once
 from pallas_kernels.contract import accumulator_dtype
 
@@ -122,7 +122,7 @@ def moe(
         )
     if config.shared_width:
         with jax.named_scope("shared_experts"):
-            y = y + _shared_experts(tokens, params, config)
+            y = y + shared_experts(tokens, params, config)
     return restore_shape(y, x, mesh), routing._replace(weighted_losses=auxiliary_losses(routing, config))
 
 
@@ -180,21 +180,6 @@ def in_common_dtype(x: Array, dtype, param_dtype) -> Array:
     """`x` in `dtype`; for None in the common dtype of `x` and the parameters, also where jax promotes no types."""
     with jax.numpy_dtype_promotion("standard"):
         return x.astype(dtype or jnp.promote_types(x.dtype, param_dtype))
-
-
-def _shared_experts(tokens: Float[Array, "T d"], params: Mapping[str, Array], config: MoEConfig) -> Float[Array, "T d"]:
-    """The dense FFN that every token passes through."""
-    activation = get_activation(config.activation)
-    wide = accumulator_dtype(tokens.dtype)
-    names = ("shared_w_gate", "shared_w_up") if activation.gated else ("shared_w_up",)
-    # In the tokens' dtype, so that both factors of the products in the backward pass are, too.
-    pre = [jnp.dot(tokens, params[name].astype(tokens.dtype)) for name in names]
-
-    @jax.checkpoint
-    def hidden(*pre):
-        return activation.function(*(p.astype(wide) for p in pre)).astype(tokens.dtype)
-
-    return jnp.dot(hidden(*pre), params["shared_w_down"].astype(tokens.dtype))
 
 
 def _checked_parameters(params: Mapping[str, Array], config: MoEConfig, x: Float[Array, "... d"]) -> dict[str, Array]:

@@ -1,7 +1,7 @@
 """The training step, compiled."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ def compile_step(
     step = make_train_step(model, make_optimizer(config), learning_rate_schedule(config))
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
     if jax.default_backend() == "gpu":
-        demand_equal_bits(lowered.compiler_ir("stablehlo"))
+        demand_equal_bits(cast(ir.Module, lowered.compiler_ir("stablehlo")))
         options |= {"xla_gpu_exclude_nondeterministic_ops": True}
     return lowered.compile(options)
 
