@@ -27,15 +27,8 @@ class Ceilings(NamedTuple):
     def pass_record(self, timing: Timing, flops: float) -> dict[str, Any]:
         """Times and rates of a pass of so many operations, as they go into the JSON file."""
         tflops = flops / timing.us / 1e6
-        return {
-            "clock": timing.clock,
-            "us": timing.us,
-            "spread": timing.spread,
-            "samples_us": timing.samples_us,
-            "tflops": tflops,
-            "share_of_dense": tflops / self.tflops,
-            "note": timing.note,
-        }
+        rates = {"tflops": tflops, "share_of_dense": tflops / self.tflops}
+        return {**timing.record(), "samples_us": timing.samples_us, **rates}
 
 
 class CeilingCalls:

@@ -3,8 +3,8 @@
 import pytest
 
 from blaze_jax.benchmark.inputs import BOTH, FORWARD
-from blaze_jax.benchmark.plots import reason
 from blaze_jax.benchmark.sizes import GPU_SIZES, Sizes
+from blaze_jax.benchmark.tables import reason
 from docs.write_benchmarks import render
 
 TIMED = {"us": 2000.0, "spread": 0.02, "tflops": 123.4, "share_of_dense": 0.5, "ratio_to_ours": 1.0}
