@@ -40,7 +40,7 @@ def saved_residuals(function: Callable, *arguments) -> list[Residual]:
         return jax.tree.leaves(of_floating(lambda *values: function(*tree.unflatten(values)), flat)[1])
 
     jaxpr = jax.make_jaxpr(leaves)(*arguments).jaxpr
-    names = jaxpr.debug_info.arg_names or ()
+    names: Any = jaxpr.debug_info.arg_names
     found, seen = [], set()
     for var in jaxpr.outvars:
         origin = _origin(jaxpr, var)
