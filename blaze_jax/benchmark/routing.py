@@ -10,6 +10,7 @@ from blaze_jax.benchmark.timing import time_calls, wall_times
 from blaze_jax.implementation import Implementation, kernels_of
 from blaze_jax.router import Router
 from blaze_jax.routing import route, route_and_group
+from pallas_kernels.tuning.parameters import hopper_gpu
 
 OURS = "blaze_jax route + dispatch"
 XLA = "XLA top_k + argsort dispatch"
@@ -37,7 +38,7 @@ def measure_routing(
     A separate call costs what the host needs to launch it, which hides the kernels' time; in a step that time counts.
     """
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
-    implementation = implementation or _best_here()
+    implementation = implementation or ("mosaic_gpu" if hopper_gpu() else "xla")
     dispatch = partial(kernels_of(implementation).dispatch, num_experts=num_experts)
 
     def ours_route(logits):
@@ -76,12 +77,6 @@ def measure_routing(
         },
         "speedup": timings[XLA].us / timings[OURS].us,
     }
-
-
-def _best_here() -> Implementation:
-    """What `expert_ffn` runs on this device."""
-    on_hopper = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
-    return "mosaic_gpu" if on_hopper else "xla"
 
 
 def xla_route(logits, slots: int):

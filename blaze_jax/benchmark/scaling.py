@@ -28,7 +28,7 @@ def measure_scaling_point(sizes: Sizes, dtype, *, repeats: int, implementation=N
     plan = plan_of(compiled.memory_analysis())
     saved = saved_bytes(layer, *abstract_inputs(sizes, dtype))
     timing = time_calls({"ours": partial(compiled, *arguments)}, repeats=repeats)["ours"]
-    weights = 3 * sizes.num_experts * sizes.model_width * sizes.expert_width * jnp.dtype(dtype).itemsize
+    weights = sizes.weight_elements * jnp.dtype(dtype).itemsize
     record: dict[str, Any] = {
         "kind": "scaling",
         "sizes": sizes._asdict(),

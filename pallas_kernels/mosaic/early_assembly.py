@@ -12,7 +12,8 @@ import jax
 
 from pallas_kernels.compat import LoweredKernel, when_a_kernel_is_lowered
 
-_assembled: dict[bytes, Future] = {}
+begun: dict[bytes, Future] = {}
+"""The assembly of each kernel, by its hash."""
 
 
 def assemble_early() -> None:
@@ -20,21 +21,11 @@ def assemble_early() -> None:
     when_a_kernel_is_lowered(_begin)
 
 
-def wait_for_assembly() -> None:
-    """Returns when every kernel that was begun is assembled.
-
-    Raises:
-      Exception: whatever an assembly raised, which the compilation of the program around the kernel will raise again.
-    """
-    for future in list(_assembled.values()):
-        future.result()
-
-
 def _begin(kernel: LoweredKernel) -> None:
     name = kernel.attributes["kernel_hash"]
-    if name in _assembled or "MOSAIC_GPU_DUMP_PTXAS" in os.environ:  # the assembler's reports keep the program's order
+    if name in begun or "MOSAIC_GPU_DUMP_PTXAS" in os.environ:  # the assembler's reports keep the program's order
         return
-    _assembled[name] = _threads().submit(_compile, kernel)
+    begun[name] = _threads().submit(_compile, kernel)
 
 
 @cache
