@@ -1,72 +1,24 @@
 """`python -m docs.write_benchmarks`: writes what was measured into the documents, from the files in docs/results."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from blaze_jax.benchmark.inputs import BOTH
 from blaze_jax.benchmark.plots import draw, published_scaling, source
-from blaze_jax.benchmark.results_file import PUBLISHED, Record, read_results
+from blaze_jax.benchmark.results_file import Record, read_results
 from blaze_jax.benchmark.routing import DECIDERS
 from blaze_jax.benchmark.scaling import FLAT_FROM, flatness
 from blaze_jax.benchmark.sizes import GPU_SIZES
 from blaze_jax.benchmark.tables import label, milliseconds, table
 
-START = "<!-- results: written by `python -m docs.write_benchmarks`, do not edit -->"
+START = "<!-- results: {}, written by `python -m docs.write_benchmarks`, do not edit -->"
 END = "<!-- end of results -->"
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 README = DOCS.parent / "README.md"
-
-FIGURES = {
-    "compare": {"speed.png": "Speed of forward and backward pass", "memory.png": "Memory kept for the backward pass"},
-    "scaling": {"scaling.png": "Time and memory per token from few tokens to many"},
-    "training": {"training.png": "Loss curves, speed and memory of the same model with each layer"},
-    "memory": {"planned_memory.png": "Peak memory on an H200 by XLA's plan"},
-    "kernels": {"kernels.png": "Time of each kernel"},
-}
-"""Figures that `--plot` draws of each kind of results, with what they show."""
-
-SAYS = {
-    "compare": (
-        "### Next to other layers\n\nThe experts are timed without the router, and the layers in turns. TFLOP/s "
-        'count the arithmetic that the layer needs, not what an implementation adds to it. The column "of dense" '
-        'is the share of the rate that a matrix product of 8192³ reaches in the same run. "Out of memory" means '
-        "more than this GPU gave the program; the results file says how much. Dense dispatch drops tokens beyond "
-        "an expert's capacity; the others drop none. Pale bars come from other runs ({published})."
-    ),
-    "scaling": (
-        "### From few tokens to many\n\nThe figures of one small layer stand next to those in MoEBlaze's slides, "
-        "measured on an H100 with a configuration that the slides do not name, so only the shapes of the curves "
-        "can be compared."
-    ),
-    "training": (
-        "### Training end to end\n\nEach layer trains the same model, from the same parameters and on the same "
-        "batches. The losses should be equal up to rounding. The final loss is averaged over the last 5% of "
-        "steps."
-    ),
-    "routing": (
-        "### Routing\n\nFrom router logits to index arrays, our kernels are compared with XLA's top_k and sorts. "
-        "Inside a jitted training step only the kernels' time counts. A separate call also waits for the host to "
-        "launch it."
-    ),
-    "token_rounding": (
-        "### Token rounding\n\nRounding gives every expert whole tiles of tokens; it is compared with plain "
-        "top-k. Rounding down drops pairs, and its TFLOP/s count those that are left."
-    ),
-    "memory": (
-        "### Memory\n\nXLA's own plan for a forward and backward pass, made without a GPU, has the memory that is"
-        " kept, the temporaries, and the peak, which includes the results."
-    ),
-    "kernels": (
-        '### Kernel by kernel\n\nBursts are runs on an emptied L2 cache. "Back to back" is a second without a '
-        "pause, at the clock rates of a long run. In the figure each kernel shows its share of the rate of a "
-        "dense matrix product or a copy in the same run. The share can pass 100%, because XLA's product is not "
-        "the GPU's peak."
-    ),
-}
-"""What each kind of results shows."""
 
 type Result = dict[str, Any]
 
@@ -76,8 +28,8 @@ def main() -> None:
     results = recorded_results()
     for file in draw(results, RESULTS):
         print(f"drew {file}")
-    update(DOCS / "benchmarks.md", render(results))
-    update(README, summary(results))
+    for path in (DOCS / "benchmarks.md", README):
+        path.write_text(written(path.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 def recorded_results() -> list[Result]:
@@ -85,46 +37,23 @@ def recorded_results() -> list[Result]:
     return [read_results(path) for path in sorted(RESULTS.glob("*.json"))]
 
 
-def update(path: Path, text: str) -> None:
-    """Puts `text` between the two marks in the file.
-
-    Raises:
-      ValueError: the file lacks a mark.
-    """
-    old = path.read_text(encoding="utf-8")
-    before, _ = split(old)
-    path.write_text(f"{before}{START}\n\n{text}\n\n{old[old.index(END) :]}", encoding="utf-8")
+def written(page: str, results: Sequence[Result]) -> str:
+    """The page, with what `render` makes of the results between the marks that name a kind of them."""
+    blocks = re.compile(f"({START.format('(.*?)')}\n\n).*?(\n\n{END})", re.DOTALL)
+    return blocks.sub(lambda found: f"{found[1]}{render(found[2], results)}{found[3]}", page)
 
 
-def split(text: str) -> tuple[str, str]:
-    """What is before the first mark, and what is between the marks.
-
-    Raises:
-      ValueError: a mark is missing.
-    """
-    if START not in text or END not in text:
-        raise ValueError(f"the file must have the lines {START!r} and {END!r}")
-    before, rest = text.split(START, 1)
-    return before, rest.split(END, 1)[0]
-
-
-def render(results: Sequence[Result]) -> str:
-    """A section for each kind of results: figures that `--plot` draws of it, tables, where and how they were taken."""
-    published = read_results(PUBLISHED)["command"]
+def render(kind: str, results: Sequence[Result]) -> str:
+    """The tables of a kind of results, each with where and how they were taken; or the "summary" of all."""
+    if kind == "summary":
+        return summary(results)
     lines: list[str] = []
-    shown: set[str] = set()
-    for kind, says in SAYS.items():
-        for result in results:
-            records = [r for r in result["records"] if r["kind"] == kind]
-            if records:
-                if kind not in shown:
-                    lines += ["", says.format(published=published)]
-                    lines += [f"\n![{text}](results/{name})" for name, text in FIGURES.get(kind, {}).items()]
-                    shown.add(kind)
-                section = SECTIONS.get(kind, _by_size)
-                lines += ["", *section(records), "", f"{source(result)}: `{result['command']}`"]
-        if kind == "compare":
-            lines += _sizes_left_out(results)
+    for result in results:
+        records = [r for r in result["records"] if r["kind"] == kind]
+        if records:
+            lines += [*SECTIONS.get(kind, _by_size)(records), "", f"{source(result)}: `{result['command']}`", ""]
+    if kind == "compare":
+        lines += _sizes_left_out(results)
     return "\n".join(lines).strip("\n")
 
 
@@ -170,7 +99,7 @@ def _sizes_left_out(results: Sequence[Result]) -> list[str]:
     missing = [_name(sizes) for sizes in defaults if sizes not in measured]
     if not missing or not any(sizes in defaults for sizes in measured):
         return []
-    return ["", f"Default sizes not compared: {'; '.join(missing)}."]
+    return [f"Default sizes not compared: {'; '.join(missing)}."]
 
 
 def _scaling(records: list[Record]) -> list[str]:

@@ -18,7 +18,7 @@ def result(sizes, *layers):
 
 
 def table(sizes, *layers):
-    return render([result(sizes, *layers)])
+    return render("compare", [result(sizes, *layers)])
 
 
 def test_a_peer_that_fails_in_the_backward_pass_keeps_its_forward_time():
@@ -33,7 +33,7 @@ def test_sizes_that_no_run_came_to_are_named():
     assert f"Default sizes not compared: {', '.join(map(str, last))}." in table(measured, OURS)
     assert "not compared" not in table(GPU_SIZES, OURS)
     assert "not compared" not in table([Sizes(8, 8, 8, 2, 1)], OURS)
-    assert "not compared" not in render([result(measured, OURS), result([last], OURS)])
+    assert "not compared" not in render("compare", [result(measured, OURS), result([last], OURS)])
 
 
 @pytest.mark.parametrize(
