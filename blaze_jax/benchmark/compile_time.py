@@ -52,16 +52,14 @@ def _gradient(sizes: Sizes, dtype, layers: int) -> tuple[Callable, tuple]:
     )
     array = jax.ShapeDtypeStruct
     parameters = {name: array(p.shape, dtype) for name, p in config.parameters(sizes.model_width).items()}
-    names, number = list(parameters), len(parameters)
 
-    def model(x, *values):
-        for i in range(layers):
-            y, _ = moe(x, dict(zip(names, values[i * number : (i + 1) * number], strict=True)), config)
-            x = x + y
+    def model(x, all_parameters):
+        for own in all_parameters:
+            x = x + moe(x, own, config)[0]
         return x
 
     tokens = array((sizes.num_tokens, sizes.model_width), dtype)
-    return forward_and_backward(model), (tokens, *[*parameters.values()] * layers, tokens)
+    return forward_and_backward(model), (tokens, [parameters] * layers, tokens)
 
 
 def _model(sizes: Sizes, dtype, layers: int) -> dict[str, Any]:

@@ -46,16 +46,17 @@ def forward_and_backward(function: Callable) -> Callable:
 
 
 def of_floating(function: Callable, inputs) -> tuple:
-    """`jax.vjp` of `function` in its floating arguments; the others are held fixed."""
-    floating = [i for i, a in enumerate(inputs) if jnp.issubdtype(a.dtype, jnp.floating)]
+    """`jax.vjp` of `function` in the floating arrays of its arguments; the others are held fixed."""
+    flat, tree = jax.tree.flatten(tuple(inputs))
+    floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating)]
 
     def in_floating(*values):
-        merged = list(inputs)
+        merged = list(flat)
         for i, value in zip(floating, values, strict=True):
             merged[i] = value
-        return function(*merged)
+        return function(*tree.unflatten(merged))
 
-    return jax.vjp(in_floating, *(inputs[i] for i in floating))
+    return jax.vjp(in_floating, *(flat[i] for i in floating))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))

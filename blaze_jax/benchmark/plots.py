@@ -127,10 +127,8 @@ def _bars(value: Callable[[Record, Record], float | None]) -> Callable[[Record],
     """A bar for each layer of a record, and for each other run at the same sizes that has a value."""
 
     def bars(record: Record) -> list[Bar]:
-        ours = [
-            (OURS if row["layer"] == OURS else label(row), value(record, row), row["status"])
-            for row in record["layers"]
-        ]
+        names = [OURS if row["layer"] == OURS else label(row) for row in record["layers"]]
+        ours = [(name, value(record, row), row["status"]) for name, row in zip(names, record["layers"], strict=True)]
         others = [(row["layer"], value(record, row), "published") for row in _published(record)]
         return ours + [bar for bar in others if bar[1] is not None]
 
@@ -183,38 +181,30 @@ def _number(value: float) -> str:
 
 
 def _draw_scaling(records: Sequence[Record]):
-    figure = _figure(
-        11,
-        4.4,
-        "From few tokens to many: d={model_width}, n={expert_width}, E={num_experts}, K={experts_per_token}".format(
-            **records[0]["sizes"]
-        ),
-    )
+    layer = "d={model_width}, n={expert_width}, E={num_experts}, K={experts_per_token}".format(**records[0]["sizes"])
+    figure = _figure(11, 4.4, f"From few tokens to many: {layer}")
     left, right = figure.subplots(1, 2)
     tokens = [r["sizes"]["num_tokens"] for r in records]
     shown = [r for r in published_scaling() if tokens[0] <= r["num_tokens"] <= tokens[-1]]
-    their_tokens = [r["num_tokens"] for r in shown]
-    left.plot(tokens, [r["ns_per_token"] for r in records], "o-", color=_OURS_COLOR, label="blaze_jax")
-    right.plot(
-        tokens, [r["saved_bytes_per_token"] / 1024 for r in records], "o-", color=_OURS_COLOR, label="blaze_jax, kept"
-    )
-    peak = [(t, r["peak_bytes_per_token"] / 1024) for t, r in zip(tokens, records, strict=True) if "peak_mib" in r]
-    if peak:
-        right.plot(
-            *zip(*peak, strict=True),
-            "s--",
-            color=_OURS_COLOR,
-            alpha=0.55,
-            label="blaze_jax, peak less weight gradients",
-        )
-    if shown:
-        label = shown[0]["layer"]
-        left.plot(their_tokens, [r["us"] * 1e3 / r["num_tokens"] for r in shown], "D", color=_ACCENT, label=label)
-        memory = [r["mb"] * 1e6 / r["num_tokens"] / 1024 for r in shown]
-        right.plot(their_tokens, memory, "D", color=_ACCENT, label=label)
-    _band(left, records, "ns_per_token", 1.0)
-    _band(right, records, "saved_bytes_per_token", 1024.0)
-    for axes, what in ((left, "forward + backward, ns per token"), (right, "memory, KiB per token")):
+    times = [r["us"] * 1e3 / r["num_tokens"] for r in shown]
+    memory = [r["mb"] * 1e6 / r["num_tokens"] / 1024 for r in shown]
+    for axes, name, unit, ours, what, theirs in (
+        (left, "ns_per_token", 1.0, "blaze_jax", "forward + backward, ns per token", times),
+        (right, "saved_bytes_per_token", 1024.0, "blaze_jax, kept", "memory, KiB per token", memory),
+    ):
+        axes.plot(tokens, [r[name] / unit for r in records], "o-", color=_OURS_COLOR, label=ours)
+        if axes is right and all("peak_mib" in r for r in records):
+            peak = [r["peak_bytes_per_token"] / unit for r in records]
+            style = {"color": _OURS_COLOR, "alpha": 0.55, "label": "blaze_jax, peak less weight gradients"}
+            axes.plot(tokens, peak, "s--", **style)
+        if shown:
+            axes.plot([r["num_tokens"] for r in shown], theirs, "D", color=_ACCENT, label=shown[0]["layer"])
+        flat = [(t, r[name] / unit) for t, r in zip(tokens, records, strict=True) if t >= FLAT_FROM]
+        if len(flat) > 1:
+            least = min(value for _, value in flat)
+            label_of_band = f"at most {FLAT_WITHIN:.0%} above the least"
+            band = {"color": _OURS_COLOR, "alpha": 0.12, "linewidth": 0, "label": label_of_band}
+            axes.fill_between((flat[0][0], flat[-1][0]), least, least * (1 + FLAT_WITHIN), **band)
         axes.set_xscale("log", base=2)
         axes.set_xticks(tokens, [_tokens(t) for t in tokens])
         axes.minorticks_off()
@@ -225,18 +215,6 @@ def _draw_scaling(records: Sequence[Record]):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(framealpha=1, edgecolor="none", fontsize=8, loc="upper right")
     return figure
-
-
-def _band(axes, records: Sequence[Record], name: str, unit: float) -> None:
-    """The range that the values may keep to and still count as flat."""
-    flat = [r for r in records if r["sizes"]["num_tokens"] >= FLAT_FROM]
-    if len(flat) > 1:
-        least = min(r[name] for r in flat) / unit
-        label = f"at most {FLAT_WITHIN:.0%} above the least"
-        ends = (flat[0]["sizes"]["num_tokens"], flat[-1]["sizes"]["num_tokens"])
-        axes.fill_between(
-            ends, least, least * (1 + FLAT_WITHIN), color=_OURS_COLOR, alpha=0.12, linewidth=0, label=label
-        )
 
 
 def _tokens(number: int) -> str:

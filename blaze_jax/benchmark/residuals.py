@@ -36,8 +36,7 @@ def saved_residuals(function: Callable, *arguments) -> list[Residual]:
 
     @wraps(function)  # which names the arguments
     def leaves(*arguments):
-        flat, tree = jax.tree.flatten(arguments)
-        return jax.tree.leaves(of_floating(lambda *values: function(*tree.unflatten(values)), flat)[1])
+        return jax.tree.leaves(of_floating(function, arguments)[1])
 
     jaxpr = jax.make_jaxpr(leaves)(*arguments).jaxpr
     names: Any = jaxpr.debug_info.arg_names

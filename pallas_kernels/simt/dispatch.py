@@ -1,4 +1,4 @@
-"""Dispatch without a sort, in two launches: counts per block, then positions.
+"""Dispatch without a sort, in two launches: counts per block, then every pair's row.
 
 Block b of both kernels owns the same run of tokens. The first counts its pairs by expert; the router does so too, and
 then saves that launch. The second, `dispatch_place`, adds up the counts of the blocks before it, which gives every
