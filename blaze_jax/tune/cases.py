@@ -13,14 +13,7 @@ from blaze_jax.column_blocks import block_width, combine_columns
 from pallas_kernels import hopper
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
-from pallas_kernels.tuning.parameters import (
-    ColumnBlock,
-    CombineTuning,
-    TileTuning,
-    Tuning,
-    heuristic,
-    shape_key,
-)
+from pallas_kernels.tuning.parameters import ColumnBlock, CombineTuning, TileTuning, Tuning, heuristic, shape_key
 
 _ACTIVATION = get_activation("swiglu").function
 

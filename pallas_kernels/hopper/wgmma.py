@@ -9,13 +9,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import inline_interpreter as forms
-from pallas_kernels.hopper.inline import (
-    PANEL,
-    SWIZZLED,
-    as_tiles,
-    ptx,
-    row_tiles,
-)
+from pallas_kernels.hopper.inline import PANEL, SWIZZLED, as_tiles, ptx, row_tiles
 from pallas_kernels.mosaic.interpreter import in_interpreter
 
 ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT

@@ -5,12 +5,12 @@ keeps what it has assembled, so a kernel that was compiled in a small program of
 """
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
-import jax
-
-from pallas_kernels.compat import LoweredKernel, when_a_kernel_is_lowered
+from pallas_kernels.compat import when_a_kernel_is_lowered
 
 begun: dict[bytes, Future] = {}
 """The assembly of each kernel, by its hash."""
@@ -21,24 +21,12 @@ def assemble_early() -> None:
     when_a_kernel_is_lowered(_begin)
 
 
-def _begin(kernel: LoweredKernel) -> None:
-    name = kernel.attributes["kernel_hash"]
+def _begin(name: bytes, compile_alone: Callable[[], Any]) -> None:
     if name in begun or "MOSAIC_GPU_DUMP_PTXAS" in os.environ:  # the assembler's reports keep the program's order
         return
-    begun[name] = _threads().submit(_compile, kernel)
+    begun[name] = _threads().submit(compile_alone)
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="assembly")  # as many as there are cores, at most 32
-
-
-def _compile(kernel: LoweredKernel) -> None:
-    placement = jax.sharding.SingleDeviceSharding(kernel.device)
-    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placement) for a in kernel.operands]
-
-    def program(*arrays):
-        call = jax.ffi.ffi_call(kernel.target, kernel.results, has_side_effect=True)
-        return call(*arrays, **kernel.attributes)
-
-    jax.jit(program).lower(*operands).compile()
