@@ -129,33 +129,32 @@ def wall_times(calls: Mapping[str, Call], *, repeats: int = 20, note: str = "") 
 def sustain(call: Call, *, seconds: float = 1.0, warm_seconds: float = 0.3) -> Sustained:
     """Times a call repeated back to back, with no flush or pause, for about `seconds` after `warm_seconds` of it."""
     jax.block_until_ready(call())
-    start = time.perf_counter()
-    jax.block_until_ready([call() for _ in range(2)][-1])
-    one = max((time.perf_counter() - start) / 2, 1e-6)
+    one = max(_seconds(call, 2), 1e-6)
     warm, measured = (max(1, round(s / one)) for s in (warm_seconds, seconds))
-    wall = []
-
-    def run(number: int) -> None:
-        result = None
-        for _ in range(number):
-            result = call()  # drops the last one: work is queued, and memory holds one or two results
-        jax.block_until_ready(result)
+    wall_us, reason = [], f"{jax.default_backend()}: wall time only"
 
     def both() -> None:
-        run(warm)
-        began = time.perf_counter()
-        run(measured)
-        wall.append(time.perf_counter() - began)
+        _seconds(call, warm)
+        wall_us.append(_seconds(call, measured) * 1e6)
 
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() == "gpu":
+        try:
+            device_ns, note = _last_share(trace(both), warm + measured, measured)
+            return Sustained(measured, wall_us[-1], device_ns / measured / 1e3, note)
+        except TraceError as error:
+            reason = f"wall time only, because {error}"
+    else:
         both()
-        return Sustained(measured, wall[-1] / measured * 1e6, None, f"{jax.default_backend()}: wall time only")
-    try:
-        kernels = trace(both)
-    except TraceError as error:
-        return Sustained(measured, wall[-1] / measured * 1e6, None, f"wall time only, because {error}")
-    device_ns, note = _last_share(kernels, warm + measured, measured)
-    return Sustained(measured, wall[-1] / measured * 1e6, device_ns / measured / 1e3, note)
+    return Sustained(measured, wall_us[-1], None, reason)
+
+
+def _seconds(call: Call, number: int) -> float:
+    """Seconds of a call, of so many in a row."""
+    start, result = time.perf_counter(), None
+    for _ in range(number):
+        result = call()  # drops the last one: work is queued, and memory holds one or two results
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / number
 
 
 def _last_share(kernels: list[Kernel], calls: int, measured: int) -> tuple[float, str]:
