@@ -56,6 +56,3 @@ class CeilingCalls:
     def dense_tflops(self, us: float) -> float:
         """TFLOP/s of the dense product that takes so many microseconds."""
         return 2 * self.width**3 / us / 1e6
-
-    def __str__(self) -> str:
-        return f"dense {self.width}³ matmul, copy of {self.copied_bytes / 2**20:.0f} MiB"

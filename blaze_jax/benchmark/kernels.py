@@ -13,8 +13,6 @@ from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import KernelTotal, sustain, time_calls
 from blaze_jax.experts import expert_ffn
 
-_COMBINE = "moe_combine"  # runs once in each direction
-
 
 def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> dict[str, Any]:
     """Times of both passes of our layer and of each of their kernels, as they go into the JSON file."""
@@ -56,7 +54,6 @@ def kernel_records(
         record: dict[str, Any] = {"name": name, "launches": total.launches, "us": total.us}
         work = work_of(name, table)
         if work is not None and total.us:
-            work = work.times(2 if _COMBINE in name else 1)
             least, bound = ceilings.least_us(*work)
             record |= {
                 "tflops": work.flops / total.us / 1e6,
