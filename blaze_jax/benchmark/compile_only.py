@@ -62,16 +62,3 @@ def _row(name: str, layer, inputs) -> dict[str, Any]:
         if plan.total > H200_BYTES:
             row["status"] = f"out of memory: needs {plan.total / 2**30:.0f} GiB"
     return row
-
-
-def print_memory(record: dict[str, Any]) -> None:
-    """The record as a table."""
-    print(f"  {'layer':36s} {'saved MiB':>10s} {'temporaries':>12s} {'peak MiB':>10s} {'with arguments':>15s}")
-    for row in record["layers"]:
-        line = f"  {row['layer']:36s}"
-        if "saved_mib" in row:
-            line += f" {row['saved_mib']:10.1f}"
-        if "peak_mib" in row:
-            line += f" {row['temporaries_mib']:12.1f} {row['peak_mib']:10.1f} {row['total_mib']:15.1f}"
-        print(line if row["status"] == "ok" else f"{line} {row['status']}")
-    print("  peak: temporaries and results, gradients included, without the arguments; saved: without the arguments")

@@ -19,8 +19,6 @@ from pallas_kernels.compile_only import h200, kernel_hashes, on_h200
 LAYERS = (1, 3, 24)
 """Layers of the models: they stand one after the other in the program, as a Python loop has them."""
 
-STAGES = ("trace", "lower", "compile")
-
 
 def measure_compile_time(sizes: Sizes, dtype) -> dict[str, Any]:
     """Seconds for the gradient of models of `LAYERS` layers, and the kernels in the lowered program.
@@ -54,16 +52,14 @@ def _gradient(sizes: Sizes, dtype, layers: int) -> tuple[Callable, tuple]:
     )
     array = jax.ShapeDtypeStruct
     parameters = {name: array(p.shape, dtype) for name, p in config.parameters(sizes.model_width).items()}
-    names, number = list(parameters), len(parameters)
 
-    def model(x, *values):
-        for i in range(layers):
-            y, _ = moe(x, dict(zip(names, values[i * number : (i + 1) * number], strict=True)), config)
-            x = x + y
+    def model(x, all_parameters):
+        for own in all_parameters:
+            x = x + moe(x, own, config)[0]
         return x
 
     tokens = array((sizes.num_tokens, sizes.model_width), dtype)
-    return forward_and_backward(model), (tokens, *[*parameters.values()] * layers, tokens)
+    return forward_and_backward(model), (tokens, [parameters] * layers, tokens)
 
 
 def _model(sizes: Sizes, dtype, layers: int) -> dict[str, Any]:
@@ -83,14 +79,3 @@ def _timed(times: dict[str, float], stage: str, run: Callable[[], Any]) -> Any:
     out = run()
     times[f"{stage}_s"], times[f"{stage}_cpu_s"] = time.perf_counter() - wall, sum(os.times()[:4]) - cpu
     return out
-
-
-def print_compile_time(record: dict[str, Any]) -> None:
-    """The record as a table."""
-    print(f"  {'layers':>6s} {'kernels':>8s} {'different':>9s}", *(f"{stage:>16s}" for stage in (*STAGES, "together")))
-    for model in record["models"]:
-        pairs = [(model[f"{stage}_s"], model[f"{stage}_cpu_s"]) for stage in STAGES]
-        pairs.append((sum(wall for wall, _ in pairs), sum(cpu for _, cpu in pairs)))
-        times = (f"{wall:6.1f} s ({cpu:5.1f})" for wall, cpu in pairs)
-        print(f"  {model['layers']:6d} {model['kernels']:8d} {model['different_kernels']:9d}", *times)
-    print("  wall time, in parentheses CPU time; kernels: in the lowered program, where equal calls should share one")

@@ -68,7 +68,7 @@ def test_presets_and_no_peers():
 @pytest.mark.parametrize(
     ("mode", "kind", "said"),
     [
-        ("--routing", "routing", "XLA top_k + argsort dispatch takes"),
+        ("--routing", "routing", "XLA top_k + argsort dispatch"),
         ("--scaling", "scaling", "ns per token"),
         ("--token-rounding", "token_rounding", "rounded nearest"),
     ],

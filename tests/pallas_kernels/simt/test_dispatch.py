@@ -71,16 +71,6 @@ def test_other_ids_are_empty_slots():
     assert_same_as_portable(experts, 2, interpret(experts, 2, blocks=2))
 
 
-@pytest.mark.parametrize("blocks", [1, 4])
-def test_counts_known_before(blocks):
-    experts, num_experts = ROUTINGS["empty_slots"]
-    tokens = -(-len(experts) // blocks)
-    runs = [experts[b * tokens : (b + 1) * tokens] for b in range(blocks)]
-    counts = np.stack([np.bincount(run[run >= 0], minlength=num_experts) for run in runs]).astype(np.int32)
-    out = interpret(experts, num_experts, counts=jnp.asarray(counts))
-    assert_same_as_portable(experts, num_experts, out)
-
-
 def test_inside_jit():
     experts, num_experts = ROUTINGS["random"]
     with simt.interpreted():
