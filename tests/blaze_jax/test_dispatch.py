@@ -109,7 +109,7 @@ def test_any_integer_dtype(dtype):
 def test_experts_times_tokens_beyond_int32():
     tokens, num_experts = 2**21 + 8, 1024
     experts = (np.arange(tokens, dtype=np.int32) * 7919 % num_experts)[:, None]
-    out = build_dispatch(experts, num_experts)
+    out = jax.jit(build_dispatch, static_argnums=1)(experts, num_experts)
     order = np.argsort(experts[:, 0], kind="stable").astype(np.int32)
     assert_same_bits(out.expert_token_indices, order)
     assert_same_bits(out.token_index_map[order, 0], np.arange(tokens, dtype=np.int32))

@@ -143,10 +143,11 @@ def test_weight_of_an_empty_slot_counts_for_nothing(weight):
     problem = make_problem(random_experts(6, 2, range(3)), 3, d=4, n=2)
     experts = problem.experts.at[::2, 1].set(-1).at[3].set(-1)
     clean = jnp.where(experts == -1, 0, problem.weights)
-    value, expected = (
-        jax.value_and_grad(
-            lambda w: jnp.square(expert_ffn(problem.x, **problem.params, weights=w, experts=experts)).sum()
-        )(w)
-        for w in (jnp.where(experts == -1, weight, problem.weights), clean)
-    )
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(weights):
+        return jnp.square(expert_ffn(problem.x, **problem.params, weights=weights, experts=experts)).sum()
+
+    value, expected = (loss(w) for w in (jnp.where(experts == -1, weight, problem.weights), clean))
     assert_same_bits(value, expected)

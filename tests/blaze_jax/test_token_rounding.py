@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from blaze_jax import Router, route
+from blaze_jax import Router
 from blaze_jax.token_rounding import round_token_counts
 from blaze_jax.warn import warn_once
 from tests import routing_reference as reference
+from tests.layers import route
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import EMPTY, random_experts
 
@@ -175,7 +176,7 @@ def test_route_weights_rounded_choices_like_chosen_ones(mode, scoring):
 def test_rounding_has_no_gradient_of_its_own():
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((T, E)), jnp.float32)
     options = {"scoring": "sigmoid", "normalize_weights": False, "token_rounding": "up", "rounding_tile": 8}
-    gradient = jax.grad(lambda l: route(l, K, **options).weights.sum())(logits)
+    gradient = jax.jit(jax.grad(lambda l: route(l, K, **options).weights.sum()))(logits)
     probability = reference.scores_of(logits, "sigmoid")
     used = members(route(logits, K, **options).experts)
     assert_close(gradient, used * probability * (1 - probability))

@@ -34,13 +34,16 @@ RUNS = [pytest.param(interpret, id="interpreter"), pytest.param(hopper.router, i
 over_runs = pytest.mark.parametrize("run", RUNS)
 
 
+portable = jax.jit(xla.router, static_argnums=2)
+
+
 def random_logits(*shape, dtype="float32", seed=0):
     return jnp.asarray(2 * np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def assert_matches(run, logits, bias, rule):
     """Equal experts, demand and rows; close weights, losses and probability, NaN where the twin has NaN."""
-    out, expected = run(logits, bias, rule), xla.router(logits, bias, rule)
+    out, expected = run(logits, bias, rule), portable(logits, bias, rule)
     assert_same_bits(out.experts, expected.experts)
     assert_same_bits(out.demand, expected.demand)
     assert_same_as_portable(expected.experts, logits.shape[1], out.dispatch)
@@ -177,7 +180,7 @@ def test_backward_is_the_derivative_of_the_portable_form(scoring, normalize, sca
     out, vjp = jax.vjp(lambda l: (lambda r: (r.weights, r.losses, r.probability))(xla.router(l, None, rule)), logits)
     names = ("d_weights", "d_losses", "d_probability")
     cotangents = jax.tree.map(lambda a: random_logits(*a.shape, seed=a.size), out)
-    chosen = xla.router(logits, None, rule)
+    chosen = portable(logits, None, rule)
     backward = partial(
         xla.router_backward,
         experts=chosen.experts,
