@@ -1,5 +1,7 @@
 """`expert_ffn` and all its gradients against the dense oracle."""
 
+from functools import partial
+
 import chex
 import hypothesis
 import jax
@@ -18,9 +20,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 SAVES = ("pre_activations", "inputs")
 
 
-def assert_matches_oracle(problem, tolerance, **options):
+def assert_matches_oracle(problem, tolerance, kernels=partial(results, expert_ffn), **options):
     truth = results(dense_expert_ffn, problem.cast(jnp.float32), **options)
-    assert_close(results(expert_ffn, problem, **options), truth, tolerance)
+    assert_close(kernels(problem, **options), truth, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +33,8 @@ def assert_matches_oracle(problem, tolerance, **options):
         ("many_tiles", "float16"),
     ],
 )
-def test_matches_oracle_for_any_routing(routing, dtype):
-    assert_matches_oracle(make_problem(*ROUTINGS[routing], dtype=dtype), TOLERANCE[dtype])
+def test_matches_oracle_for_any_routing(kernels, routing, dtype):
+    assert_matches_oracle(make_problem(*ROUTINGS[routing], dtype=dtype), TOLERANCE[dtype], kernels)
 
 
 @pytest.mark.parametrize("activation", ACTIVATION_NAMES)
@@ -75,10 +77,10 @@ def test_matches_oracle_in_float64():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_float32_parameters_serve_narrow_tokens(dtype):
+def test_float32_parameters_serve_narrow_tokens(kernels, dtype):
     problem = make_problem(*ROUTINGS["random"], dtype=dtype, param_dtype="float32")
-    out = results(expert_ffn, problem)
-    assert_matches_oracle(problem, TOLERANCE[dtype])
+    out = kernels(problem)
+    assert_matches_oracle(problem, TOLERANCE[dtype], kernels)
     narrow = {name for name, value in out.items() if value.dtype == dtype}
     assert narrow == {"y", "x"}
     chex.assert_type([value for name, value in out.items() if name not in narrow], jnp.float32)
@@ -86,16 +88,16 @@ def test_float32_parameters_serve_narrow_tokens(dtype):
 
 @pytest.mark.parametrize("routing", ["empty_slots", "many_tiles"])
 @pytest.mark.parametrize(("activation", "dtype"), [*(("swiglu", dtype) for dtype in DTYPES), ("relu2", "float32")])
-def test_both_saves_give_the_same_bits(routing, activation, dtype):
+def test_both_saves_give_the_same_bits(kernels, routing, activation, dtype):
     problem = make_problem(*ROUTINGS[routing], dtype=dtype, activation=activation)
-    kept, recomputed = (results(expert_ffn, problem, activation=activation, save=save) for save in SAVES)
+    kept, recomputed = (kernels(problem, activation=activation, save=save) for save in SAVES)
     assert_same_bits(recomputed, kept)
 
 
 @pytest.mark.parametrize("routing", ["random", "many_tiles"])
-def test_two_runs_give_the_same_bits(routing):
+def test_two_runs_give_the_same_bits(kernels, routing):
     problem = make_problem(*ROUTINGS[routing], dtype="bfloat16")
-    assert_same_bits(results(expert_ffn, problem), results(expert_ffn, problem))
+    assert_same_bits(kernels(problem), kernels(problem))
 
 
 def test_slot_order_does_not_matter_beyond_rounding():
@@ -103,6 +105,13 @@ def test_slot_order_does_not_matter_beyond_rounding():
     reversed_slots = problem._replace(weights=problem.weights[:, ::-1], experts=problem.experts[:, ::-1])
     out, ref = results(expert_ffn, reversed_slots), results(expert_ffn, problem)
     assert_close(out | {"weights": out["weights"][:, ::-1]}, ref)
+
+
+def test_gradients_of_unused_experts_are_zero(kernels):
+    out = kernels(make_problem(*ROUTINGS["two_experts_of_six"]))
+    for name in ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"):
+        used = np.asarray(out[name]).reshape(6, -1).any(1)
+        assert np.flatnonzero(used).tolist() == [1, 4]
 
 
 def test_no_tokens():

@@ -45,22 +45,6 @@ def test_any_routing(routing, blocks):
     assert_same_as_portable(experts, num_experts, interpret(experts, num_experts, blocks=blocks))
 
 
-def test_example_of_the_paper():
-    out = interpret(np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32), 4, blocks=2)
-    tokens = np.asarray(out.expert_token_indices)
-    start = np.array([0, 8, 16, 24])
-    assert out.expert_token_offsets.tolist() == [*start, 32]
-    assert [tokens[s : s + n].tolist() for s, n in zip(start, [3, 2, 2, 3], strict=True)] == [
-        [1, 2, 4],
-        [1, 3],
-        [0, 3],
-        [0, 2, 4],
-    ]
-    packed = start - [0, 3, 5, 7]  # how far alignment moved each group
-    moved = [[5, 7], [0, 3], [1, 8], [4, 6], [2, 9]] + packed[[[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]]
-    assert out.token_index_map.tolist() == moved.tolist()
-
-
 @pytest.mark.parametrize("num_experts", [33, 300])
 def test_many_experts(num_experts):
     experts = random_experts(61, 5, range(0, num_experts, 3))
