@@ -31,9 +31,8 @@ def squared_error(x, params, weights, experts, target, **options):
     return jnp.square(apply(expert_ffn, x, params, weights, experts, **options) - target).mean()
 
 
-@pytest.mark.parametrize("routing", ["empty_slots", "single_token", "all_slots_empty"])
-def test_without_jit(routing):
-    problem = make_problem(*ROUTINGS[routing])
+def test_without_jit():
+    problem = make_problem(*ROUTINGS["empty_slots"])
     gradient = jax.value_and_grad(squared_error, argnums=(0, 1, 2))
     assert_close(gradient(*problem), jax.jit(gradient)(*problem))
 

@@ -133,14 +133,8 @@ def test_forward_and_backward_lower_for_cuda():
     step = jax.jit(jax.value_and_grad(partial(total, partial(route, experts_per_token=K, implementation="mosaic_gpu"))))
     text = step.trace(random_logits()).lower(lowering_platforms=("cuda",)).as_text()
     assert "moe_router" in text
-    assert "scatter" not in text  # the gradient of the weights is spread by comparisons
-
-
-def test_no_choice_left_to_xla_is_sorted():
-    call = jax.jit(partial(route, experts_per_token=K, implementation="mosaic_gpu"))
-    text = call.trace(random_logits()).lower(lowering_platforms=("cuda",)).as_text()
-    assert "top_k" not in text
-    assert "sort" not in text
+    # No choice is left to XLA, and the gradient of the weights is spread by comparisons.
+    assert [word for word in ("top_k", "sort", "scatter") if word in text] == []
 
 
 @pytest.mark.parametrize(
@@ -161,11 +155,6 @@ def test_what_the_kernel_cannot_do_is_named(shape, dtype, slots, reason):
 
 def test_no_tokens():
     assert_matches(on_kernel(jnp.zeros((0, E))), on_xla(jnp.zeros((0, E))))
-
-
-def test_unknown_implementation():
-    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of"):
-        route(random_logits(), K, implementation="cuda")
 
 
 @pytest.mark.compile_only

@@ -73,9 +73,3 @@ def test_gradients_stay_finite_where_probabilities_vanish(scoring, lowest):
 
     value, gradient = jax.jit(jax.value_and_grad(total))(jnp.asarray(logits, jnp.float32))
     chex.assert_tree_all_finite((value, gradient))
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_pulls_on_the_logits(name):
-    gradient = jax.jit(jax.grad(lambda logits: getattr(route(logits, K), name)))(LOGITS)
-    assert np.linalg.norm(gradient) > 1e-4
