@@ -83,6 +83,12 @@ def experts_in(turn: Turn):
     return partial(expert_ffn)
 
 
+def lowered(platform: str, problem, **options) -> str:
+    """The program for `results` of `expert_ffn` on a platform that need not be there; the problem may be of shapes."""
+    traced = _results.trace(expert_ffn, tuple(options.items()), *problem)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
 def apply(function, x, params, weights, experts, **options) -> Array:
     """`function` of the expert arguments, parameters given by name."""
     params = {"w_gate": None} | params

@@ -231,18 +231,3 @@ def test_whatever_makes_an_array(convert):
     x, params = convert(np.asarray(x)), {name: convert(np.asarray(value)) for name, value in PARAMS.items()}
     assert_close(jax.jit(lambda: moe(x, params, config)[0])(), ref)
     assert_close(jax.jit(lambda: MoE(config).apply({"params": PARAMS}, x, train=False))(), ref)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"router": "sigmoid"}, "router='sigmoid' must be a Router"),
-        ({"selection_bias": "bias"}, "selection_bias='bias' must be an array"),
-        ({"logits": "logits"}, "logits='logits' must be an array"),
-        ({"weight_scale": "2"}, "weight_scale='2' must be a number"),
-        ({"scoring": None}, "scoring=None must be one of"),
-    ],
-)
-def test_misuse_of_router_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        route(**{"logits": jnp.zeros((4, 6)), "experts_per_token": 2} | options)

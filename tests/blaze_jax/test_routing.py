@@ -247,6 +247,9 @@ def test_bias_update_by_hand():
         ),
         (jnp.zeros((2, 3)), 1, {"selection_bias": [0, 0, 0]}, "selection_bias has dtype int32, must be floating"),
         (jnp.zeros((2, 3)), 2.0, {}, "experts_per_token=2.0 must be an integer"),
+        ("logits", 1, {}, "logits='logits' must be an array"),
+        (jnp.zeros((2, 3)), 1, {"selection_bias": "bias"}, "selection_bias='bias' must be an array"),
+        (jnp.zeros((2, 3)), 1, {"router": "sigmoid"}, "router='sigmoid' must be a Router"),
     ],
 )
 def test_misuse_is_named(logits, experts_per_token, options, message):

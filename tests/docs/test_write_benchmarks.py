@@ -1,11 +1,16 @@
-"""Tables of results."""
+"""Tables of results, odd ones included: peers that fail half-way, runs cut off."""
 
 import pytest
 
-from blaze_jax.benchmark.inputs import BOTH
+from blaze_jax.benchmark.inputs import BOTH, FORWARD
+from blaze_jax.benchmark.plots import reason
 from blaze_jax.benchmark.results_file import PUBLISHED, read_results
+from blaze_jax.benchmark.sizes import GPU_SIZES, Sizes
 from docs.write_benchmarks import END, RESULTS, START, render, update
 from tests.blaze_jax.benchmark.test_results import result, scaling_record
+
+TIMED = {"us": 2000.0, "spread": 0.02, "tflops": 123.4, "share_of_dense": 0.5, "ratio_to_ours": 1.0}
+OURS = {"layer": "blaze_jax", "backend": "xla", "status": "ok", "saved_mib": 7.0, FORWARD: TIMED, BOTH: TIMED}
 
 
 def test_every_recorded_file_says_where_it_comes_from():
@@ -39,11 +44,9 @@ def test_the_results_go_between_the_marks_of_a_document(tmp_path):
 
 
 def test_every_kind_of_results_has_its_table():
-    timed = {"us": 2000.0, "spread": 0.02, "tflops": 123.4, "share_of_dense": 0.5, "ratio_to_ours": 1.0}
-    ours = {"layer": "blaze_jax", "backend": "xla", "status": "ok", "saved_mib": 7.0, "peak_mib": 9.0}
     sizes = scaling_record(8, 1.0)["sizes"]
     failed = {"layer": "a peer", "backend": "", "status": "out of memory: it needs a lot"}
-    compared = {"kind": "compare", "sizes": sizes, "layers": [ours | {"forward": timed, BOTH: timed}, failed]}
+    compared = {"kind": "compare", "sizes": sizes, "layers": [OURS | {"peak_mib": 9.0}, failed]}
     routing = {"kind": "routing", "num_tokens": 5000, "num_experts": 8, "experts_per_token": 2, "speedup": 2.5}
     rounded = {"us": 3000.0, "pairs": 77, "rows_of_tiles": 128, "tflops": 9.0, "speedup": 1.25}
     rounded |= {"us_with_router": 4000.0, "speedup_with_router": 1.5}
@@ -61,3 +64,38 @@ def test_every_kind_of_results_has_its_table():
     assert "| 5,000, 8, 2 | 1.0 | 2.0 | 2.5× | 20.5 |" in text
     assert "| top-k | 3.00 | 77 | 128 | 9 | 1.25× | 4.00 | 1.50× |" in text
     assert text.count("A GPU, driver 1") == 4
+
+
+def compared(sizes, *layers):
+    return result(*({"kind": "compare", "sizes": s._asdict(), "layers": layers} for s in sizes))
+
+
+def table(sizes, *layers):
+    return render([compared(sizes, *layers)])
+
+
+def test_a_peer_that_fails_in_the_backward_pass_keeps_its_forward_time():
+    peer = {"layer": "a peer", "backend": "XLA", "status": f"out of memory: {BOTH} needs 130 GiB", "saved_mib": 1730.0}
+    text = table(GPU_SIZES, OURS, peer | {FORWARD: TIMED})
+    assert "| a peer (XLA) | 2.00 / out of memory |  |  |  | 1,730 / – |  |" in text
+    assert "| a peer (XLA) | out of memory |  |  |  | 1,730 / – |  |" in table(GPU_SIZES, OURS, peer)
+
+
+def test_sizes_that_no_run_came_to_are_named():
+    *measured, last = GPU_SIZES
+    assert f"Default sizes not compared: {', '.join(map(str, last))}." in table(measured, OURS)
+    assert "not compared" not in table(GPU_SIZES, OURS)
+    assert "not compared" not in table([Sizes(8, 8, 8, 2, 1)], OURS)
+    assert "not compared" not in render([compared(measured, OURS), compared([last], OURS)])
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ("out of memory (forward): JaxRuntimeError: RESOURCE_EXHAUSTED", "out of memory"),
+        ("not run: its arithmetic alone takes about 30 s a call (forward)", "not run: too slow"),
+        ("tokamax is not installed (pip install 'blaze_jax[benchmark]')", "tokamax is not installed"),
+    ],
+)
+def test_a_reason_is_short(status, said):
+    assert reason(status) == said

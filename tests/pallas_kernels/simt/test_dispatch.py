@@ -1,5 +1,6 @@
 """The dispatch kernels: the same bits as the portable form, in the interpreter anywhere and on a Hopper GPU."""
 
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -38,11 +39,18 @@ def interpret(experts, num_experts, **options):
         return hopper.dispatch(jnp.asarray(experts), num_experts, **options)
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(partial(interpret, blocks=1), id="a block"),
+        pytest.param(partial(interpret, blocks=3), id="blocks"),
+        pytest.param(hopper.dispatch, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_any_routing(routing, blocks):
+def test_any_routing(routing, run):
     experts, num_experts = ROUTINGS[routing]
-    assert_same_as_portable(experts, num_experts, interpret(experts, num_experts, blocks=blocks))
+    assert_same_as_portable(experts, num_experts, run(jnp.asarray(experts), num_experts))
 
 
 @pytest.mark.parametrize("num_experts", [33, 300])
@@ -82,13 +90,6 @@ def test_lowers_for_cuda(tokens, slots, num_experts):
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert "moe_dispatch_count" in text
     assert "moe_dispatch_place" in text
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_any_routing_on_the_gpu(routing):
-    experts, num_experts = ROUTINGS[routing]
-    assert_same_as_portable(experts, num_experts, hopper.dispatch(jnp.asarray(experts), num_experts))
 
 
 @pytest.mark.gpu
