@@ -1,5 +1,6 @@
 """The portable form compiled for an H200 that need not be there: memory as planned, nothing copied, nothing atomic."""
 
+import math
 import re
 from functools import cache, partial
 
@@ -63,8 +64,8 @@ def test_loops_copy_no_weights_and_no_buffers(sizes):
     one_weight = sizes.weight_elements // 3
     loops, _, entry = compiled(sizes, BOTH).executable.as_text().partition("\nENTRY")
     assert entry
-    copied = [re.findall(r"\d+", shape) for shape in re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", loops)]
-    in_loops = [shape for shape in copied if _elements(shape) > one_weight // 2]
+    copied = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", loops)]
+    in_loops = [elements for elements in copied if elements > one_weight // 2]
     # The zeros that two gradients start from are one array, of which there is a copy before the loop.
     assert len(in_loops) <= 1
 
@@ -75,10 +76,3 @@ def test_no_scatter_is_atomic(sizes):
     rows = [line for line in scatters if re.search(r"= bf16\[", line)]
     assert all("unique_indices=true" in line for line in rows)
     assert bool(rows) == (sizes == FINE)  # the other size takes one expert a turn, whose rows are a slice
-
-
-def _elements(shape) -> int:
-    number = 1
-    for size in shape:
-        number *= int(size)
-    return number
