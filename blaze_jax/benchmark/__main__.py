@@ -22,7 +22,7 @@ from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
 from blaze_jax.benchmark.rounding import measure_rounding, print_rounding
 from blaze_jax.benchmark.routing import measure_routing, print_routing
 from blaze_jax.benchmark.scaling import measure_scaling_point, print_flatness, print_scaling_point
-from pallas_kernels.compile_only import missing_for_h200
+from pallas_kernels.compile_only import missing_compiler
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     target = arguments.compile_only or arguments.compile_time
-    if target and (reason := missing_for_h200()):
+    if target and (reason := missing_compiler()):
         mode = "--compile-only" if arguments.compile_only else "--compile-time"
         raise NotImplementedError(f"{mode} {target} cannot run: {reason}")
     values = environment()
