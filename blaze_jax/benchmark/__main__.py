@@ -21,7 +21,7 @@ from blaze_jax.benchmark.rounding import measure_rounding
 from blaze_jax.benchmark.routing import measure_routing
 from blaze_jax.benchmark.scaling import measure_scaling_point, print_flatness
 from blaze_jax.benchmark.tables import terminal
-from pallas_kernels.compile_only import missing_for_h200
+from pallas_kernels.compile_only import missing_compiler
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def _draw(results: Sequence[dict[str, Any]], folder) -> None:
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     target = arguments.compile_only or arguments.compile_time
-    if target and (reason := missing_for_h200()):
+    if target and (reason := missing_compiler()):
         mode = "--compile-only" if arguments.compile_only else "--compile-time"
         raise NotImplementedError(f"{mode} {target} cannot run: {reason}")
     values = environment()

@@ -13,7 +13,7 @@ from blaze_jax.benchmark.residuals import saved_bytes
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import Save
-from pallas_kernels.compile_only import compile_for_h200
+from pallas_kernels.compile_only import compile_for_gpu
 
 H200_BYTES = 141 * 10**9
 _SAVES: tuple[Save, ...] = ("pre_activations", "inputs")
@@ -53,7 +53,7 @@ def _row(name: str, layer, inputs) -> dict[str, Any]:
     row: dict[str, Any] = {"layer": name, "status": "ok"}
     try:
         row["saved_mib"] = saved_bytes(layer, *inputs) / MIB
-        plan = plan_of(compile_for_h200(forward_and_backward(layer), *inputs, inputs[0]).memory)
+        plan = plan_of(compile_for_gpu(forward_and_backward(layer), *inputs, inputs[0]).memory)
     except Exception as error:  # of a peer or the compiler: that it cannot is the result
         row["status"] = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return row

@@ -14,7 +14,7 @@ from blaze_jax.benchmark.inputs import forward_and_backward
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.config import MoEConfig
 from blaze_jax.layer import moe
-from pallas_kernels.compile_only import h200, kernel_hashes, on_h200
+from pallas_kernels.compile_only import absent, kernel_hashes, on_gpu
 
 LAYERS = (1, 3, 24)
 """Layers of the models: they stand one after the other in the program, as a Python loop has them."""
@@ -29,7 +29,7 @@ def measure_compile_time(sizes: Sizes, dtype) -> dict[str, Any]:
     Raises:
       NotImplementedError: jax's CUDA plugin is not installed, or the kernels cannot do these sizes.
     """
-    h200()  # complains here and not in another process
+    absent()  # complains here and not in another process
     name = jnp.dtype(dtype).name
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
         models = [processes.submit(_model, sizes, name, layers).result() for layers in LAYERS]
@@ -64,10 +64,10 @@ def _gradient(sizes: Sizes, dtype, layers: int) -> tuple[Callable, tuple]:
 
 def _model(sizes: Sizes, dtype, layers: int) -> dict[str, Any]:
     jax.config.update("jax_enable_compilation_cache", False)
-    jax.jit(jnp.negative).lower(on_h200(jax.ShapeDtypeStruct((1,), dtype))).compile()
+    jax.jit(jnp.negative).lower(on_gpu(jax.ShapeDtypeStruct((1,), dtype))).compile()
     function, arguments = _gradient(sizes, dtype, layers)
     times = {}
-    traced = _timed(times, "trace", lambda: jax.jit(function).trace(*on_h200(arguments)))
+    traced = _timed(times, "trace", lambda: jax.jit(function).trace(*on_gpu(arguments)))
     lowered = _timed(times, "lower", traced.lower)
     kernels = kernel_hashes(lowered)
     _timed(times, "compile", lowered.compile)

@@ -11,7 +11,7 @@ import pytest
 from blaze_jax import expert_ffn
 from blaze_jax.benchmark.inputs import BOTH, FORWARD, abstract_inputs, forward_and_backward
 from blaze_jax.benchmark.sizes import Sizes
-from pallas_kernels.compile_only import CompiledForH200, compile_for_h200
+from pallas_kernels.compile_only import Compiled, compile_for_gpu
 
 pytestmark = pytest.mark.compile_only
 
@@ -30,14 +30,14 @@ FIRST_PASS = "first pass under jax.checkpoint"
 
 
 @cache
-def compiled(sizes: Sizes, phase: str, save="pre_activations", implementation="xla") -> CompiledForH200:
+def compiled(sizes: Sizes, phase: str, save="pre_activations", implementation="xla") -> Compiled:
     layer = partial(expert_ffn, implementation=implementation, save=save)
     inputs = abstract_inputs(sizes, jnp.bfloat16)
     if phase == FORWARD:
-        return compile_for_h200(layer, *inputs)
+        return compile_for_gpu(layer, *inputs)
     if phase == FIRST_PASS:
-        return compile_for_h200(lambda *v: jax.vjp(jax.checkpoint(lambda x: layer(x, *v[1:])), v[0])[0], *inputs)
-    return compile_for_h200(forward_and_backward(layer), *inputs, inputs[0])
+        return compile_for_gpu(lambda *v: jax.vjp(jax.checkpoint(lambda x: layer(x, *v[1:])), v[0])[0], *inputs)
+    return compile_for_gpu(forward_and_backward(layer), *inputs, inputs[0])
 
 
 def temporaries(sizes: Sizes, phase: str, **options) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from blaze_jax import route
-from pallas_kernels.compile_only import compile_for_h200
+from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.simt import language as simt
 from tests import layers
 from tests.numerics import assert_close, assert_same_bits
@@ -162,7 +162,7 @@ def test_no_tokens():
 def test_rounding_writes_the_scores_of_all_experts_once(mode):
     """Left to itself, XLA writes them without their sum, transposed, and then with it."""
     call = partial(route, experts_per_token=8, implementation="mosaic_gpu", token_rounding=mode)
-    compiled = compile_for_h200(call, jax.ShapeDtypeStruct((16384, 512), jnp.float32))
+    compiled = compile_for_gpu(call, jax.ShapeDtypeStruct((16384, 512), jnp.float32))
     assert compiled.spill_bytes == {}
     keys = 16384 * 512 * 4
     assert keys <= compiled.memory.temp_size_in_bytes < 1.1 * keys

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hopper, xla
-from pallas_kernels.compile_only import compile_for_h200
+from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.contract import Rule
 from pallas_kernels.simt import language as simt
 from tests.numerics import assert_close, assert_same_bits
@@ -215,7 +215,7 @@ def test_lowers_for_cuda(num_experts, slots, biased):
 def test_compiles_without_spills(num_tokens, num_experts, slots):
     rule = Rule(slots, "softmax")
     logits = jax.ShapeDtypeStruct((num_tokens, num_experts), jnp.float32)
-    compiled = compile_for_h200(lambda x: hopper.router(x, None, rule), logits)
+    compiled = compile_for_gpu(lambda x: hopper.router(x, None, rule), logits)
     assert [kernel.name for kernel in compiled.kernels] == ["moe_router", "moe_dispatch_place"]
     assert compiled.spill_bytes == {}
 
