@@ -14,6 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
 
 from pallas_kernels.mosaic import in_place
+from pallas_kernels.simt.code_matrices import CodeOfMatrices
 
 _ALL_LANES = 0xFFFFFFFF
 _GLOBAL, _SHARED = 1, 3
@@ -109,7 +110,7 @@ def _shuffle(kind, clamp, x, by):
     return nvvm.shfl_sync(lanes, x, by, clamp, kind)
 
 
-class Code:
+class Code(CodeOfMatrices):
     """Emits; a value is an `ir.Value`."""
 
     integers, floats = Integers, Floats
@@ -122,6 +123,9 @@ class Code:
     shuffle = staticmethod(partial(_shuffle, nvvm.ShflKind.idx, 0x1F))
     shuffle_up = staticmethod(partial(_shuffle, nvvm.ShflKind.up, 0))
     shuffle_xor = staticmethod(partial(_shuffle, nvvm.ShflKind.bfly, 0x1F))
+
+    def function(self, name, x):
+        return getattr(math, name)(x)
 
     def constant(self, kind, x):
         if kind == "float32":

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
+from scipy import special
 
+from pallas_kernels.simt.interpreter_matrices import InterpreterOfMatrices
 from pallas_kernels.simt.races import WARP, Memory, Threads
 
 _WARPGROUP = 128
@@ -77,11 +79,15 @@ class Floats:
     equal, greater = np.equal, np.greater
 
 
-class Numpy(Threads):
+class Numpy(InterpreterOfMatrices, Threads):
     """The machine."""
 
     integers, floats = Integers, Floats
     exp2, log2, reciprocal = np.exp2, np.log2, np.reciprocal
+
+    def function(self, name, x):
+        of = {"erf": special.erf, "rsqrt": lambda x: 1 / np.sqrt(x)}
+        return (of.get(name) or getattr(np, name))(x).astype(np.float32)
 
     def constant(self, kind, x):
         if kind in ("int32", "int64"):

@@ -174,6 +174,10 @@ class Pointer:
     def store_vector(self, index, value: Vector) -> None:
         machine().store_vector(self.pointer, _index(index), value.value, value.size)
 
+    def store_words(self, index, words: Sequence[Int]) -> None:
+        """Stores registers with two 16-bit elements each from `index`, a multiple of all of them, on."""
+        machine().store_words(self.pointer, _index(index), [word.value for word in words])
+
     def add(self, index, value) -> None:
         """Atomic add; integer sums do not depend on their order."""
         machine().atomic_add(self.pointer, _index(index), Int(value).value)

@@ -8,16 +8,17 @@ from pallas_kernels.xla.row_groups import turns_of
 from tests.pallas_kernels.rows import Rows, needs_interpreter
 
 HOPPER = "mosaic_gpu"
+AMPERE = "ampere"
 SLOW_INTERPRETED = {"more_experts_than_rows"}  # its dozens of empty experts cost most; other routings have some, too
 
 
 def pytest_collection_modifyitems(items):
-    """Leaves out what the Hopper kernels cannot do, or do too slowly in the interpreter."""
+    """Leaves out what the kernels for GPUs cannot do, or do too slowly in the interpreter."""
     items[:] = [item for item in items if not hasattr(item, "callspec") or _possible(**item.callspec.params)]
 
 
 def _possible(kernels=None, rows=(None, ROW_ALIGNMENT), row_alignment=ROW_ALIGNMENT, dtype=None, first=0, **_) -> bool:
-    if kernels != HOPPER:
+    if kernels not in (HOPPER, AMPERE):
         return True
     aligned = rows[1] % ROW_ALIGNMENT == row_alignment % ROW_ALIGNMENT == first % ROW_ALIGNMENT == 0
     return aligned and rows[0] not in SLOW_INTERPRETED and dtype != "float32"  # the tensor cores take 16 bits

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blaze_jax.activations import get_activation
-from pallas_kernels import hopper, xla
+from pallas_kernels import ampere, xla
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT
 from tests.routings import ROUTINGS
 
@@ -37,10 +37,15 @@ portable_dispatch = jax.jit(xla.dispatch, static_argnums=1, static_argnames=("ro
 
 def dispatch(kernels, experts, num_experts, row_alignment=None):
     """Rows of groups that start at multiples of `row_alignment`, by default of what the kernels like."""
-    if kernels is not hopper:
+    if kernels is xla:
         return portable_dispatch(jnp.asarray(experts), num_experts, row_alignment=row_alignment or 1)
     assert row_alignment in (None, ROW_ALIGNMENT)
     return kernels.dispatch(jnp.asarray(experts), num_experts)
+
+
+def first_columns(kernels) -> tuple[int, ...]:
+    """Where blocks of 8 of D columns may start: without bulk copies, at multiples of 16 bytes."""
+    return 0, 16 if kernels is ampere else 5, D - 8
 
 
 class Rows:

@@ -11,6 +11,7 @@ from tests.pallas_kernels.rows import (
     D,
     N,
     Rows,
+    first_columns,
     over_dtypes_and_biases,
     over_variants,
     product,
@@ -30,7 +31,7 @@ def test_down_projection(kernels, rows, dtype, biases):
     b_down = rows.normal(rows.num_experts, D) if biases else None
     expected = expert_outputs(rows, hidden, w_down, b_down)
     run = jax.jit(lambda first: kernels.down_projection(hidden, w_down, b_down, rows.groups, first, 8))
-    for first_column in (0, 5, D - 8):
+    for first_column in first_columns(kernels):
         out = run(first_column)
         assert out.dtype == dtype
         columns = slice(first_column, first_column + 8)

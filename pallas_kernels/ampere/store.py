@@ -1,0 +1,68 @@
+"""Biases of a tile's columns, and stores of its rows."""
+
+from collections.abc import Callable
+
+from pallas_kernels.ampere.row_matmul import Sums, Where
+from pallas_kernels.simt.language import when
+from pallas_kernels.simt.matrices import CHUNK, pack
+from pallas_kernels.simt.values import Float, Int, Long, Pointer, minimum, select
+from pallas_kernels.simt.warp import shuffle_xor
+
+
+def bias_of(bias: Pointer | None, where: Where, column: Int, num_columns: int) -> list[list[Float]] | None:
+    """The bias `(E, num_columns)`, float32, of the thread's columns of half a panel: two of each 8."""
+    if bias is None:
+        return None
+    own = [minimum(column + where.lane % 4 * 2 + i * CHUNK, num_columns - 2) for i in range(4)]
+    return [bias.load_vector(Long(where.expert) * num_columns + c, 2).elements() for c in own]
+
+
+def add_bias(sums: list[list[Float]], bias: list[list[Float]] | None) -> list[list[Float]]:
+    """The thread's sums of half a panel plus what `bias_of` gave."""
+    if bias is None:
+        return sums
+    return [[s + own[i % 2] for i, s in enumerate(of_columns)] for of_columns, own in zip(sums, bias, strict=True)]
+
+
+def for_rows(where: Where, sums: Sums, end: Callable) -> None:
+    """Calls `end(first_row, sums)` for every 16 rows of the warp's part, in the warps where the tile has such rows.
+
+    The branch has another use: the assembler does not mix the ends of several 16 rows, for which registers are few.
+    """
+    for m, of_rows in enumerate(sums):
+        with when(where.rows > 16 * m):
+            end(16 * m, of_rows)
+
+
+def store_half(
+    output: Pointer, where: Where, first_row: int, column: Int, values: list[list[Float]], num_columns: int
+) -> None:
+    """Stores 16 rows, from the warp's `first_row` on, of half a panel at `output[where.row :, column :]`.
+
+    Args:
+      output: `(R, num_columns)`, of 16 bits.
+      where: the warp's part.
+      first_row: of the warp's.
+      column: of the half panel, in the output.
+      values: by 8 columns and register, as `matrices.multiply` has its sums.
+      num_columns: of the output.
+    """
+    quad = where.lane % 4
+    for half in range(2):
+        words = [pack(*of_columns[2 * half : 2 * half + 2], output.kind) for of_columns in values]
+        words = _transposed(words, quad)  # now 8 columns of one row, 16 bytes
+        row, own = where.lane // 4 + (first_row + 8 * half), column + quad * CHUNK
+        with when((row < where.rows) & (own < num_columns)):
+            output.store_words(Long(where.row + row) * num_columns + own, words)
+
+
+def _transposed(words: list[Int], quad: Int) -> list[Int]:
+    """Word j of lane i of four neighbours becomes word i of lane j."""
+    for bit in (1, 2):
+        upper = (quad & bit).equals(bit)
+        for i in range(4):
+            if not i & bit:
+                low, high = words[i], words[i + bit]
+                other = shuffle_xor(select(upper, low, high), bit)
+                words[i], words[i + bit] = select(upper, other, low), select(upper, high, other)
+    return words

@@ -1,0 +1,98 @@
+"""The shape of a tile, where its operands lie in shared memory, and which part of it is whose."""
+
+from typing import NamedTuple
+
+from pallas_kernels.mosaic.row_groups import TILE_ROWS
+from pallas_kernels.simt import language as simt
+from pallas_kernels.simt.matrices import CHUNK
+from pallas_kernels.simt.values import Int
+
+WARPGROUPS = 2
+THREADS = WARPGROUPS * 128
+WARPS = THREADS // 32
+PANEL = 64
+"""Columns of a panel of the right operand: 128 bytes of every row of it, and so are the rows of shared memory."""
+
+HALF = PANEL // 2
+"""Columns of half a panel. A warp has two halves of panels, of two projections where there are two."""
+
+
+class Tile(NamedTuple):
+    """A tile of 128 rows, and the ring of slots that its operands arrive in.
+
+    Attributes:
+      columns: 128 or 256, as 2 or 4 panels. A warp multiplies 32 or 64 of the rows with 64 of the columns.
+      k_step: 32 or 64, how much of the contracted dimension is in a slot.
+      stages: slots; all but one are on their way while the last is multiplied.
+    """
+
+    columns: int
+    k_step: int
+    stages: int
+
+    @property
+    def panels(self) -> int:
+        return self.columns // PANEL
+
+    @property
+    def warp_rows(self) -> int:
+        return TILE_ROWS * self.panels // WARPS
+
+    @property
+    def lhs_words(self) -> int:
+        """32-bit words of a slot before the right operand."""
+        return TILE_ROWS * self.k_step // 2
+
+    @property
+    def panel_words(self) -> int:
+        return self.k_step * PANEL // 2
+
+    @property
+    def slot_words(self) -> int:
+        return self.lhs_words + self.panels * self.panel_words
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * self.stages * self.slot_words
+
+    def lhs_word(self, row: Int, chunk: Int) -> Int:
+        """Where 8 elements of a row of the left operand are. Eight rows that are read at once are in all 32 banks."""
+        swizzle = row % 8 if self.k_step == 64 else (row >> 1) % 4
+        return row * (self.k_step // 2) + (chunk ^ swizzle) * 4
+
+    def rhs_word(self, row: Int, chunk: Int) -> Int:
+        """The same in the first panel of the right operand."""
+        return row * (PANEL // 2) + (chunk ^ (row % 8)) * 4 + self.lhs_words
+
+    def lhs_copies(self, thread: Int) -> tuple[Int, Int, int, int]:
+        """First row and chunk that a thread copies of the left operand, how many rows, and how far apart."""
+        chunks = self.k_step // CHUNK
+        apart = THREADS // chunks
+        return thread // chunks, thread % chunks, TILE_ROWS // apart, apart
+
+    def rhs_copies(self, thread: Int) -> tuple[Int, Int, int, int]:
+        """The same of each panel of the right operand."""
+        apart = THREADS // (PANEL // CHUNK)
+        return thread // (PANEL // CHUNK), thread % (PANEL // CHUNK), self.k_step // apart, apart
+
+
+class WarpPart(NamedTuple):
+    """The part of a tile that the thread's warp multiplies: from `row` on, and two halves of panels.
+
+    Attributes:
+      lane: of the thread.
+      row: the first one.
+      panel: of the first half; the second one is in the panel `panels / 2` later.
+      half: of each of the two panels, 0 or 1.
+    """
+
+    lane: Int
+    row: Int
+    panel: Int
+    half: Int
+
+    @classmethod
+    def of(cls, tile: Tile) -> "WarpPart":
+        warp, lane = simt.warp(), simt.thread() % 32
+        column = warp % tile.panels
+        return cls(lane, warp // tile.panels * tile.warp_rows, column // 2, column % 2)

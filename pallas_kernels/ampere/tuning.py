@@ -1,0 +1,20 @@
+"""Which tile a GPU gets. So far one of two, by the shared memory of a block; no table was measured yet."""
+
+import jax
+
+from pallas_kernels.ampere.tile import Tile
+
+LARGE = Tile(columns=256, k_step=64, stages=3)
+"""144 KiB, for 8.0, 9.0 and 10.0."""
+
+SMALL = Tile(columns=256, k_step=32, stages=4)
+"""96 KiB, for every GPU since Ampere."""
+
+_SMALL_CAPABILITIES = ("8.6", "8.9", "12.0", "12.1")
+
+
+def default_tile(capability: str | None = None) -> Tile:
+    """The tile for a compute capability such as "8.6", by default that of the GPU that jax computes on."""
+    if capability is None and jax.default_backend() == "gpu":
+        capability = jax.devices()[0].compute_capability
+    return SMALL if capability in (None, *_SMALL_CAPABILITIES) else LARGE

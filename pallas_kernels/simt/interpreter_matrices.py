@@ -1,0 +1,87 @@
+"""How the machine that is numpy copies and multiplies; see `matrices`.
+
+A copy's words count as written when it is started and again when its thread has waited for it; in between they hold
+nothing, so that whoever reads them too early is found.
+"""
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.simt.races import WARP, RaceError
+
+_KINDS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+class _Group(NamedTuple):
+    """Copies that the `active` threads wait for together: of each, its threads, memory, first words and values."""
+
+    active: np.ndarray
+    copies: list
+
+
+def _matrices(registers, kind) -> np.ndarray:
+    """(warps, registers, 8, 8) numbers in float32 from a register in each lane for each matrix."""
+    lanes = np.stack([r.reshape(-1, WARP) for r in registers], 1)  # (warps, registers, lanes), two columns each
+    return np.ascontiguousarray(lanes).view(_KINDS[kind]).reshape(*lanes.shape[:2], 8, 8).astype(np.float32)
+
+
+class InterpreterOfMatrices:
+    """The methods that `matrices` calls."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.started, self.groups = [], []
+
+    def start_copy(self, target, word, source, index, wanted):
+        with self.where(wanted):
+            values = self.load_vector(source, index, 8)
+        values = np.where(np.broadcast_to(wanted, self.index.shape)[:, None], values, np.zeros((), values.dtype))
+        active, words = target.memory.touch("write", target.start + word, 4)
+        target.memory.filled[words] = False
+        first = np.broadcast_to(target.start + word, self.index.shape)
+        self.started.append((active, target.memory, first, np.ascontiguousarray(values).view(np.int32)))
+
+    def commit_copies(self):
+        self.groups.append(_Group(self.active, self.started))
+        self.started = []
+
+    def wait_for_copies(self, pending):
+        done = self.groups[: len(self.groups) - pending]
+        self.groups = self.groups[len(done) :]
+        before = self.active
+        for group in done:
+            if (group.active != before).any():
+                raise RaceError(f"{self.name}: threads wait for copies that others started")
+            for threads, memory, first, values in group.copies:
+                self.active = np.zeros_like(before)
+                self.active[threads] = True
+                active, words = memory.touch("write", first, 4)
+                memory.array[words] = values[active]
+        self.active = before
+
+    def load_matrices(self, pointer, word, transposed):
+        self._lanes(word)
+        rows = self.load_vector(pointer, np.broadcast_to(word, self.index.shape), 4)
+        matrices = rows.view(np.int16).reshape(-1, 4, 8, 8)  # warp, matrix, row, column
+        matrices = matrices.swapaxes(2, 3) if transposed else matrices
+        registers = np.ascontiguousarray(matrices).view(np.int32).reshape(-1, 4, WARP)
+        return [np.ascontiguousarray(registers[:, i]).reshape(-1) for i in range(4)]
+
+    def multiply(self, sums, a, b, kind):
+        a, b = (_matrices([self._lanes(r) for r in registers], kind) for registers in (a, b))
+        left = np.concatenate([np.concatenate([a[:, 0], a[:, 2]], 2), np.concatenate([a[:, 1], a[:, 3]], 2)], 1)
+        right = np.concatenate([b[:, 0], b[:, 1]], 2)  # its columns are rows here
+        products = (left @ right.swapaxes(1, 2)).reshape(-1, 2, WARP, 2)  # warp, upper or lower, lane, column
+        parts = [products[:, i // 2, :, i % 2].reshape(-1) for i in range(4)]
+        return [np.asarray(s + p, np.float32) for s, p in zip(sums, parts, strict=True)]
+
+    def pack(self, low, high, kind):
+        pair = np.stack(np.broadcast_arrays(low, high), 1).astype(_KINDS[kind])
+        return pair.view(np.int32)[:, 0]
+
+    def store_words(self, pointer, index, words):
+        values = np.stack([np.broadcast_to(w, self.index.shape) for w in words], 1)
+        values = np.ascontiguousarray(values).view(pointer.memory.array.dtype)
+        self.store_vector(pointer, index, values, values.shape[1])

@@ -1,0 +1,49 @@
+"""Tensor cores, and copies to shared memory that go on while a thread computes: what Ampere and all after it have."""
+
+from collections.abc import Sequence
+
+from pallas_kernels.simt.values import Bool, Float, Int, Pointer, machine
+
+CHUNK = 8  # 16-bit elements of 16 bytes: what one copy moves, and a row of a matrix
+
+
+def start_copy(target: Pointer, word, source: Pointer, index, wanted: Bool) -> None:
+    """Starts a copy of 8 elements of 16 bits from `source[index]`, or of zeros where not `wanted`, to 4 shared words.
+
+    Nobody may touch those words until the thread has waited. Where nothing is wanted, `index` does not matter.
+    """
+    machine().start_copy(target.pointer, Int(word).value, source.pointer, index.value, wanted.value)
+
+
+def commit_copies() -> None:
+    """Makes a group, perhaps empty, of the copies that the thread has started since the last one."""
+    machine().commit_copies()
+
+
+def wait_for_copies(pending: int) -> None:
+    """Waits for the thread's groups of copies, all but the last `pending`. Other threads' need a barrier as well."""
+    machine().wait_for_copies(pending)
+
+
+def load_matrices(array: Pointer, word, *, transposed: bool = False) -> list[Int]:
+    """Four 8 x 8 matrices of 16 bits from shared memory, a register each.
+
+    Lane i names the first of the 4 words of row `i % 8` of matrix `i // 8`. It gets columns `2 (i % 4)` and the next of
+    row `i // 4`, or those rows of that column if `transposed`.
+    """
+    return [Int(x) for x in machine().load_matrices(array.pointer, Int(word).value, transposed)]
+
+
+def multiply(sums: Sequence[Float], a: Sequence[Int], b: Sequence[Int], kind: str) -> list[Float]:
+    """`sums + a · b` of a warp: (16, 8) float32 += (16, 16) · (16, 8) of `kind`, bfloat16 or float16.
+
+    `a` has four 8 x 8 matrices as `load_matrices` gives them: upper left, lower left, upper right, lower right; `b` has
+    two, transposed: upper, lower. Of the sums, lane i has columns `2 (i % 4)` and the next of rows `i // 4` and
+    `i // 4 + 8`.
+    """
+    return [Float(x) for x in machine().multiply(*([v.value for v in values] for values in (sums, a, b)), kind)]
+
+
+def pack(low: Float, high: Float, kind: str) -> Int:
+    """Two numbers, rounded to a 16-bit `kind`, in one register."""
+    return Int(machine().pack(low.value, high.value, kind))

@@ -1,0 +1,76 @@
+"""Tiles of every shape, all activations, and every GPU that the kernels are compiled for."""
+
+import multiprocessing
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from blaze_jax.activations import ACTIVATION_NAMES, get_activation
+from pallas_kernels import ampere
+from pallas_kernels.ampere.tile import Tile
+from pallas_kernels.ampere.tuning import LARGE, SMALL, default_tile
+from pallas_kernels.compile_only import compile_for_gpu
+from pallas_kernels.compile_only.gpus import GPUS
+from tests.numerics import assert_close, assert_same_bits
+from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, product
+
+TILES = [LARGE, SMALL, *(Tile(columns, k_step, 2) for columns in (128, 256) for k_step in (32, 64))]
+
+
+@pytest.mark.default_sets(len(TILES))
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_gives_the_same_bits(kernels, tile):
+    rows = Rows(kernels, "whole_tiles_and_a_tail")
+    x = rows.normal(rows.num_tokens, 3 * D, dtype="bfloat16")  # of more steps than the ring has slots
+    weights = tuple(rows.normal(rows.num_experts, 3 * D, N, fan_in=3 * D) for _ in range(2))
+    pre, hidden = (
+        kernels.up_projection(x, weights, (), rows.groups, activation=ACTIVATIONS[2], tile=t) for t in (tile, TILES[-1])
+    )
+    owned = rows.owned
+    assert_same_bits(*(jax.tree.map(lambda a: a[owned], out) for out in (pre, hidden)))
+
+
+@pytest.mark.default_sets(len(ACTIVATION_NAMES))
+@pytest.mark.parametrize("name", ACTIVATION_NAMES)
+def test_every_activation(kernels, name):
+    rows = Rows(kernels, "single_token")
+    activation = get_activation(name)
+    x = rows.normal(rows.num_tokens, D, dtype="bfloat16")
+    weights = tuple(rows.normal(rows.num_experts, D, 16, fan_in=D / 9) for _ in range(1 + activation.gated))
+    _, hidden = kernels.up_projection(x, weights, (), rows.groups, activation=activation.function)
+    pre = [product(rows.gather(x), rows.per_row(w.astype("bfloat16"))) for w in weights]
+    expected = activation.function(*(jnp.asarray(p, jnp.float32) for p in pre))
+    assert_close(hidden[rows.owned], expected[rows.owned], 5e-3)
+
+
+def compiled(gpu: str, name: str):
+    """Names of the kernels and what they spill."""
+
+    def both(x, w_up, b_up, w_down, b_down, experts):
+        tile = default_tile(".".join(map(str, GPUS[gpu].capability)))
+        assert tile.shared_bytes <= GPUS[gpu].block_kib * 1024
+        groups = ampere.dispatch(experts, 16)
+        pre, hidden = ampere.up_projection(x, w_up, b_up, groups, activation=activation.function, tile=tile)
+        return pre, ampere.down_projection(hidden, w_down, b_down, groups, 128, 256, tile=tile)
+
+    def array(*shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    activation = get_activation(name)
+    projections = 1 + activation.gated
+    up, up_bias = (array(16, 1024, 512),) * projections, (array(16, 512),) * projections
+    down, down_bias = array(16, 512, 1024), array(16, 1024)
+    arrays = (array(8192, 1024), up, up_bias, down, down_bias, array(8192, 4, dtype="int32"))
+    program = compile_for_gpu(both, *arrays, gpu=gpu)
+    return sorted(kernel.name for kernel in program.kernels), program.spill_bytes
+
+
+@pytest.mark.compile_only
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", ACTIVATION_NAMES)
+def test_compiles_for_every_gpu_without_spills(gpu, name):
+    kernels = ["moe_dispatch_count", "moe_dispatch_place", "moe_down_projection", "moe_up_projection"]
+    with multiprocessing.get_context("spawn").Pool(1) as process:
+        assert process.apply(compiled, (gpu, name)) == (kernels, {})
