@@ -49,7 +49,7 @@ def store_half(
     """
     quad = where.lane % 4
     for half in range(2):
-        words = [pack(*of_columns[2 * half : 2 * half + 2], output.kind) for of_columns in values]
+        words = [pack(own[2 * half], own[2 * half + 1], output.kind) for own in values]
         words = _transposed(words, quad)  # now 8 columns of one row, 16 bytes
         row, own = where.lane // 4 + (first_row + 8 * half), column + quad * CHUNK
         with when((row < where.rows) & (own < num_columns)):

@@ -1,6 +1,6 @@
 """How the machine that is a GPU copies and multiplies; see `matrices`."""
 
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 import jax.experimental.mosaic.gpu as mgpu
 from jaxlib.mlir import ir

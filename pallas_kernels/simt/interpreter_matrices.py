@@ -4,6 +4,8 @@ A copy's words count as written when it is started and again when its thread has
 nothing, so that whoever reads them too early is found.
 """
 
+# pyright: reportAttributeAccessIssue=false
+
 from typing import NamedTuple
 
 import ml_dtypes
