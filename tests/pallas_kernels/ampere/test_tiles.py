@@ -31,6 +31,17 @@ def test_every_tile_gives_the_same_bits(kernels, tile):
     assert_same_bits(*(jax.tree.map(lambda a: a[owned], out) for out in (pre, hidden)))
 
 
+@pytest.mark.default_sets(len(TILES))
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_eight_rows_of_a_matrix_are_in_all_banks(tile):
+    for word, chunks in ((tile.lhs_word, tile.k_step // 8), (tile.rhs_word, 8)):
+        for chunk in range(chunks):
+            banks = {word(8 + row, chunk) % 32 for row in range(8)}
+            assert banks == set(range(0, 32, 4))
+        own = {word(row, chunk) for row in range(tile.k_step) for chunk in range(chunks)}
+        assert len(own) == tile.k_step * chunks
+
+
 @pytest.mark.default_sets(len(ACTIVATION_NAMES))
 @pytest.mark.parametrize("name", ACTIVATION_NAMES)
 def test_every_activation(kernels, name):
