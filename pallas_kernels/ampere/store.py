@@ -40,7 +40,7 @@ def store_half(
     """Stores 16 rows, from the warp's `first_row` on, of half a panel at `output[where.row :, column :]`.
 
     Args:
-      output: `(R, num_columns)`, of 16 bits.
+      output: `(R, num_columns)`.
       where: the warp's part.
       first_row: of the warp's.
       column: of the half panel, in the output.
@@ -48,6 +48,14 @@ def store_half(
       num_columns: of the output.
     """
     quad = where.lane % 4
+    if output.kind == "float32":  # four lanes have 32 bytes of a row, as many as memory moves at once
+        for half in range(2):
+            row, own = where.lane // 4 + (first_row + 8 * half), column + quad * 2
+            for i, of_columns in enumerate(values):
+                with when((row < where.rows) & (own + i * CHUNK < num_columns)):
+                    words = [x.bits() for x in of_columns[2 * half : 2 * half + 2]]
+                    output.store_words(Long(where.row + row) * num_columns + (own + i * CHUNK), words)
+        return
     for half in range(2):
         words = [pack(own[2 * half], own[2 * half + 1], output.kind) for own in values]
         words = _transposed(words, quad)  # now 8 columns of one row, 16 bytes

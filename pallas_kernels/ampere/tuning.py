@@ -10,11 +10,21 @@ LARGE = Tile(columns=256, k_step=64, stages=3)
 SMALL = Tile(columns=256, k_step=32, stages=4)
 """96 KiB, for every GPU since Ampere."""
 
+SMALL_FLOAT32 = Tile(columns=256, k_step=64, stages=2)
+"""The same for float32, of which a slot must have 32 of the contracted dimension: as many bytes as 64 of 16 bits."""
+
 _SMALL_CAPABILITIES = ("8.6", "8.9", "12.0", "12.1")
 
 
-def default_tile(capability: str | None = None) -> Tile:
-    """The tile for a compute capability such as "8.6", by default that of the GPU that jax computes on."""
+def default_tile(capability: str | None = None, *, kind: str = "bfloat16") -> Tile:
+    """The tile for a compute capability such as "8.6", by default that of the GPU that jax computes on.
+
+    Args:
+      capability: of the GPU.
+      kind: dtype of the operands.
+    """
     if capability is None and jax.default_backend() == "gpu":
         capability = jax.devices()[0].compute_capability
-    return SMALL if capability in (None, *_SMALL_CAPABILITIES) else LARGE
+    if capability not in (None, *_SMALL_CAPABILITIES):
+        return LARGE
+    return SMALL_FLOAT32 if kind == "float32" else SMALL

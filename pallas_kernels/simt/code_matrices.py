@@ -7,6 +7,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 _PTX = {"bfloat16": "bf16", "float16": "f16"}
+_PRODUCT = {
+    "bfloat16": "m16n8k16.row.col.f32.bf16.bf16",
+    "float16": "m16n8k16.row.col.f32.f16.f16",
+    "float32": "m16n8k8.row.col.f32.tf32.tf32",
+}
 
 
 def _int32():
@@ -52,8 +57,11 @@ class CodeOfMatrices:
         )
         return [llvm.extractvalue(_int32(), struct, [i]) for i in range(4)]
 
+    def to_tf32(self, x):
+        return llvm.inline_asm(_int32(), [x], "cvt.rna.tf32.f32 $0, $1;", "=r,r")
+
     def multiply(self, sums, a, b, kind):
-        text = f"mma.sync.aligned.m16n8k16.row.col.f32.{_PTX[kind]}.{_PTX[kind]}.f32"
+        text = f"mma.sync.aligned.{_PRODUCT[kind]}.f32"
         registers = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
         constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
         return _ptx(f"{text} {registers}", [*a, *b, *sums], constraints, [x.type for x in sums])

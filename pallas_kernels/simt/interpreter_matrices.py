@@ -13,20 +13,22 @@ import numpy as np
 
 from pallas_kernels.simt.races import WARP, RaceError
 
-_KINDS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_KINDS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+_TF32 = np.int32(-1 << 13)  # the bits that tensor cores read
 
 
 class _Group(NamedTuple):
-    """Copies that the `active` threads wait for together: of each, its threads, memory, first words and values."""
+    """Copies that the `active` threads have yet to wait for: of each, its threads, memory, first words and values."""
 
     active: np.ndarray
     copies: list
 
 
 def _matrices(registers, kind) -> np.ndarray:
-    """(warps, registers, 8, 8) numbers in float32 from a register in each lane for each matrix."""
-    lanes = np.stack([r.reshape(-1, WARP) for r in registers], 1)  # (warps, registers, lanes), two columns each
-    return np.ascontiguousarray(lanes).view(_KINDS[kind]).reshape(*lanes.shape[:2], 8, 8).astype(np.float32)
+    """(warps, registers, 8, columns) numbers in float32 from a register in each lane for each matrix."""
+    lanes = np.stack([r.reshape(-1, WARP) for r in registers], 1)  # (warps, registers, lanes), 4 bytes each
+    lanes = lanes & _TF32 if kind == "float32" else lanes
+    return np.ascontiguousarray(lanes).view(_KINDS[kind]).reshape(*lanes.shape[:2], 8, -1).astype(np.float32)
 
 
 class InterpreterOfMatrices:
@@ -38,7 +40,7 @@ class InterpreterOfMatrices:
 
     def start_copy(self, target, word, source, index, wanted):
         with self.where(wanted):
-            values = self.load_vector(source, index, 8)
+            values = self.load_vector(source, index, 16 // source.memory.array.itemsize)
         values = np.where(np.broadcast_to(wanted, self.index.shape)[:, None], values, np.zeros((), values.dtype))
         active, words = target.memory.touch("write", target.start + word, 4)
         target.memory.filled[words] = False
@@ -46,22 +48,23 @@ class InterpreterOfMatrices:
         self.started.append((active, target.memory, first, np.ascontiguousarray(values).view(np.int32)))
 
     def commit_copies(self):
-        self.groups.append(_Group(self.active, self.started))
+        self.groups.append(_Group(self.active.copy(), self.started))
         self.started = []
 
     def wait_for_copies(self, pending):
-        done = self.groups[: len(self.groups) - pending]
-        self.groups = self.groups[len(done) :]
         before = self.active
-        for group in done:
-            if (group.active != before).any():
-                raise RaceError(f"{self.name}: threads wait for copies that others started")
+        own = [group for group in self.groups if (group.active & before).any()]
+        if any((before & ~group.active).any() for group in own):
+            raise RaceError(f"{self.name}: threads wait for copies that others started")
+        for group in own[: max(0, len(own) - pending)]:
             for threads, memory, first, values in group.copies:
                 self.active = np.zeros_like(before)
-                self.active[threads] = True
+                self.active[threads] = before[threads]
                 active, words = memory.touch("write", first, 4)
                 memory.array[words] = values[active]
+            group.active[before] = False
         self.active = before
+        self.groups = [group for group in self.groups if group.active.any()]
 
     def load_matrices(self, pointer, word, transposed):
         self._lanes(word)
@@ -70,6 +73,10 @@ class InterpreterOfMatrices:
         matrices = matrices.swapaxes(2, 3) if transposed else matrices
         registers = np.ascontiguousarray(matrices).view(np.int32).reshape(-1, 4, WARP)
         return [np.ascontiguousarray(registers[:, i]).reshape(-1) for i in range(4)]
+
+    def to_tf32(self, x):
+        finite = np.isfinite(x.view(np.float32))
+        return np.where(finite, (x + np.int32(1 << 12)) & _TF32, np.where(x & 0x7FFFFF, np.int32(0x7FFFFFFF), x))
 
     def multiply(self, sums, a, b, kind):
         a, b = (_matrices([self._lanes(r) for r in registers], kind) for registers in (a, b))

@@ -7,8 +7,13 @@ from pallas_kernels.simt.values import Bool, Float, Int, Pointer, machine
 CHUNK = 8  # 16-bit elements of 16 bytes: what one copy moves, and a row of a matrix
 
 
+def chunk_size(kind: str) -> int:
+    """Elements of 16 bytes."""
+    return CHUNK // 2 if kind == "float32" else CHUNK
+
+
 def start_copy(target: Pointer, word, source: Pointer, index, wanted: Bool) -> None:
-    """Starts a copy of 8 elements of 16 bits from `source[index]`, or of zeros where not `wanted`, to 4 shared words.
+    """Starts a copy of 16 bytes from `source[index]` on, or of zeros where not `wanted`, to 4 shared words.
 
     Nobody may touch those words until the thread has waited. Where nothing is wanted, `index` does not matter.
     """
@@ -26,20 +31,30 @@ def wait_for_copies(pending: int) -> None:
 
 
 def load_matrices(array: Pointer, word, *, transposed: bool = False) -> list[Int]:
-    """Four 8 x 8 matrices of 16 bits from shared memory, a register each.
+    """Four 8 x 8 matrices of 16 bits from shared memory, a register each; or four 8 x 4 matrices of 32 bits.
 
     Lane i names the first of the 4 words of row `i % 8` of matrix `i // 8`. It gets columns `2 (i % 4)` and the next of
-    row `i // 4`, or those rows of that column if `transposed`.
+    row `i // 4`, or those rows of that column if `transposed`. Of 32 bits it gets column `i % 4`; they are not
+    transposed.
     """
     return [Int(x) for x in machine().load_matrices(array.pointer, Int(word).value, transposed)]
 
 
-def multiply(sums: Sequence[Float], a: Sequence[Int], b: Sequence[Int], kind: str) -> list[Float]:
-    """`sums + a · b` of a warp: (16, 8) float32 += (16, 16) · (16, 8) of `kind`, bfloat16 or float16.
+def tensor_operand(registers: Sequence[Int], kind: str) -> list[Int]:
+    """Registers of matrices as `multiply` takes them: float32 becomes tf32, which has 10 bits of mantissa.
 
-    `a` has four 8 x 8 matrices as `load_matrices` gives them: upper left, lower left, upper right, lower right; `b` has
-    two, transposed: upper, lower. Of the sums, lane i has columns `2 (i % 4)` and the next of rows `i // 4` and
-    `i // 4 + 8`.
+    To the nearest, and a number in the middle away from zero (`cvt.rna.tf32`). Without it the tensor cores would drop
+    the other 13 bits, and sums of many products would come out too small.
+    """
+    return [Int(machine().to_tf32(r.value)) for r in registers] if kind == "float32" else list(registers)
+
+
+def multiply(sums: Sequence[Float], a: Sequence[Int], b: Sequence[Int], kind: str) -> list[Float]:
+    """`sums + a · b` of a warp, summed in float32: (16, 8) += (16, k) · (k, 8) of `kind`.
+
+    k is two chunks: 16 of bfloat16 or float16, 8 of float32, of which `tensor_operand` made tf32. `a` has four matrices
+    as `load_matrices` gives them: upper left, lower left, upper right, lower right; `b` has two, with columns for rows:
+    upper, lower. Of the sums, lane i has columns `2 (i % 4)` and the next of rows `i // 4` and `i // 4 + 8`.
     """
     return [Float(x) for x in machine().multiply(*([v.value for v in values] for values in (sums, a, b)), kind)]
 

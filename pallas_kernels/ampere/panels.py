@@ -1,0 +1,77 @@
+"""How an operand lies in a slot whose rows are the contracted dimension, and what a warp multiplies of it.
+
+Columns are side by side in panels of 128 bytes of every row. Warps take them 32 at a time: half a panel of 16-bit
+elements, a whole one of float32.
+"""
+
+from typing import NamedTuple
+
+from pallas_kernels.simt.matrices import chunk_size, load_matrices, tensor_operand
+from pallas_kernels.simt.values import Int, Pointer
+
+ROW_WORDS = 32  # of a panel
+CHUNKS = 8  # of a panel's row
+UNIT = 32  # columns
+
+
+class Panels(NamedTuple):
+    """Panels of some operand.
+
+    Attributes:
+      kind: of its elements.
+      rows: of a slot.
+    """
+
+    kind: str
+    rows: int
+
+    @property
+    def columns(self) -> int:
+        """Of a panel."""
+        return CHUNKS * chunk_size(self.kind)
+
+    @property
+    def words(self) -> int:
+        """Of a panel in a slot."""
+        return self.rows * ROW_WORDS
+
+    @property
+    def steps(self) -> int:
+        """Products along the rows of a slot; each takes two chunks' worth of them."""
+        return self.rows // (2 * chunk_size(self.kind))
+
+    def word(self, row: Int, chunk: Int) -> Int:
+        """Where 16 bytes of a panel's row are. What lanes load together is in all 32 banks.
+
+        That is 8 rows of one chunk, or 4 rows of two chunks next to each other where elements have 32 bits.
+        """
+        swizzle = row % 4 * 2 if self.kind == "float32" else row % 8
+        return row * ROW_WORDS + (chunk ^ swizzle) * 4
+
+    def load(self, panels: Pointer, unit: Int, pair: int, step: int, lane: Int) -> list[Int]:
+        """16 columns by the rows of a product, as `matrices.multiply` takes its right operand: 2 registers for each 8.
+
+        Args:
+          panels: of the operand, in a slot.
+          unit: the columns are among those from `32 * unit` on.
+          pair: the columns start `16 * pair` later.
+          step: which product's rows.
+          lane: of the thread.
+        """
+        if self.kind != "float32":
+            half = unit % 2 * (CHUNKS // 2)
+            word = self.word(lane % 16, half + lane // 16 + 2 * pair) + unit // 2 * self.words
+            return load_matrices(panels, word + step * 16 * ROW_WORDS, transposed=True)
+        # The tensor cores want a column's rows in lanes next to each other. Matrices are not transposed if elements
+        # have 32 bits, so these are loaded one by one.
+        registers = []
+        for eight in range(2):
+            chunk = lane // 16 + (pair * 4 + eight * 2)
+            word = self.word(lane % 4, chunk) + lane // 4 % 4 + unit * self.words
+            registers += [panels[word + (step * 8 + upper) * ROW_WORDS] for upper in (0, 4)]
+        return tensor_operand(registers, self.kind)
+
+
+def as_left(registers: list[Int]) -> list[Int]:
+    """What `Panels.load` gave, as `matrices.multiply` takes its left operand: columns become rows."""
+    return [registers[i] for i in (0, 2, 1, 3)]

@@ -1,0 +1,261 @@
+"""Weight gradients: products that contract over an expert's rows, the gather on the contracted dimension.
+
+A block has a tile of one expert's gradient and walks over the expert's rows. How long that takes depends on the expert,
+so there is a block for every tile, and a multiprocessor takes the next one when it has finished one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.ampere.panels import CHUNKS, ROW_WORDS, UNIT, Panels, as_left
+from pallas_kernels.ampere.row_matmul import Sums, Where
+from pallas_kernels.ampere.store import for_rows, store_half
+from pallas_kernels.ampere.tile import HALF, PANEL, THREADS, WARPGROUPS, Tile, WarpPart
+from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.contract import Dispatch
+from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
+from pallas_kernels.simt import language as simt
+from pallas_kernels.simt.expert_sums import expert_sums
+from pallas_kernels.simt.language import loop, when
+from pallas_kernels.simt.matrices import chunk_size, commit_copies, multiply, start_copy, wait_for_copies
+from pallas_kernels.simt.values import Float as Number
+from pallas_kernels.simt.values import Int, Long, Pointer, minimum
+
+STRIPE = 8
+"""Tiles of rows across a stripe of an expert's tiles: blocks that run together then share most of what they read."""
+
+
+def up_weight_gradients(
+    x: Float[Array, "T d"],
+    d_pre_activations: tuple[Float[Array, "R n"], ...],
+    groups: Dispatch[TileSchedule],
+    *,
+    dtypes: tuple,
+    bias_dtypes: tuple,
+    tile: Tile | None = None,
+    stripe: int = STRIPE,
+) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
+    """`X_gᵀ · dP` per projection, in one pass over the gathered token rows; see the portable twin.
+
+    Operands of float32 are rounded to tf32, 10 bits of mantissa. Sums are float32. Biases' are of what was not rounded.
+    """
+    gradients = _row_contraction(
+        "moe_up_weight_gradients",
+        _Operand((x,), gathered=True),
+        _Operand(d_pre_activations, gathered=False),
+        groups,
+        num_tokens=x.shape[0],
+        dtypes=dtypes,
+        tile=tile,
+        stripe=stripe,
+    )
+    pairs = zip(d_pre_activations, bias_dtypes, strict=False)
+    biases = [expert_sums("moe_up_bias_gradients", d, groups, num_tokens=x.shape[0], dtype=t) for d, t in pairs]
+    return tuple(gradients), tuple(biases)
+
+
+def down_weight_gradients(
+    weighted_hidden: Float[Array, "R n"],
+    dy: Float[Array, "T d"],
+    row_weights: Float[Array, " R"],
+    groups: Dispatch[TileSchedule],
+    *,
+    dtype,
+    bias_dtype,
+    tile: Tile | None = None,
+    stripe: int = STRIPE,
+) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
+    """`(weights · A)ᵀ · dy_g`; see the portable twin. Rounds as `up_weight_gradients` does."""
+    (gradient,) = _row_contraction(
+        "moe_down_weight_gradients",
+        _Operand((weighted_hidden,), gathered=False),
+        _Operand((dy,), gathered=True),
+        groups,
+        num_tokens=dy.shape[0],
+        dtypes=(dtype,),
+        tile=tile,
+        stripe=stripe,
+    )
+    if bias_dtype is None:
+        return gradient, None
+    weights = row_weights.astype(jnp.float32)
+    name = "moe_down_bias_gradients"
+    return gradient, expert_sums(
+        name, dy, groups, num_tokens=dy.shape[0], dtype=bias_dtype, weights=weights, gathered=True
+    )
+
+
+class _Operand(NamedTuple):
+    """Arrays of one width, of which a tile has equal parts side by side: read by token index if `gathered`, or by row."""
+
+    arrays: tuple[jax.Array, ...]
+    gathered: bool
+
+    @property
+    def width(self) -> int:
+        return self.arrays[0].shape[1]
+
+
+class _Side(NamedTuple):
+    """An operand's part of a block's tile.
+
+    Attributes:
+      operand: whose part it is.
+      pointers: to its arrays.
+      first: the first column of each array's part.
+      columns: of each array's part.
+      word: where its panels are in a slot.
+    """
+
+    operand: _Operand
+    pointers: Sequence[Pointer]
+    first: Int
+    columns: int
+    word: int
+
+
+def _row_contraction(
+    name: str,
+    left: _Operand,
+    right: _Operand,
+    groups: Dispatch[TileSchedule],
+    *,
+    num_tokens: int,
+    dtypes: tuple,
+    tile: Tile | None,
+    stripe: int,
+) -> list[jax.Array]:
+    """`leftᵀ · r` over each expert's rows for every array `r` of the right operand.
+
+    Args:
+      name: of the kernel in profiles.
+      left: one array of a columns.
+      right: arrays of b columns, a multiple of 8 as is a, in the dtype of the left one.
+      groups: the rows by expert; those of no token do not count.
+      num_tokens: rows of what is gathered.
+      dtypes: of the results, `(E, a, b)`.
+      tile: its shape.
+      stripe: tiles of rows across a stripe of an expert's tiles.
+    """
+    kind = jnp.dtype(left.arrays[0].dtype).name
+    tile = tile or default_tile(kind=kind)
+    elements = chunk_size(kind)  # of 16 bytes
+    panels = Panels(kind, tile.k_step * elements // 8)  # of as many bytes whatever the dtype
+    shape = left.width, right.width
+    width = tile.columns // len(right.arrays)
+    row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
+    apart = THREADS // CHUNKS  # rows of a slot that a thread copies
+    num_rows = groups.num_rows
+
+    def place(block: Int) -> tuple[Int, Int, Int]:
+        """Expert, row tile and column tile of a block: an expert's tiles in stripes, and there column by column."""
+        expert, of_expert = block // (row_tiles * column_tiles), block % (row_tiles * column_tiles)
+        first = of_expert // (stripe * column_tiles) * stripe
+        across = minimum(Int(row_tiles) - first, stripe)
+        of_stripe = of_expert % (stripe * column_tiles)
+        return expert, first + of_stripe % across, of_stripe // across
+
+    def copies(sides: Sequence[_Side], first_row: Int, end: Int, token_indices: Pointer) -> tuple[Callable, Callable]:
+        """`tokens(k)` loads the tokens of the rows that this thread copies in step k, `copy(k, tokens, slot)` copies."""
+        thread = simt.thread()
+        own_row, chunk = thread // CHUNKS, thread % CHUNKS
+        word = panels.word(own_row, chunk)
+
+        def rows(k) -> list[Int]:
+            return [first_row + own_row + (k * panels.rows + i) for i in range(0, panels.rows, apart)]
+
+        def tokens(k) -> list[Int]:
+            return [token_indices[minimum(row, num_rows - 1)] for row in rows(k)]
+
+        def copy(k, tokens: Sequence[Int], slot: Pointer):
+            for i, (row, token) in enumerate(zip(rows(k), tokens, strict=True)):
+                known = (row < end) & (token >= 0) & (token < num_tokens)
+                for side in sides:
+                    column = side.first + chunk * elements
+                    start = Long(token if side.operand.gathered else row) * side.operand.width + column
+                    target = word + (side.word + i * apart * ROW_WORDS)
+                    for panel in range(len(side.pointers) * side.columns // panels.columns):
+                        array, later = divmod(panel * panels.columns, side.columns)
+                        inside = known & (column + later < side.operand.width)
+                        source = side.pointers[array].at(start)
+                        start_copy(slot, target + panel * panels.words, source, Int(later), inside)
+
+        return tokens, copy
+
+    def multiply_slot(slot: Pointer, part: WarpPart, sums: Sums) -> Sums:
+        sums = [[list(half) for half in of_rows] for of_rows in sums]
+        first_unit, second = part.row // UNIT, slot.at(tile.lhs_words)
+        for step in range(panels.steps):
+            rows = [
+                as_left(panels.load(slot, first_unit + m // 2, m % 2, step, part.lane))
+                for m in range(tile.warp_rows // 16)
+            ]
+            for half in range(2):
+                unit = part.panel * (PANEL // UNIT) + part.half + half * (tile.columns // 2 // UNIT)
+                for pair in range(2):
+                    columns = panels.load(second, unit, pair, step, part.lane)
+                    for m, a in enumerate(rows):
+                        for i in range(2):
+                            own = sums[m][half]
+                            own[2 * pair + i] = multiply(own[2 * pair + i], a, columns[2 * i : 2 * i + 2], kind)
+        return sums
+
+    def body(offsets, token_indices, left_array, right_arrays, *results_and_ring):
+        *results, ring = results_and_ring
+        expert, row_tile, column_tile = place(simt.block())
+        first_row, end = offsets[expert], offsets[expert + 1]
+        steps = (end - first_row + (panels.rows - 1)) // panels.rows
+        sides = (
+            _Side(left, (left_array,), row_tile * TILE_ROWS, TILE_ROWS, 0),
+            _Side(right, right_arrays, column_tile * width, width, tile.lhs_words),
+        )
+        tokens_of, start_copies = copies(sides, first_row, end, token_indices)
+        known_tokens = [tokens_of(Int(k)) for k in range(tile.stages)]
+        for k in range(tile.stages - 1):
+            with when(steps > k):
+                start_copies(Int(k), known_tokens[k], ring.at(k * tile.slot_words))
+            commit_copies()
+        part = WarpPart.of(tile)
+
+        def step(k, *carry):
+            tokens, flat = carry[: len(known_tokens[-1])], carry[len(known_tokens[-1]) :]
+            wait_for_copies(tile.stages - 2)
+            simt.block_barrier()
+            following = k + (tile.stages - 1)
+            with when(following < steps):
+                start_copies(following, tokens, ring.at(following % tile.stages * tile.slot_words))
+            commit_copies()
+            tokens = tokens_of(following + 1)  # a step ahead: nobody waits for them
+            slot = ring.at(k % tile.stages * tile.slot_words)
+            return [*tokens, *jax.tree.leaves(multiply_slot(slot, part, jax.tree.unflatten(tree, flat)))]
+
+        zeros = [[[[Number(0.0)] * 4 for _ in range(4)] for _ in range(2)] for _ in range(tile.warp_rows // 16)]
+        flat, tree = jax.tree.flatten(zeros)
+        carry = loop(0, steps, 1, step, [*known_tokens[-1], *flat])
+        sums = jax.tree.unflatten(tree, carry[len(known_tokens[-1]) :])
+
+        halves = []
+        for half in range(2):
+            result, later = divmod(half * (tile.columns // 2), width)
+            halves.append((result, column_tile * width + later + part.panel * PANEL + part.half * HALF))
+        row = row_tile * TILE_ROWS + part.row
+        where = Where(expert, expert * shape[0] + row, Int(shape[0]) - row, tuple(halves), part.lane)
+
+        def end_rows(first, of_rows):
+            for values, (result, column) in zip(of_rows, where.halves, strict=True):
+                store_half(results[result], where, first, column, values, shape[1])
+
+        for_rows(where, sums, end_rows)
+
+    return simt.simt_kernel(
+        body,
+        name=name,
+        outputs=[jax.ShapeDtypeStruct((groups.num_experts, *shape), t) for t in dtypes],
+        blocks=groups.num_experts * row_tiles * column_tiles,
+        warpgroups=WARPGROUPS,
+        shared=[tile.stages * tile.slot_words],
+    )(groups.expert_token_offsets, groups.expert_token_indices, *left.arrays, right.arrays)
