@@ -52,6 +52,6 @@ def down_projection(
         extra=bias,
         results=[jax.ShapeDtypeStruct((hidden.shape[0], num_columns), hidden.dtype)],
         end=end,
-        tile=tile or default_tile(),
+        tile=tile or default_tile(kind=hidden.dtype.name),
     )
     return rows

@@ -4,14 +4,19 @@ Columns are side by side in panels of 128 bytes of every row. Warps take them 32
 elements, a whole one of float32.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from pallas_kernels.simt.matrices import chunk_size, load_matrices, tensor_operand
-from pallas_kernels.simt.values import Int, Pointer
+from pallas_kernels.ampere.tile import THREADS, Tile, WarpPart
+from pallas_kernels.simt.matrices import chunk_size, load_matrices, multiply, tensor_operand
+from pallas_kernels.simt.values import Float, Int, Pointer
 
 ROW_WORDS = 32  # of a panel
 CHUNKS = 8  # of a panel's row
 UNIT = 32  # columns
+
+type Sums = list[list[list[list[Float]]]]
+"""A thread's part of a tile, by 16 rows, half panel, 8 columns, and register; see `matrices.multiply`."""
 
 
 class Panels(NamedTuple):
@@ -24,6 +29,23 @@ class Panels(NamedTuple):
 
     kind: str
     rows: int
+
+    @classmethod
+    def of(cls, tile: Tile, kind: str) -> "Panels":
+        """Those of a tile's slots, of as many bytes whatever the dtype.
+
+        Raises:
+          ValueError: a slot has fewer rows than the block's threads copy at once.
+        """
+        panels = cls(kind, tile.k_step * chunk_size(kind) // 8)
+        if panels.rows < panels.apart:
+            raise ValueError(f"{tile=} must have a k_step of 64 for {kind}")
+        return panels
+
+    @property
+    def apart(self) -> int:
+        """Rows that the block's threads copy of a panel at once, a chunk each."""
+        return THREADS // CHUNKS
 
     @property
     def columns(self) -> int:
@@ -70,6 +92,37 @@ class Panels(NamedTuple):
             word = self.word(lane % 4, chunk) + lane // 4 % 4 + unit * self.words
             registers += [panels[word + (step * 8 + upper) * ROW_WORDS] for upper in (0, 4)]
         return tensor_operand(registers, self.kind)
+
+    def multiply(
+        self, sums: Sums, left: Sequence[list[Int]], operand: Pointer, tile: Tile, part: WarpPart, step: int
+    ) -> None:
+        """Adds the products of a step to `sums`: `left`, of each 16 rows, with the warp's columns of the right operand.
+
+        Args:
+          sums: of the thread, changed.
+          left: left operands of `matrices.multiply`.
+          operand: the right one's panels in a slot.
+          tile: of the block.
+          part: of the tile, the warp's.
+          step: which product's rows.
+        """
+        for half in range(2):
+            unit = part.unit + half * (tile.columns // 2 // UNIT)
+            for pair in range(2):
+                right = self.load(operand, unit, pair, step, part.lane)
+                for of_rows, a in zip(sums, left, strict=True):
+                    for i in range(2):
+                        own = of_rows[half]
+                        own[2 * pair + i] = multiply(own[2 * pair + i], a, right[2 * i : 2 * i + 2], self.kind)
+
+
+def no_sums(tile: Tile) -> Sums:
+    return [[[[Float(0.0)] * 4 for _ in range(4)] for _ in range(2)] for _ in range(tile.warp_rows // 16)]
+
+
+def copied(sums: Sums) -> Sums:
+    """Lists of their own, to be changed."""
+    return [[list(half) for half in of_rows] for of_rows in sums]
 
 
 def as_left(registers: list[Int]) -> list[Int]:

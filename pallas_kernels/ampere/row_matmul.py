@@ -10,22 +10,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ampere.panels import CHUNKS, ROW_WORDS, Panels, Sums, copied, no_sums
 from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart
 from pallas_kernels.mosaic.row_groups import TileSchedule
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.language import loop, when
 from pallas_kernels.simt.matrices import (
-    CHUNK,
+    chunk_size,
     commit_copies,
     load_matrices,
-    multiply,
     start_copy,
+    tensor_operand,
     wait_for_copies,
 )
-from pallas_kernels.simt.values import Float, Int, Long, Pointer
-
-type Sums = list[list[list[list[Float]]]]
-"""A thread's part of a tile, by 16 rows, half panel, 8 columns, and register; see `matrices.multiply`."""
+from pallas_kernels.simt.values import Int, Long, Pointer
 
 
 class Where(NamedTuple):
@@ -65,7 +63,7 @@ def row_matmul(
     Args:
       name: of the kernel in profiles.
       schedule: the row tiles.
-      lhs: `(T, k)`, with `token_indices`; else `(R, k)`. Of 16 bits; k is a multiple of 8.
+      lhs: `(T, k)`, with `token_indices`; else `(R, k)`; k is a multiple of 8. Of float32, products round to tf32.
       token_indices: `(R,)` int32, of the rows in `lhs`; rows outside of it are zero. None: they are in order.
       weights: one or two of `(E, k, columns)`, in the dtype of `lhs`; a tile has equal parts of each.
       first_column: `(1,)` int32, of the columns wanted, a multiple of 8; None: 0.
@@ -79,12 +77,13 @@ def row_matmul(
     weight_columns = weights[0].shape[2]
     width = tile.columns // len(weights)  # of a projection's part of a tile
     column_tiles = -(-num_columns // width)
-    steps = -(-depth // tile.k_step)
     kind = jnp.dtype(lhs.dtype).name
+    elements, panels = chunk_size(kind), Panels.of(tile, kind)
+    steps = -(-depth // panels.rows)
 
-    def place(panel: int) -> tuple[int, int]:
-        """The projection of a panel, and its first column in that projection's part of the tile."""
-        return panel * PANEL // width, panel * PANEL % width
+    def place(column: int) -> tuple[int, int]:
+        """The projection of a column of the tile, and its place in that projection's part."""
+        return divmod(column, width)
 
     def lhs_copies(lhs, token_indices, first_row, valid_rows) -> Callable:
         """`copy(k, slot)` starts this thread's copies of rows."""
@@ -94,56 +93,47 @@ def row_matmul(
             mine = row + i * apart
             source = first_row + mine if token_indices is None else token_indices[first_row + mine]
             known = (mine < valid_rows) & (source >= 0) & (source < num_lhs_rows)
-            rows.append((lhs.at(Long(source) * depth + chunk * CHUNK), known))
+            rows.append((lhs.at(Long(source) * depth + chunk * elements), known))
         word = tile.lhs_word(row, chunk)
 
         def copy(k, slot: Pointer):
-            inside = k * tile.k_step + chunk * CHUNK < depth
+            inside = k * panels.rows + chunk * elements < depth
             for i, (source, known) in enumerate(rows):
-                start_copy(slot, word + i * apart * (tile.k_step // 2), source, k * tile.k_step, known & inside)
+                start_copy(slot, word + i * apart * (tile.k_step // 2), source, k * panels.rows, known & inside)
 
         return copy
 
     def rhs_copies(weights, expert, first_column, column) -> Callable:
         """`copy(k, slot)` starts this thread's copies of weights; `column` is the tile's first one."""
-        row, chunk, passes, apart = tile.rhs_copies(simt.thread())
-        panels = []
-        for panel in range(tile.panels):
-            projection, start = place(panel)
-            mine = column + start + chunk * CHUNK
+        row, chunk = simt.thread() // CHUNKS, simt.thread() % CHUNKS
+        parts = []
+        for panel in range(tile.columns // panels.columns):
+            projection, start = place(panel * panels.columns)
+            mine = column + start + chunk * elements
             source = (Long(expert) * depth + row) * weight_columns + (first_column + mine)
-            panels.append((weights[projection].at(source), mine < num_columns))
-        word = tile.rhs_word(row, chunk)
+            parts.append((weights[projection].at(source), mine < num_columns))
+        word = panels.word(row, chunk) + tile.lhs_words
 
         def copy(k, slot: Pointer):
-            for i in range(passes):
-                step_row = k * tile.k_step + i * apart
+            for i in range(0, panels.rows, panels.apart):
+                step_row = k * panels.rows + i
                 inside = step_row + row < depth
-                for panel, (source, known) in enumerate(panels):
-                    target = word + panel * tile.panel_words + i * apart * (PANEL // 2)
+                for panel, (source, known) in enumerate(parts):
+                    target = word + (panel * panels.words + i * ROW_WORDS)
                     start_copy(slot, target, source, step_row * weight_columns, known & inside)
 
         return copy
 
     def multiply_slot(slot: Pointer, part: WarpPart, sums: Sums) -> Sums:
-        own_row, side = part.lane % 16, part.lane // 16  # of the 16 x 16 elements that a warp loads at a time
-        panels = slot.at(part.panel * tile.panel_words)
-        rows = slot.at(part.row * (tile.k_step // 2))
-        sums = [[list(half) for half in of_rows] for of_rows in sums]
-        for k in range(tile.k_step // 16):
+        own_row, side = part.lane % 16, part.lane // 16  # of the 16 rows and two chunks that a warp loads at a time
+        rows, right = slot.at(part.row * (tile.k_step // 2)), slot.at(tile.lhs_words)
+        sums = copied(sums)
+        for step in range(panels.steps):
             left = [
-                load_matrices(rows, tile.lhs_word(own_row, side + 2 * k) + m * 16 * (tile.k_step // 2))
+                load_matrices(rows, tile.lhs_word(own_row, side + 2 * step) + m * 16 * (tile.k_step // 2))
                 for m in range(tile.warp_rows // 16)
             ]
-            for half in range(2):
-                for pair in range(2):
-                    word = tile.rhs_word(own_row, part.half * (HALF // CHUNK) + side + 2 * pair)
-                    word = word + k * 16 * (PANEL // 2) + half * (tile.panels // 2) * tile.panel_words
-                    right = load_matrices(panels, word, transposed=True)
-                    for m, a in enumerate(left):
-                        for i in range(2):
-                            own = sums[m][half]
-                            own[2 * pair + i] = multiply(own[2 * pair + i], a, right[2 * i : 2 * i + 2], kind)
+            panels.multiply(sums, [tensor_operand(a, kind) for a in left], right, tile, part, step)
         return sums
 
     def body(schedule, lhs, token_indices, weights, first_column, extra, *results_and_ring):
@@ -176,13 +166,12 @@ def row_matmul(
                 slot = ring.at(k % tile.stages * tile.slot_words)
                 return jax.tree.leaves(multiply_slot(slot, part, jax.tree.unflatten(tree, flat)))
 
-            zeros = [[[[Float(0.0)] * 4 for _ in range(4)] for _ in range(2)] for _ in range(tile.warp_rows // 16)]
-            flat, tree = jax.tree.flatten(zeros)
+            flat, tree = jax.tree.flatten(no_sums(tile))
             sums = jax.tree.unflatten(tree, loop(0, steps, 1, step, flat))
 
             halves = []
             for half in range(2):
-                projection, start = place(half * (tile.panels // 2))
+                projection, start = place(half * (tile.columns // 2))
                 halves.append((projection, column + start + part.panel * PANEL + part.half * HALF))
             where = Where(expert, first_row + part.row, valid_rows - part.row, tuple(halves), part.lane)
             end(extra, out, where, sums)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from pallas_kernels.ampere.row_matmul import Sums, Where
+from pallas_kernels.ampere.panels import Sums
+from pallas_kernels.ampere.row_matmul import Where
 from pallas_kernels.simt.language import when
 from pallas_kernels.simt.matrices import CHUNK, pack
 from pallas_kernels.simt.values import Float, Int, Long, Pointer, minimum, select

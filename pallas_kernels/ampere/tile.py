@@ -22,7 +22,7 @@ class Tile(NamedTuple):
 
     Attributes:
       columns: 128 or 256, as 2 or 4 panels. A warp multiplies 32 or 64 of the rows with 64 of the columns.
-      k_step: 32 or 64, how much of the contracted dimension is in a slot.
+      k_step: 32 or 64, how much of the contracted dimension is in a slot; half as much of float32.
       stages: slots; all but one are on their way while the last is multiplied.
     """
 
@@ -56,24 +56,15 @@ class Tile(NamedTuple):
         return 4 * self.stages * self.slot_words
 
     def lhs_word(self, row: Int, chunk: Int) -> Int:
-        """Where 8 elements of a row of the left operand are. Eight rows that are read at once are in all 32 banks."""
+        """Where 16 bytes of a row of the left operand are. Eight rows that are read at once are in all 32 banks."""
         swizzle = row % 8 if self.k_step == 64 else (row >> 1) % 4
         return row * (self.k_step // 2) + (chunk ^ swizzle) * 4
-
-    def rhs_word(self, row: Int, chunk: Int) -> Int:
-        """The same in the first panel of the right operand."""
-        return row * (PANEL // 2) + (chunk ^ (row % 8)) * 4 + self.lhs_words
 
     def lhs_copies(self, thread: Int) -> tuple[Int, Int, int, int]:
         """First row and chunk that a thread copies of the left operand, how many rows, and how far apart."""
         chunks = self.k_step // CHUNK
         apart = THREADS // chunks
         return thread // chunks, thread % chunks, TILE_ROWS // apart, apart
-
-    def rhs_copies(self, thread: Int) -> tuple[Int, Int, int, int]:
-        """The same of each panel of the right operand."""
-        apart = THREADS // (PANEL // CHUNK)
-        return thread // (PANEL // CHUNK), thread % (PANEL // CHUNK), self.k_step // apart, apart
 
 
 class WarpPart(NamedTuple):
@@ -96,3 +87,8 @@ class WarpPart(NamedTuple):
         warp, lane = simt.warp(), simt.thread() % 32
         column = warp % tile.panels
         return cls(lane, warp // tile.panels * tile.warp_rows, column // 2, column % 2)
+
+    @property
+    def unit(self) -> Int:
+        """Which 32 columns the first half is."""
+        return self.panel * 2 + self.half

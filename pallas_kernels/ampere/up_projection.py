@@ -63,6 +63,6 @@ def up_projection(
         extra=tuple(b.astype(jnp.float32) for b in biases),
         results=[rows] * (len(weights) * keep_pre_activations + 1),
         end=end,
-        tile=tile or default_tile(),
+        tile=tile or default_tile(kind=x.dtype.name),
     )
     return tuple(pre_activations), hidden

@@ -11,18 +11,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.ampere.panels import CHUNKS, ROW_WORDS, UNIT, Panels, as_left
-from pallas_kernels.ampere.row_matmul import Sums, Where
+from pallas_kernels.ampere.panels import CHUNKS, ROW_WORDS, UNIT, Panels, Sums, as_left, copied, no_sums
+from pallas_kernels.ampere.row_matmul import Where
 from pallas_kernels.ampere.store import for_rows, store_half
-from pallas_kernels.ampere.tile import HALF, PANEL, THREADS, WARPGROUPS, Tile, WarpPart
+from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart
 from pallas_kernels.ampere.tuning import default_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.expert_sums import expert_sums
 from pallas_kernels.simt.language import loop, when
-from pallas_kernels.simt.matrices import chunk_size, commit_copies, multiply, start_copy, wait_for_copies
-from pallas_kernels.simt.values import Float as Number
+from pallas_kernels.simt.matrices import chunk_size, commit_copies, start_copy, wait_for_copies
 from pallas_kernels.simt.values import Int, Long, Pointer, minimum
 
 STRIPE = 8
@@ -90,7 +89,7 @@ def down_weight_gradients(
 
 
 class _Operand(NamedTuple):
-    """Arrays of one width, of which a tile has equal parts side by side: read by token index if `gathered`, or by row."""
+    """Arrays of one width, read by token index if `gathered`, else by row; a tile has equal parts of each."""
 
     arrays: tuple[jax.Array, ...]
     gathered: bool
@@ -143,12 +142,10 @@ def _row_contraction(
     """
     kind = jnp.dtype(left.arrays[0].dtype).name
     tile = tile or default_tile(kind=kind)
-    elements = chunk_size(kind)  # of 16 bytes
-    panels = Panels(kind, tile.k_step * elements // 8)  # of as many bytes whatever the dtype
+    elements, panels = chunk_size(kind), Panels.of(tile, kind)
     shape = left.width, right.width
     width = tile.columns // len(right.arrays)
     row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
-    apart = THREADS // CHUNKS  # rows of a slot that a thread copies
     num_rows = groups.num_rows
 
     def place(block: Int) -> tuple[Int, Int, Int]:
@@ -160,13 +157,13 @@ def _row_contraction(
         return expert, first + of_stripe % across, of_stripe // across
 
     def copies(sides: Sequence[_Side], first_row: Int, end: Int, token_indices: Pointer) -> tuple[Callable, Callable]:
-        """`tokens(k)` loads the tokens of the rows that this thread copies in step k, `copy(k, tokens, slot)` copies."""
+        """`tokens(k)` loads the tokens of this thread's rows in step k, `copy(k, tokens, slot)` starts its copies."""
         thread = simt.thread()
         own_row, chunk = thread // CHUNKS, thread % CHUNKS
         word = panels.word(own_row, chunk)
 
         def rows(k) -> list[Int]:
-            return [first_row + own_row + (k * panels.rows + i) for i in range(0, panels.rows, apart)]
+            return [first_row + own_row + (k * panels.rows + i) for i in range(0, panels.rows, panels.apart)]
 
         def tokens(k) -> list[Int]:
             return [token_indices[minimum(row, num_rows - 1)] for row in rows(k)]
@@ -177,7 +174,7 @@ def _row_contraction(
                 for side in sides:
                     column = side.first + chunk * elements
                     start = Long(token if side.operand.gathered else row) * side.operand.width + column
-                    target = word + (side.word + i * apart * ROW_WORDS)
+                    target = word + (side.word + i * panels.apart * ROW_WORDS)
                     for panel in range(len(side.pointers) * side.columns // panels.columns):
                         array, later = divmod(panel * panels.columns, side.columns)
                         inside = known & (column + later < side.operand.width)
@@ -187,21 +184,11 @@ def _row_contraction(
         return tokens, copy
 
     def multiply_slot(slot: Pointer, part: WarpPart, sums: Sums) -> Sums:
-        sums = [[list(half) for half in of_rows] for of_rows in sums]
-        first_unit, second = part.row // UNIT, slot.at(tile.lhs_words)
+        first, second = part.row // UNIT, slot.at(tile.lhs_words)
+        sums = copied(sums)
         for step in range(panels.steps):
-            rows = [
-                as_left(panels.load(slot, first_unit + m // 2, m % 2, step, part.lane))
-                for m in range(tile.warp_rows // 16)
-            ]
-            for half in range(2):
-                unit = part.panel * (PANEL // UNIT) + part.half + half * (tile.columns // 2 // UNIT)
-                for pair in range(2):
-                    columns = panels.load(second, unit, pair, step, part.lane)
-                    for m, a in enumerate(rows):
-                        for i in range(2):
-                            own = sums[m][half]
-                            own[2 * pair + i] = multiply(own[2 * pair + i], a, columns[2 * i : 2 * i + 2], kind)
+            rows = [as_left(panels.load(slot, first + m // 2, m % 2, step, part.lane)) for m in range(len(sums))]
+            panels.multiply(sums, rows, second, tile, part, step)
         return sums
 
     def body(offsets, token_indices, left_array, right_arrays, *results_and_ring):
@@ -233,8 +220,7 @@ def _row_contraction(
             slot = ring.at(k % tile.stages * tile.slot_words)
             return [*tokens, *jax.tree.leaves(multiply_slot(slot, part, jax.tree.unflatten(tree, flat)))]
 
-        zeros = [[[[Number(0.0)] * 4 for _ in range(4)] for _ in range(2)] for _ in range(tile.warp_rows // 16)]
-        flat, tree = jax.tree.flatten(zeros)
+        flat, tree = jax.tree.flatten(no_sums(tile))
         carry = loop(0, steps, 1, step, [*known_tokens[-1], *flat])
         sums = jax.tree.unflatten(tree, carry[len(known_tokens[-1]) :])
 

@@ -9,7 +9,7 @@ from jaxtyping import Float as FloatArray
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.language import block_barrier, loop, when
-from pallas_kernels.simt.values import Float, Int, Long, minimum, select, total
+from pallas_kernels.simt.values import Float, Long, minimum, select, total
 from pallas_kernels.simt.warp import WARP, combine_lanes
 
 _WARPGROUPS = 2

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.numerics import TOLERANCE, assert_close, assert_same_bits
+from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import (
     ACTIVATIONS,
     D,
@@ -15,6 +15,7 @@ from tests.pallas_kernels.rows import (
     over_dtypes_and_biases,
     over_variants,
     product,
+    tolerance,
     wide,
 )
 
@@ -35,7 +36,7 @@ def test_down_projection(kernels, rows, dtype, biases):
         out = run(first_column)
         assert out.dtype == dtype
         columns = slice(first_column, first_column + 8)
-        assert_close(out[rows.owned], expected[rows.owned, columns], TOLERANCE[dtype])
+        assert_close(out[rows.owned], expected[rows.owned, columns], tolerance(kernels, dtype))
 
 
 @over_variants
@@ -68,9 +69,9 @@ def check_down_backward(kernels, rows, dtype, biases, projections):
     expected_d_pre = activation_vjp(jnp.asarray(weight * d_hidden, jnp.float32))
     expected_d_weights = (expert_outputs(rows, hidden, w_down, b_down) * dy_rows).sum(-1)
     owned = rows.owned
-    assert_close([d[owned] for d in d_pre], [d[owned] for d in expected_d_pre], TOLERANCE[dtype])
-    assert_close(weighted_hidden[owned], (weight * wide(hidden))[owned], TOLERANCE[dtype])
-    assert_close(d_weights[owned], expected_d_weights[owned], TOLERANCE[dtype])
+    assert_close([d[owned] for d in d_pre], [d[owned] for d in expected_d_pre], tolerance(kernels, dtype))
+    assert_close(weighted_hidden[owned], (weight * wide(hidden))[owned], tolerance(kernels, dtype))
+    assert_close(d_weights[owned], expected_d_weights[owned], tolerance(kernels, dtype))
     assert d_weights.dtype == jnp.float32
     assert {d.dtype.name for d in (*d_pre, weighted_hidden)} == {dtype}
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.numerics import TOLERANCE, assert_close, assert_same_bits
+from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import (
     ACTIVATIONS,
     D,
@@ -15,6 +15,7 @@ from tests.pallas_kernels.rows import (
     over_projections,
     over_variants,
     product,
+    tolerance,
     wide,
 )
 
@@ -33,8 +34,8 @@ def test_up_projection(kernels, rows, dtype, biases, projections):
     expected = [p + rows.per_row(b) for p, b in zip(expected, bias, strict=True)] if bias else expected
     expected_hidden = activation(*(jnp.asarray(p, jnp.float32) for p in expected))
     owned = rows.owned
-    assert_close([p[owned] for p in pre], [p[owned] for p in expected], TOLERANCE[dtype])
-    assert_close(hidden[owned], expected_hidden[owned], TOLERANCE[dtype])
+    assert_close([p[owned] for p in pre], [p[owned] for p in expected], tolerance(kernels, dtype))
+    assert_close(hidden[owned], expected_hidden[owned], tolerance(kernels, dtype))
     assert {a.dtype.name for a in (*pre, hidden)} == {dtype}
     assert np.isfinite(wide(hidden)[rows.expert >= 0]).all()
 
@@ -60,4 +61,4 @@ def test_up_backward(kernels, rows, dtype, projections):
         out = run(first_column)
         assert out.dtype == dtype
         columns = slice(first_column, first_column + 8)
-        assert_close(out[rows.owned], expected[rows.owned, columns], TOLERANCE[dtype])
+        assert_close(out[rows.owned], expected[rows.owned, columns], tolerance(kernels, dtype))

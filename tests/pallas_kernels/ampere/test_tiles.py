@@ -8,6 +8,7 @@ import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
 from pallas_kernels import ampere
+from pallas_kernels.ampere.panels import Panels
 from pallas_kernels.ampere.tile import Tile
 from pallas_kernels.ampere.tuning import LARGE, SMALL, default_tile
 from pallas_kernels.compile_only import compile_for_gpu
@@ -34,12 +35,21 @@ def test_every_tile_gives_the_same_bits(kernels, tile):
 @pytest.mark.default_sets(len(TILES))
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_eight_rows_of_a_matrix_are_in_all_banks(tile):
-    for word, chunks in ((tile.lhs_word, tile.k_step // 8), (tile.rhs_word, 8)):
+    panels = Panels.of(tile, "bfloat16")
+    for word, chunks in ((tile.lhs_word, tile.k_step // 8), (panels.word, 8)):
         for chunk in range(chunks):
             banks = {word(8 + row, chunk) % 32 for row in range(8)}
             assert banks == set(range(0, 32, 4))
         own = {word(row, chunk) for row in range(tile.k_step) for chunk in range(chunks)}
         assert len(own) == tile.k_step * chunks
+
+
+def test_four_rows_of_eight_numbers_are_in_all_banks():
+    panels = Panels.of(LARGE, "float32")
+    for column in range(0, 32, 8):
+        columns = [divmod(column + i, 4) for i in range(8)]
+        assert len({(panels.word(4 + row, chunk) + i) % 32 for row in range(4) for chunk, i in columns}) == 32
+    assert len({panels.word(row, chunk) for row in range(32) for chunk in range(8)}) == 256
 
 
 @pytest.mark.default_sets(len(ACTIVATION_NAMES))
