@@ -165,7 +165,7 @@ def _row_contraction(
         def rows(k) -> list[Int]:
             return [first_row + own_row + (k * panels.rows + i) for i in range(0, panels.rows, panels.apart)]
 
-        def tokens(k) -> list[Int]:
+        def tokens(k) -> list:
             return [token_indices[minimum(row, num_rows - 1)] for row in rows(k)]
 
         def copy(k, tokens: Sequence[Int], slot: Pointer):

@@ -65,17 +65,17 @@ def test_every_activation(kernels, name):
     assert_close(hidden[rows.owned], expected[rows.owned], 5e-3)
 
 
-def compiled(gpu: str, name: str):
+def compiled(gpu: str, name: str, dtype: str):
     """Names of the kernels and what they spill."""
 
     def both(x, w_up, b_up, w_down, b_down, experts):
-        tile = default_tile(".".join(map(str, GPUS[gpu].capability)))
+        tile = default_tile(".".join(map(str, GPUS[gpu].capability)), kind=dtype)
         assert tile.shared_bytes <= GPUS[gpu].block_kib * 1024
         groups = ampere.dispatch(experts, 16)
         pre, hidden = ampere.up_projection(x, w_up, b_up, groups, activation=activation.function, tile=tile)
         return pre, ampere.down_projection(hidden, w_down, b_down, groups, 128, 256, tile=tile)
 
-    def array(*shape, dtype="bfloat16"):
+    def array(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     activation = get_activation(name)
@@ -91,7 +91,8 @@ def compiled(gpu: str, name: str):
 @pytest.mark.default_sets(2)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", ACTIVATION_NAMES)
-def test_compiles_for_every_gpu_without_spills(gpu, name):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_compiles_for_every_gpu_without_spills(gpu, name, dtype):
     kernels = ["moe_dispatch_count", "moe_dispatch_place", "moe_down_projection", "moe_up_projection"]
     with multiprocessing.get_context("spawn").Pool(1) as process:
-        assert process.apply(compiled, (gpu, name)) == (kernels, {})
+        assert process.apply(compiled, (gpu, name, dtype)) == (kernels, {})

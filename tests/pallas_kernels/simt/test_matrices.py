@@ -13,6 +13,7 @@ from pallas_kernels.simt.matrices import (
     multiply,
     pack,
     start_copy,
+    tensor_operand,
     wait_for_copies,
 )
 from pallas_kernels.simt.races import RaceError
@@ -120,6 +121,46 @@ def test_product_of_matrices(kind):
 
     out = run(body, a, b, out=jax.ShapeDtypeStruct((16, 8), jnp.float32))
     assert_close(out, a.astype(np.float64) @ b.astype(np.float64), 1e-6)
+
+
+def product_of_numbers(a, b, rounded):
+    """(16, 8) float32 times (8, 8)."""
+
+    def body(a, b, out, shared):
+        lane = thread() % 32
+        with when(thread() < 32):
+            start_copy(shared, lane * 4, a, lane * 4, lane >= 0)
+            start_copy(shared, lane * 4 + 128, b, lane * 4, lane < 16)
+            commit_copies()
+            wait_for_copies(0)
+            simt.warp_barrier()
+            left = load_matrices(shared, lane % 16 * 8 + lane // 16 * 4)
+            right = [shared[(lane % 4 + upper) * 8 + lane // 4 + 128] for upper in (0, 4)]
+            if rounded:
+                left, right = tensor_operand(left, a.kind), tensor_operand(right, a.kind)
+            for i, x in enumerate(multiply([Float(0.0)] * 4, left, right, a.kind)):
+                out[(lane // 4 + i // 2 * 8) * 8 + lane % 4 * 2 + i % 2] = x
+
+    return run(body, a, b, out=jax.ShapeDtypeStruct((16, 8), jnp.float32))
+
+
+def test_product_of_numbers_that_tensor_cores_have():
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-1024, 1024, shape).astype(np.float32) for shape in ((16, 8), (8, 8)))
+    assert_same_bits(product_of_numbers(a, b, rounded=True), a @ b)
+
+
+def test_numbers_are_rounded_for_tensor_cores():
+    step = 2.0**-10  # of their numbers from 1 to 2
+    numbers = [1 + step / 2, 1 + step * 0.499, -1 - step * 1.5, np.inf, -np.inf, np.finfo(np.float32).max, 1.0, 0.0]
+    a = np.zeros((16, 8), np.float32)
+    a[:8, 0], a[8, 0] = numbers, np.nan
+    for rounded, of_tensor_cores in (
+        (True, [1 + step, 1, -1 - 2 * step, np.inf, -np.inf, np.inf, 1, 0, np.nan]),
+        (False, [1, 1, -1 - step, np.inf, -np.inf, (2 - step) * 2.0**127, 1, 0, np.nan]),
+    ):
+        out = product_of_numbers(a, np.eye(8, dtype=np.float32), rounded)[:9, 0]
+        np.testing.assert_array_equal(out, np.float32(of_tensor_cores))
 
 
 def test_pairs_of_numbers():
