@@ -12,7 +12,7 @@ from pallas_kernels.hopper.weight_gradients import down_weight_gradients, up_wei
 from pallas_kernels.mosaic.early_assembly import assemble_early
 from pallas_kernels.mosaic.interpreter import interpreted
 from pallas_kernels.simt.combine import combine
-from pallas_kernels.simt.dispatch import dispatch, dispatch_unsupported
+from pallas_kernels.simt.dispatch import dispatch, dispatch_unsupported, row_range
 from pallas_kernels.simt.router import router, router_unsupported
 from pallas_kernels.simt.token_selection import experts_added, token_cutoffs
 from pallas_kernels.xla.router import router_backward
@@ -30,6 +30,7 @@ __all__ = [
     "router",
     "router_backward",
     "router_unsupported",
+    "row_range",
     "token_cutoffs",
     "unsupported",
     "up_backward",

@@ -2,7 +2,7 @@
 
 from pallas_kernels.xla.column_block import column_block
 from pallas_kernels.xla.combine import combine
-from pallas_kernels.xla.dispatch import dispatch
+from pallas_kernels.xla.dispatch import dispatch, row_range
 from pallas_kernels.xla.down_backward import down_backward
 from pallas_kernels.xla.down_projection import down_projection
 from pallas_kernels.xla.router import router, router_backward
@@ -21,6 +21,7 @@ __all__ = [
     "experts_added",
     "router",
     "router_backward",
+    "row_range",
     "token_cutoffs",
     "up_backward",
     "up_projection",
