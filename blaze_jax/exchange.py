@@ -102,7 +102,7 @@ class Transport:
         return _trips(experts, experts_per_device, self.devices, self.expert_devices)
 
     def experts_here(self, plan: Plan, experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "T_group K"]:
-        """Ids of the group's tokens, as this device counts its `num_experts`: -1 for others', E for no expert at all."""
+        """Ids of the group's tokens, as this device counts its own experts: -1 for others', E for no expert at all."""
         if self.devices == 1:
             return experts
         experts = self.gather(plan, experts + 1) - 1  # zero, where there is no token, becomes an empty slot

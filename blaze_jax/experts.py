@@ -167,14 +167,8 @@ def _compute(
 ) -> Float[Array, "T d"]:
     """The experts' output for `tokens = (x, weights, experts)` of this device.
 
-    Args:
-      tokens: x, weights, and ids of all experts.
-      shards: what of the parameters this device stores.
-      activation, save, implementation: see `expert_ffn`.
-      grouped: the pairs by expert, if they are.
-      transport: between devices.
-      row_budget: rows of a buffer, as a multiple of the even share; None for as many as there may be.
-      chunks: in how many parts the tokens travel.
+    `shards` are what this device has of the parameters, `grouped` the pairs by expert, if they are, `row_budget` the
+    rows of a buffer as a multiple of the even share, and `chunks` the parts in which the tokens travel.
     """
     x, weights, experts = tokens
     params = jax.eval_shape(lambda p: transport.parameters(p, x.dtype), shards)

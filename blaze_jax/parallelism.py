@@ -16,7 +16,8 @@ from blaze_jax.exchange import Exchange
 
 type Axes = str | tuple[str, ...]
 
-_ROLES = ("data", "fsdp", "expert", "tensor")
+ROLES = ("data", "fsdp", "expert", "tensor")
+"""What an axis may be for."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,14 @@ class Parallelism:
     keep_gathered: bool = False
 
     def __post_init__(self):
-        for role in _ROLES:
+        for role in ROLES:
             axes = getattr(self, role)
             axes = (axes,) if isinstance(axes, str) else axes
             if not isinstance(axes, tuple | list) or not all(isinstance(axis, str) for axis in axes):
                 raise ValueError(f"{role}={axes!r} must be the name of a mesh axis, or a tuple of names")
             object.__setattr__(self, role, tuple(axes))
         if not self.axes or len(set(self.axes)) < len(self.axes):
-            roles = ", ".join(f"{role}={getattr(self, role)}" for role in _ROLES)
+            roles = ", ".join(f"{role}={getattr(self, role)}" for role in ROLES)
             raise ValueError(f"{roles}: at least one mesh axis must have a role, and none two")
         if self.exchange not in (None, *get_args(Exchange)):
             raise ValueError(f"exchange={self.exchange!r} must be None or one of {', '.join(get_args(Exchange))}")

@@ -16,6 +16,7 @@ from blaze_jax.benchmark.compile_only import measure_memory, print_memory
 from blaze_jax.benchmark.compile_time import measure_compile_time, print_compile_time
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.kernels import measure_kernels, print_kernels
+from blaze_jax.benchmark.mesh import measure_mesh, print_mesh
 from blaze_jax.benchmark.plots import MissingLibraryError, draw
 from blaze_jax.benchmark.progress import Bar, counted
 from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.mesh:
+        return _measure_mesh(arguments)
     target = arguments.compile_only or arguments.compile_time
     if target and (reason := missing_for_h200()):
         mode = "--compile-only" if arguments.compile_only else "--compile-time"
@@ -66,6 +69,32 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             sys.stdout.flush()
     if arguments.scaling:
         print_flatness(file.records)
+    return file.content
+
+
+def _measure_mesh(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Cases in processes of their own: this one leaves the devices to them."""
+    file = ResultsFile(arguments.json, {})
+    sizes = [*arguments.config, *(known.preset(name, arguments.tokens) for name in arguments.preset)]
+    items = [(item, variant) for item in sizes or known.MESH_SIZES for variant in arguments.variant or [{}]]
+    for item, bar in counted(items):
+        bar.say(str(item[0]))
+        values, record = measure_mesh(
+            item,
+            arguments.mesh,
+            layers=arguments.layers,
+            dtype=arguments.dtype,
+            repeats=arguments.repeats,
+            implementation=arguments.implementation,
+            limit_seconds=arguments.case_seconds,
+        )
+        with bar.hidden():
+            if values and not file.environment:
+                file.environment = values
+                print(describe(values))
+            file.add(record)
+            print_mesh(record)
+            sys.stdout.flush()
     return file.content
 
 
