@@ -44,9 +44,10 @@ def combine_columns(
 
     if leave is None:
         return lax.fori_loop(0, -(-width // block), step, empty(width))
-    left = []
+    left, y = [], empty(block)
     for end in (*range(block, width, block), width):
-        first_column, done = end - block, sum(y.shape[1] for y in left)
+        # Each block waits for the rows of the one before, or XLA would keep the rows of many.
+        first_column, y = lax.optimization_barrier((jnp.int32(end - block), y))
         y = kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, empty(block), 0)
-        left.append(leave(y[:, done - first_column :]))
+        left.append(leave(y[:, sum(part.shape[1] for part in left) - (end - block) :]))
     return jnp.concatenate(left, axis=1)

@@ -5,7 +5,7 @@ Both are linear maps inside `jax.shard_map`, each with its transpose: what goes 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Literal, NamedTuple
 
 import jax
@@ -87,7 +87,7 @@ class Transport:
             return _send_back(self.group, plan, tokens)
         if self.exchange == "permute":
             parts = jnp.split(tokens, self.devices)
-            return sum(_rotated(part, self.group, -shift) for shift, part in enumerate(parts))
+            return reduce(jnp.add, (_rotated(part, self.group, -shift) for shift, part in enumerate(parts)))
         return lax.psum_scatter(tokens, self.group, tiled=True)
 
     @property

@@ -17,7 +17,7 @@ from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import as_array
 from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_experts
 from blaze_jax.exchange import HERE, Transport, gathered
-from blaze_jax.experts_vjp import INDEX_NAME, Parameters, Save, Settings, Tokens, experts_output
+from blaze_jax.experts_vjp import INDEX_NAME, ROW_MULTIPLE, Parameters, Save, Settings, Tokens, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
@@ -27,9 +27,6 @@ from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes
 from pallas_kernels.contract import accumulator_dtype
 
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
-
-ROW_MULTIPLE = 8
-"""Budgets of rows are multiples of it, as groups of rows are in every family of kernels."""
 
 _AXES = {
     "x": "Td",
@@ -139,8 +136,9 @@ def experts_over_devices(
     act = get_activation(activation)
     names = [name for name in _AXES if name in shards]
     given = {name: shards[name] for name in names}
-    if "b_down" in given and parallel.tensor:  # devices that share an expert's width add its bias once
-        given["b_down"] = jnp.where(lax.axis_index(parallel.tensor) == 0, given["b_down"], 0)
+    tensor = parallel.axes_of("tensor")
+    if "b_down" in given and tensor:  # devices that share an expert's width add its bias once
+        given["b_down"] = jnp.where(lax.axis_index(tensor) == 0, given["b_down"], 0)
 
     def in_order(by_name) -> Parameters:
         return Parameters(*_projections(act, by_name), by_name["w_down"], by_name.get("b_down"))
@@ -151,10 +149,10 @@ def experts_over_devices(
         return x
     slots, devices = experts.shape[1], lax.axis_size(parallel.group)
     transport = Transport(
-        expert=parallel.expert,
-        tensor=parallel.tensor,
+        expert=parallel.axes_of("expert"),
+        tensor=tensor,
         exchange=parallel.exchange or ("all_gather" if devices <= slots else "all_to_all"),
-        fsdp=parallel.fsdp,
+        fsdp=parallel.axes_of("fsdp"),
         specs=tuple(jax.tree.leaves(in_order({name: specs[name] for name in names}))),
         keep=parallel.keep_gathered,
     )

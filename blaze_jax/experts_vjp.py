@@ -32,6 +32,9 @@ from blaze_jax.exchange import HERE, Plan, Transport
 from blaze_jax.reverse_mode import differentiated_once
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Kernels
 
+ROW_MULTIPLE = 8
+"""Budgets of rows are multiples of it, as groups of rows are in every family of kernels."""
+
 Save = Literal["pre_activations", "inputs"]
 
 PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")
@@ -88,6 +91,27 @@ class Settings:
     transport: Transport = HERE
     row_budget: int | None = None
 
+    def turns(self, dispatch: Dispatch) -> tuple[Dispatch, Int[Array, ""] | None]:
+        """The rows of the budget, and how many turns take the others; None if there are never others."""
+        if self.row_budget is None or self.row_budget >= dispatch.num_rows:
+            return dispatch, None
+        others = dispatch.expert_token_offsets[-1] - self.row_budget
+        turns = jnp.maximum(others + self.turn_rows - 1, 0) // self.turn_rows
+        if axes := self.transport.group:  # all take part in every transport
+            turns = lax.pmax(turns, axes)
+        return self.kernels.row_range(dispatch, 0, self.row_budget), turns
+
+    def rows_of_turn(self, dispatch: Dispatch, turn: Int[Array, ""] | int) -> Dispatch:
+        """The rows that a turn takes."""
+        assert self.row_budget is not None
+        return self.kernels.row_range(dispatch, self.row_budget + turn * self.turn_rows, self.turn_rows)
+
+    @property
+    def turn_rows(self) -> int:
+        """Rows of a turn: fewer than the budget, for a turn adds to gradients and so has those of the weights twice."""
+        assert self.row_budget is not None
+        return -(-self.row_budget // (4 * ROW_MULTIPLE)) * ROW_MULTIPLE
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def experts_output(settings: Settings, token, parts: tuple[Tokens, ...], shards: Parameters) -> tuple[Array, ...]:
@@ -111,16 +135,16 @@ def _outputs(settings: Settings, parts: tuple[Tokens, ...], shards: Parameters, 
     params = settings.transport.parameters(shards, parts[0].x.dtype)
     for part in parts:
         x = settings.transport.gather(part.plan, part.x)
-        first, turns = _turns(settings, part.dispatch)
+        first, turns = settings.turns(part.dispatch)
         pre_activations, hidden = up_projection(settings, x, params, first)
         y = _output(settings, hidden, params, part, first)
 
         def add_turn(i, y, part=part, x=x):
-            rows = settings.kernels.row_range(part.dispatch, i * settings.row_budget, settings.row_budget)
+            rows = settings.rows_of_turn(part.dispatch, i)
             _, hidden = _hidden(settings, x, params, rows)
             return y + _output(settings, hidden, params, part, rows)
 
-        yield y if turns is None else lax.fori_loop(1, turns, add_turn, y), pre_activations, (x, params)
+        yield y if turns is None else lax.fori_loop(0, turns, add_turn, y), pre_activations, (x, params)
 
 
 def _backward(settings: Settings, residuals, d_outputs):
@@ -135,17 +159,17 @@ def _backward(settings: Settings, residuals, d_outputs):
     for i, part in enumerate(parts):
         x = transport.gather(part.plan, xs[i]) if gathered is None else gathered[i][0]
         dy = transport.gather(part.plan, d_outputs[i])
-        first, turns = _turns(settings, part.dispatch)
+        first, turns = settings.turns(part.dispatch)
         pre_activations = kept[i] if kept else _pre_activations_and_hidden(settings, x, params, first)[0]
         gradients = _gradients(settings, x, params, part, first, pre_activations, dy)
 
         def add_turn(turn, gradients, part=part, x=x, dy=dy):
-            rows = settings.kernels.row_range(part.dispatch, turn * settings.row_budget, settings.row_budget)
+            rows = settings.rows_of_turn(part.dispatch, turn)
             pre_activations, _ = _pre_activations_and_hidden(settings, x, params, rows)
             return _add(gradients, _gradients(settings, x, params, part, rows, pre_activations, dy))
 
         if turns is not None:
-            gradients = lax.fori_loop(1, turns, add_turn, gradients)
+            gradients = lax.fori_loop(0, turns, add_turn, gradients)
         dxs.append(gradients[0])
         d_weights.append(gradients[2])
         d_params = gradients[1] if d_params is None else _add(d_params, gradients[1])
@@ -154,17 +178,6 @@ def _backward(settings: Settings, residuals, d_outputs):
 
 
 experts_output.defvjp(_forward, _backward)
-
-
-def _turns(settings: Settings, dispatch: Dispatch) -> tuple[Dispatch, Int[Array, ""] | None]:
-    """The first turn's rows, and how many turns there are; None if there is never another."""
-    budget = settings.row_budget
-    if budget is None or budget >= dispatch.num_rows:
-        return dispatch, None
-    turns = (dispatch.expert_token_offsets[-1] + budget - 1) // budget
-    if axes := settings.transport.group:  # all take part in every transport
-        turns = lax.pmax(turns, axes)
-    return settings.kernels.row_range(dispatch, 0, budget), turns
 
 
 def _add(tree, other):

@@ -58,10 +58,8 @@ class Parallelism:
     def __post_init__(self):
         for role in ROLES:
             axes = getattr(self, role)
-            axes = (axes,) if isinstance(axes, str) else axes
-            if not isinstance(axes, tuple | list) or not all(isinstance(axis, str) for axis in axes):
+            if not isinstance(axes, str | tuple) or not all(isinstance(axis, str) for axis in axes):
                 raise ValueError(f"{role}={axes!r} must be the name of a mesh axis, or a tuple of names")
-            object.__setattr__(self, role, tuple(axes))
         if not self.axes or len(set(self.axes)) < len(self.axes):
             roles = ", ".join(f"{role}={getattr(self, role)}" for role in ROLES)
             raise ValueError(f"{roles}: at least one mesh axis must have a role, and none two")
@@ -76,15 +74,19 @@ class Parallelism:
                 raise ValueError(f"row_budget={self.row_budget} must be above 0 and finite, or None")
         check_booleans(keep_gathered=self.keep_gathered)
 
+    def axes_of(self, role: str) -> tuple[str, ...]:
+        """The axes with that role."""
+        return _names(getattr(self, role))
+
     @property
     def axes(self) -> tuple[str, ...]:
         """All of them, in the order in which they split the tokens."""
-        return (*self.data, *self.fsdp, *self.group)
+        return tuple(axis for role in ROLES for axis in self.axes_of(role))
 
     @property
     def group(self) -> tuple[str, ...]:
         """The axes along which tokens travel."""
-        return (*self.expert, *self.tensor)
+        return (*self.axes_of("expert"), *self.axes_of("tensor"))
 
     def specs(
         self, config: MoEConfig, model_width: int, *, use_bias: bool = False, sizes: Mapping[str, int] | None = None
@@ -106,7 +108,7 @@ class Parallelism:
         """
         sizes = self.sizes() if sizes is None else sizes
         fsdp, expert, tensor = (
-            _Part(axes, math.prod(sizes[a] for a in axes)) for axes in (self.fsdp, self.expert, self.tensor)
+            _Part(axes, math.prod(sizes[a] for a in axes)) for axes in map(self.axes_of, ("fsdp", "expert", "tensor"))
         )
         expert.check("expert", "num_experts", config.num_experts)
         tensor.check("tensor", "expert_width", config.expert_width)
@@ -134,7 +136,7 @@ class Parallelism:
     def dense_spec(self, shape: tuple[int, ...], sizes: Mapping[str, int] | None = None) -> P:
         """How an array of which every token needs all is split at rest: over as many devices as divide a dimension."""
         sizes = self.sizes() if sizes is None else sizes
-        for axes in ((*self.fsdp, *self.group), self.fsdp):
+        for axes in ((*self.axes_of("fsdp"), *self.group), self.axes_of("fsdp")):
             devices = math.prod(sizes[axis] for axis in axes)
             for dimension, size in enumerate(shape):
                 if devices > 1 and size % devices == 0:
@@ -176,8 +178,11 @@ class _Part:
 
 
 def _share(sizes: Mapping[str, int], size: int, axes: Axes | None) -> int:
-    axes = (axes,) if isinstance(axes, str) else axes or ()
-    return size // math.prod(sizes[axis] for axis in axes)
+    return size // math.prod(sizes[axis] for axis in _names(axes))
+
+
+def _names(axes: Axes | None) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def is_of_experts(parameter: Parameter) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import P, lax
 from jaxtyping import Array, Float, Int
@@ -205,11 +204,11 @@ def _losses_over_devices(
 ) -> Losses:
     """The losses of all devices' tokens, of which only `counted` count; each device has `num_tokens`."""
     demand, devices = lax.psum((routed.demand, 1), axes)
-    means = (routed.probability, routed.losses.squared_log, routed.losses.entropy)
+    means: Any = lax.pmean((routed.probability, routed.losses.squared_log, routed.losses.entropy), axes)
     all_tokens = max(num_tokens, 1) * devices
-    counted = all_tokens if counted is None else max(counted, 1)
-    probability, squared_log, entropy = lax.pmean(jax.tree.map(lambda a: a * (all_tokens / counted), means), axes)
-    return Losses(balance_loss(demand, probability, counted * experts_per_token), squared_log, entropy)
+    those = all_tokens if counted is None else max(counted, 1)
+    probability, squared_log, entropy = (mean * (all_tokens / those) for mean in means)
+    return Losses(balance_loss(demand, probability, those * experts_per_token), squared_log, entropy)
 
 
 def update_selection_bias(

@@ -1,4 +1,4 @@
-"""Which tests run, and settings of every test: four CPU devices to shard over, the same hypothesis examples always."""
+"""Which tests run, and settings of every test: eight CPU devices to shard over, the same hypothesis examples always."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ os.environ["BLAZE_JAX_TUNING"] = ""
 # With the extra `compile-only`, jax would complain of every CUDA library that is not there, here and in subprocesses.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 
 # A test's programs serve other processes, too: xdist's workers inherit the folder, and so do subprocesses.
 OWN_CACHE = None

@@ -80,7 +80,7 @@ def measure(
         return x
 
     def alone(x, params, weights, experts):
-        return expert_ffn(x, *(params[name] for name in NAMES), weights, experts, implementation=implementation)
+        return expert_ffn(x, weights=weights, experts=experts, implementation=implementation, **params)
 
     @partial(
         jax.shard_map,

@@ -44,9 +44,7 @@ def traffic(
       projections: matrices of an expert.
     """
     tokens, d, n, num_experts, slots = sizes
-    expert, tensor, fsdp = (
-        math.prod(axes[a] for a in names) for names in (parallel.expert, parallel.tensor, parallel.fsdp)
-    )
+    expert, tensor, fsdp = (math.prod(axes[a] for a in parallel.axes_of(r)) for r in ("expert", "tensor", "fsdp"))
     again = 0 if parallel.keep_gathered else 1
     others = expert * tensor - 1
     if (parallel.exchange or ("all_gather" if expert * tensor <= slots else "all_to_all")) == "all_to_all":

@@ -74,7 +74,7 @@ def row_range(groups: Dispatch[TileSchedule], first_row: Int[Array, ""] | int, n
     expert = jnp.where(used, expert, 0)
     start = offsets[expert] + (tile - jnp.where(expert > 0, tiles[expert - 1], 0)) * TILE_ROWS
     schedule = (expert, start, jnp.minimum(offsets[expert + 1] - start, TILE_ROWS))
-    return rows._replace(tiles=TileSchedule(*(jnp.where(used, a, 0).astype(jnp.int32) for a in schedule)))
+    return Dispatch(*rows[:-1], TileSchedule(*(jnp.where(used, a, 0).astype(jnp.int32) for a in schedule)))
 
 
 def dispatch_unsupported(num_experts: int) -> str | None:
