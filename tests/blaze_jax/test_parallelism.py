@@ -117,7 +117,9 @@ def test_ten_steps_of_an_optimizer(axes):
     assert_close(out, expected, 1e-4)
 
 
-@pytest.mark.parametrize("router", [{"capacity_factor": 0.5}, {"token_rounding": "nearest", "rounding_tile": 4}], ids=str)
+@pytest.mark.parametrize(
+    "router", [{"capacity_factor": 0.5}, {"token_rounding": "nearest", "rounding_tile": 4}], ids=str
+)
 def test_options_that_look_at_all_tokens(router):
     config = replace(CONFIG, router=Router(**router), shared_width=0, router_bias=False)
     params, x = random_parameters(config), random_tokens(39)
@@ -214,7 +216,10 @@ def test_misuse():
     params, x = random_parameters(CONFIG), random_tokens(8)
     with pytest.raises(ValueError, match="there is no mesh, but axis 'expert' has a role"):
         moe(x, params, CONFIG, parallel=Parallelism(expert="expert"))
-    with jax.set_mesh(make_mesh({"data": 2})), pytest.raises(ValueError, match="the mesh has 'data', but axis 'expert'"):
+    with (
+        jax.set_mesh(make_mesh({"data": 2})),
+        pytest.raises(ValueError, match="the mesh has 'data', but axis 'expert'"),
+    ):
         moe(x, params, CONFIG, parallel=Parallelism(data="data", expert="expert"))
     with pytest.raises(ValueError, match="parallel takes the place of axis_name"):
         moe(x, params, CONFIG, parallel=Parallelism(expert="expert"), axis_name="data")
