@@ -10,12 +10,13 @@ from jaxtyping import Array, Float
 
 from blaze_jax.checks import as_array, shown
 from blaze_jax.config import MoEConfig, Parameter, check_config
-from blaze_jax.dense_parts import router_logits, shared_experts
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
 from blaze_jax.layer_over_devices import is_inside_shard_map, moe_over_devices
 from blaze_jax.parallelism import Parallelism
+from blaze_jax.router_logits import router_logits
 from blaze_jax.routing import AxisName, Routing, route_and_group
+from blaze_jax.shared_experts import shared_experts
 from blaze_jax.warn import warn_once
 
 
@@ -107,31 +108,34 @@ def moe(
     mesh = explicit_mesh(x, params)
     tokens = flatten_tokens(x, mesh)
     params = params if mesh is None else reshard(dict(params), mesh)
-    routing, grouped = route_and_group(
-        router_logits(tokens, params),
-        config.experts_per_token,
-        config.router.for_phase(train),
-        selection_bias,
-        axis_name,
-        config.implementation,
-    )
+    with jax.named_scope("router"):  # profilers show these names
+        routing, grouped = route_and_group(
+            router_logits(tokens, params),
+            config.experts_per_token,
+            config.router.for_phase(train),
+            selection_bias,
+            axis_name,
+            config.implementation,
+        )
     compute = partial(compute_experts, grouped) if experts is expert_ffn else experts
-    y = compute(
-        tokens,
-        params.get("w_gate"),
-        params["w_up"],
-        params["w_down"],
-        routing.weights,
-        routing.experts,
-        b_gate=params.get("b_gate"),
-        b_up=params.get("b_up"),
-        b_down=params.get("b_down"),
-        activation=config.activation,
-        save=config.save,
-        implementation=config.implementation,
-    )
+    with jax.named_scope("experts"):
+        y = compute(
+            tokens,
+            params.get("w_gate"),
+            params["w_up"],
+            params["w_down"],
+            routing.weights,
+            routing.experts,
+            b_gate=params.get("b_gate"),
+            b_up=params.get("b_up"),
+            b_down=params.get("b_down"),
+            activation=config.activation,
+            save=config.save,
+            implementation=config.implementation,
+        )
     if config.shared_width:
-        y = y + shared_experts(tokens, params, config)
+        with jax.named_scope("shared_experts"):
+            y = y + shared_experts(tokens, params, config)
     return restore_shape(y, x, mesh), routing._replace(weighted_losses=auxiliary_losses(routing, config))
 
 

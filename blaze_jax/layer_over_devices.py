@@ -13,13 +13,15 @@ from jaxtyping import Array, Float
 
 from blaze_jax.checks import as_array
 from blaze_jax.config import MoEConfig
-from blaze_jax.dense_parts import router_logits, shared_experts
 from blaze_jax.exchange import gather_shards
 from blaze_jax.experts import experts_over_devices
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, restore_shape
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.router import Router
+from blaze_jax.router_logits import router_logits
 from blaze_jax.routing import Routing, route_and_group
+from blaze_jax.shared_experts import shared_experts
+from pallas_kernels.compat import vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT
 
 type Specs = Mapping[str, P]
@@ -102,25 +104,20 @@ def _on_this_device(
 ) -> tuple[Float[Array, "T d"], Routing]:
     """What one device does: `num_tokens` are all devices' tokens that count, those past them are padding."""
 
-    def dense(prefix: str):
-        names = [name for name in shards if name.startswith(prefix)]
-        return {name: gather_shards(shards[name], specs[name], parallel.axes) for name in names}
+    def dense(*prefixes: str) -> dict[str, Array]:
+        names = [name for name in shards if name.startswith(prefixes)]
+        whole = {name: gather_shards(shards[name], specs[name], parallel.axes) for name in names}
+        return vary_over(whole, varying_axes(tokens))
 
-    logits = router_logits(tokens, {**dense("w_router"), **dense("b_router")})
-    routing = _route(logits, config, router, selection_bias, parallel, num_tokens)
-    y = experts_over_devices(
-        parallel,
-        specs,
-        shards,
-        tokens,
-        routing.weights,
-        routing.experts,
-        activation=config.activation,
-        save=config.save,
-        implementation=config.implementation,
-    )
+    with jax.named_scope("router"):  # profilers show these names
+        logits = router_logits(tokens, dense("w_router", "b_router"))
+        routing = _route(logits, config, router, selection_bias, parallel, num_tokens)
+    with jax.named_scope("experts"):
+        options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
+        y = experts_over_devices(parallel, specs, shards, tokens, routing.weights, routing.experts, **options)
     if config.shared_width:
-        y = y + shared_experts(tokens, dense("shared_"), config)
+        with jax.named_scope("shared_experts"):
+            y = y + shared_experts(tokens, dense("shared_"), config)
     return y, routing
 
 
