@@ -15,7 +15,12 @@ from train_example.step import TrainState, make_train_step
 
 
 def compile_step(
-    config: TrainConfig, model: Decoder, state: TrainState, batch: UInt8[np.ndarray, "A M S+1"], **options: Any
+    config: TrainConfig,
+    model: Decoder,
+    state: TrainState,
+    batch: UInt8[np.ndarray, "A M S+1"],
+    out_shardings: Any = None,
+    **options: Any,
 ) -> jax.stages.Compiled:
     """`(state, batch) -> (state, metrics)`, ahead of time: no step's time has compilation in it.
 
@@ -23,7 +28,7 @@ def compile_step(
     same bits: without the option set here, cuDNN's attention would add up gradients in any order.
     """
     step = make_train_step(model, make_optimizer(config), learning_rate_schedule(config))
-    lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+    lowered = jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(state, batch)
     if jax.default_backend() == "gpu":
         demand_equal_bits(cast(ir.Module, lowered.compiler_ir("stablehlo")))
         options |= {"xla_gpu_exclude_nondeterministic_ops": True}

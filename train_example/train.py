@@ -12,7 +12,7 @@ from train_example.metrics import MetricsLog
 from train_example.plot import plot
 from train_example.progress import Progress
 from train_example.sample import generate
-from train_example.setup import Setup, prepare
+from train_example.setup import Setup, make_model, prepare
 from train_example.step import TrainState
 
 _PROMPT_BYTES = 64
@@ -27,7 +27,8 @@ def run(arguments: Arguments) -> None:
     """
     setup = prepare(arguments)
     steps = setup.config.steps
-    with closing(setup.checkpoints), MetricsLog(setup.out / "metrics.jsonl", setup.first_step) as log:
+    metrics = setup.out / "metrics.jsonl" if jax.process_index() == 0 else None
+    with closing(setup.checkpoints), MetricsLog(metrics, setup.first_step) as log:
         print(_introduction(setup), flush=True)
         with Interrupt() as interrupt, Progress(setup.first_step, steps) as progress:
             state = train(setup, log, progress, interrupt)
@@ -60,12 +61,14 @@ def _title(setup: Setup) -> str:
 def _report(setup: Setup, state: TrainState, log: MetricsLog) -> None:
     """The figure, a sample, and the final line."""
     corpus, config = setup.corpus, setup.config
+    variables = setup.devices.whole({"params": state.params, "router_state": state.router_state})
+    if jax.process_index():
+        return
     plot(log.records, corpus.unigram_bits, _title(setup), setup.out / "training.png")
 
     prompt = corpus.stream.read(corpus.training_bytes, min(_PROMPT_BYTES, config.sequence_length)).tobytes()
-    variables = {"params": state.params, "router_state": state.router_state}
     key = jax.random.key(config.seed)
-    text = generate(setup.model, variables, prompt, _SAMPLE_BYTES, config.sequence_length, key)
+    text = generate(make_model(config), variables, prompt, _SAMPLE_BYTES, config.sequence_length, key)
     (setup.out / "sample.txt").write_text(text, encoding="utf-8")
 
     held_out = log.records[-1]["held_out"]
