@@ -18,8 +18,8 @@ from train_example.errors import UserError
 from train_example.optimizer import make_optimizer
 from train_example.step import init_state
 
-OPTIONS = "--steps 10 --batch-size 8 --sequence-length 32 --dtype float32".split()
-OPTIONS += "--evaluate-every 5 --checkpoint-every 4".split()
+OPTIONS = ["--steps", "10", "--batch-size", "8", "--sequence-length", "32", "--dtype", "float32"]
+OPTIONS += ["--evaluate-every", "5", "--checkpoint-every", "4"]
 ON_CPU = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the devices here are virtual ones of the CPU")
 
 
@@ -145,7 +145,7 @@ def test_options_that_do_not_fit(options, message):
 
 
 def test_options_of_several_processes():
-    several = "--coordinator a:1 --processes 2 --process 1".split()
+    several = ["--coordinator", "a:1", "--processes", "2", "--process", "1"]
     arguments = parse_arguments(["--out", "x", "--mesh", "fsdp=2,expert=4", *several])
     assert arguments.mesh == {"fsdp": 2, "expert": 4}
     assert arguments.cluster == Cluster("a:1", 2, 1)
