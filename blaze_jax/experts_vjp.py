@@ -128,6 +128,7 @@ def _forward(settings: Settings, _, parts: tuple[Tokens, ...], shards: Parameter
         kept = tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)
     else:
         kept = None
+    parts = tuple(part._replace(experts=None) for part in parts)  # pyright: ignore[reportArgumentType]  (of no use)
     return outputs, (parts, shards, kept, gathered if settings.transport.keep else None)
 
 
