@@ -70,7 +70,6 @@ def received(text, devices):
     ],
     ids=str,
 )
-@pytest.mark.default_sets(2)
 def test_collectives_and_their_bytes(axes, options, kinds, backward):
     text, parallel = program(axes, {"row_budget": None, **options}, backward)
     group = int(np.prod([axes[a] for a in parallel.group]))

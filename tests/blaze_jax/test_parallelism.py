@@ -84,7 +84,7 @@ def over_devices(axes, kind, options, params, x, config=CONFIG):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.default_sets(3)
+@pytest.mark.default_sets(2)
 def test_everything_is_that_of_one_device(way):
     params, x = random_parameters(CONFIG, use_bias=True), random_tokens(40)
     out, ref = over_devices(*WAYS[way], params, x), one_device(params, x, CONFIG)
@@ -120,6 +120,7 @@ def test_ten_steps_of_an_optimizer(axes):
 @pytest.mark.parametrize(
     "router", [{"capacity_factor": 0.5}, {"token_rounding": "nearest", "rounding_tile": 4}], ids=str
 )
+@pytest.mark.default_sets(0)
 def test_options_that_look_at_all_tokens(router):
     config = replace(CONFIG, router=Router(**router), shared_width=0, router_bias=False)
     params, x = random_parameters(config), random_tokens(39)
@@ -129,6 +130,7 @@ def test_options_that_look_at_all_tokens(router):
 
 @pytest.mark.parametrize("tokens", [1, 13])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.default_sets(0)
 def test_tokens_that_the_devices_do_not_divide(tokens, kind):
     params, x = random_parameters(CONFIG), random_tokens(tokens)
     out = over_devices({"fsdp": 2, "expert": 4}, kind, {}, params, x)
@@ -175,7 +177,7 @@ def test_an_id_of_no_expert_poisons_its_token():
 
 
 @pytest.mark.parametrize("form", ["linen", "nnx"])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_sets(0)
 def test_modules(form):
     x, parallel = random_tokens(16), Parallelism(data="data", expert="expert")
 
@@ -193,6 +195,7 @@ def test_modules(form):
         assert_close(result(parallel), expected)
 
 
+@pytest.mark.default_sets(0)
 def test_mesh_given_with_the_axes():
     params, x = random_parameters(CONFIG), random_tokens(8)
     parallel = Parallelism(make_mesh({"expert": 2}), expert="expert")

@@ -44,6 +44,7 @@ def test_indices(family, routing, first):
         assert tiles == expected
 
 
+@pytest.mark.default_sets(0)
 def test_ranges_together_are_all_rows(kernels):
     rows = Rows(kernels, "whole_tiles_and_a_tail")
     dtype = "bfloat16" if kernels is hopper else "float32"
