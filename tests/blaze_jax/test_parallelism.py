@@ -83,14 +83,22 @@ def over_devices(axes, kind, options, params, x, config=CONFIG):
         return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(params, x)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.default_sets(2)
-def test_everything_is_that_of_one_device(way):
-    params, x = random_parameters(CONFIG, use_bias=True), random_tokens(40)
-    out, ref = over_devices(*WAYS[way], params, x), one_device(params, x, CONFIG)
+def assert_as_one_device(way, tokens):
+    params, x = random_parameters(CONFIG, use_bias=True), random_tokens(tokens)
+    out, ref = over_devices(*way, params, x), one_device(params, x, CONFIG)
     assert_close(out, ref)
     routing, expected = out[0][1][1], ref[0][1][1]
     assert_same_bits(*((np.asarray(r.experts), np.asarray(r.demand)) for r in (routing, expected)))
+
+
+def test_all_axes_together():
+    assert_as_one_device((TOGETHER, "auto", {"exchange": "permute", "chunks": 2, "row_budget": 0.1}), tokens=39)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.default_sets(0)
+def test_every_way(way):
+    assert_as_one_device(WAYS[way], tokens=40)
 
 
 @pytest.mark.parametrize("axes", [*ALONE, TOGETHER], ids=str)
