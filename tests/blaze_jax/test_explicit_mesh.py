@@ -17,7 +17,7 @@ from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import random_experts
 
-MESH = jax.make_mesh((4,), ("data",))
+MESH = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])  # a GPU may be the only one
 SPLIT, WHOLE, NOWHERE = P("data"), P(), None
 PLACES = [(SPLIT, WHOLE), (SPLIT, NOWHERE), (WHOLE, WHOLE), (NOWHERE, WHOLE), (NOWHERE, NOWHERE)]
 over_places = pytest.mark.parametrize(("tokens", "parameters"), PLACES, ids=str)
