@@ -134,6 +134,7 @@ def test_router_and_dispatch_by_themselves(spec):
 
 
 @pytest.mark.parametrize("spec", [SPLIT, WHOLE])
+@pytest.mark.default_sets(0)  # functions and nnx run by default
 def test_linen(spec):
     config, x = CONFIGS["everything"], random_tokens(8)
     module = MoE(config, use_bias=True, train=True)

@@ -107,6 +107,7 @@ def test_promotion_rule(layer, config, dtype, param_dtype, mode):
         *((layer, "float32", "matmul_precision=highest") for layer in ("linen", "nnx")),
     ],
 )
+@pytest.mark.default_sets(0)
 def test_matmul_precision(layer, dtype, mode):
     assert_mode_changes_nothing(layer, "plain", dtype, "float32", mode=mode)  # on CPUs, which have one precision
 

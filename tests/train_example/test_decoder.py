@@ -101,6 +101,7 @@ def test_recomputation_changes_no_gradient(save, remat):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.default_sets(0)
 def test_unrolled_blocks_compute_the_same(remat):
     (loss, grads), (expected_loss, expected) = gradients("inputs", remat, unroll=True), gradients("inputs", remat)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
