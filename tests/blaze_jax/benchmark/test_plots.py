@@ -1,5 +1,7 @@
 """Figures hold what they are for, and are small."""
 
+import pytest
+
 from blaze_jax.benchmark import plots
 from blaze_jax.benchmark.plots import draw
 from docs.write_benchmarks import RESULTS, recorded_results
