@@ -17,11 +17,11 @@ from blaze_jax.benchmark.compile_time import measure_compile_time, print_compile
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.kernels import measure_kernels, print_kernels
 from blaze_jax.benchmark.plots import MissingLibraryError, draw
-from blaze_jax.benchmark.progress import Bar, counted
 from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
 from blaze_jax.benchmark.rounding import measure_rounding, print_rounding
 from blaze_jax.benchmark.routing import measure_routing, print_routing
 from blaze_jax.benchmark.scaling import measure_scaling_point, print_flatness, print_scaling_point
+from blaze_jax.progress import Bar, counted
 from pallas_kernels.compile_only import missing_for_h200
 
 

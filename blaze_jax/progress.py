@@ -43,9 +43,9 @@ class Bar:
             self._bar.refresh()
 
 
-def counted[T](items: Sequence[T]) -> Iterator[tuple[T, Bar]]:
+def counted[T](items: Sequence[T], unit: str = "config") -> Iterator[tuple[T, Bar]]:
     """Each item with the bar that counts them."""
-    bar = Bar(len(items))
+    bar = Bar(len(items), unit)
     try:
         for item in items:
             yield item, bar
