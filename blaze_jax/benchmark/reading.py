@@ -16,14 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from blaze_jax.benchmark.environment import describe, environment
-from blaze_jax.checkpoints.load import load
-from blaze_jax.checkpoints.writer import NewTensor, write_tensors
+from blaze_jax.checkpoints.loading import load
+from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from blaze_jax.config import MoEConfig
+
+
+DESCRIPTION = "Times reading a layer of a public checkpoint, and reading its file into memory."
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m blaze_jax.benchmark.reading", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m blaze_jax.benchmark.reading", description=DESCRIPTION)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--width", type=int, default=4096, help="of a token")
     parser.add_argument("--expert-width", type=int, default=1536)

@@ -5,8 +5,8 @@ from blaze_jax.checkpoints.errors import CheckpointError, MissingExtraError
 from blaze_jax.checkpoints.folder import Folder
 from blaze_jax.checkpoints.huggingface import PublicModel, read_model
 from blaze_jax.checkpoints.layer import Layer
-from blaze_jax.checkpoints.load import load
-from blaze_jax.checkpoints.save import save
+from blaze_jax.checkpoints.loading import load
+from blaze_jax.checkpoints.saving import save
 
 __all__ = [
     "CheckpointError",

@@ -85,12 +85,9 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
         first = prefix + unknown[0]
         if others := [other for other in known if other != best and unknown[0] in known[other] - known[best]]:
             raise CheckpointError(f"{where} is there in two layouts, {best!r} and {others[0]!r}: tensor {first!r}")
-        of_expert = f" of {config.num_experts} experts" if ".experts." in first else ""
-        raise CheckpointError(f"{where}: tensor {first!r} is unknown to the layout {best!r}{of_expert} and {config}")
+        raise CheckpointError(f"{where}: tensor {first!r} has no place in {_shape_of(layout, config)}")
     if missing := sorted(names - present):
-        raise CheckpointError(
-            f"{where}: tensor {prefix + missing[0]!r} is missing, of the layout {best!r} and {config}"
-        )
+        raise CheckpointError(f"{where}: tensor {prefix + missing[0]!r} is missing in {_shape_of(layout, config)}")
     return layout, f"{prefix}{layout.block}."
 
 
@@ -129,6 +126,13 @@ def _check_block_size(folder: Folder) -> None:
     if size not in (None, [FLOAT8_BLOCK, FLOAT8_BLOCK]):
         found = f"quantization_config's weight_block_size={size}"
         raise CheckpointError(f"{folder.path / 'config.json'}: {found}, must be {[FLOAT8_BLOCK, FLOAT8_BLOCK]}")
+
+
+def _shape_of(layout: Layout, config: MoEConfig) -> str:
+    """What the tensors should be those of."""
+    fields = ("num_experts", "activation", "shared_width", "has_selection_bias", "router_bias")
+    found = ", ".join(f"{name}={getattr(config, name)!r}" for name in fields)
+    return f"the layout {layout.name!r} with {found}"
 
 
 def _names(layout: Layout, config: MoEConfig, parameters: Collection[str]) -> set[str]:

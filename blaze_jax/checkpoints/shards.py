@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from functools import partial
+from threading import Lock
 
 import jax
 import jax.numpy as jnp
@@ -84,13 +85,15 @@ class _DevicePart:
         self._values = jnp.zeros(shape, dtype, device=device)
         self._device = device
         self._under_way: deque[Array] = deque()
+        self._lock = Lock()
 
     def store(self, at: tuple[int, ...], values: Array) -> None:
         values = jax.device_put(values, self._device)
-        self._values = _update(self._values, values, np.asarray(at, np.int32))
-        self._under_way.append(values)
-        if len(self._under_way) > 2:
-            self._under_way.popleft().block_until_ready()
+        with self._lock:
+            self._values = _update(self._values, values, np.asarray(at, np.int32))
+            self._under_way.append(values)
+            if len(self._under_way) > 2:
+                self._under_way.popleft().block_until_ready()
 
     def array(self) -> Array:
         return self._values

@@ -1,12 +1,12 @@
-"""Writes the fixtures of this folder: small random models in each public format, and what transformers computes with them.
+"""Writes the fixtures of this folder: small random models in each public format, and what transformers computes.
 
 Run it with torch and transformers 5.23 on a CPU, in an environment of its own:
 `python tests/blaze_jax/checkpoints/make_fixtures.py`. No test runs it, and none needs either library.
 
-A folder holds a model as transformers saves it, and `expected.safetensors`: tokens x, output y and gradient dx of its last
-block of experts for the gradient dy; of whole models also token ids, logits and loss. The folder with `-gradients` has the
-gradient of each weight under the weight's own name, so that it can be read as a checkpoint. Other folders hold the same
-models in other formats.
+A folder holds a model as transformers saves it, and `expected.safetensors`: tokens x, output y and gradient dx of its
+last block of experts for the gradient dy; of whole models also token ids, logits and loss. The folder with `-gradients`
+has the gradient of each weight under the weight's own name, so that it can be read as a checkpoint. Other folders hold
+the same models in other formats.
 """
 
 import shutil
@@ -166,7 +166,7 @@ def save_mxfp4():
 
 
 def save_float8():
-    """A layer of DeepSeek-V3 in float8, wider than a block, and what it computes with the numbers that it stands for."""
+    """A layer of DeepSeek-V3 in float8, wider than a block, and what it computes with the numbers meant."""
     config = DeepseekV3Config(**(CONFIGS["deepseek_v3"].to_dict() | {"hidden_size": 136, "n_routed_experts": 4}))
     config.n_group, config.topk_group = 2, 1
     model = random_model(config, seed=4)
@@ -184,10 +184,7 @@ def save_float8():
             matrices[f"shared_experts.{name}_proj.weight"] = getattr(layer.shared_experts, f"{name}_proj").weight
         for key, value in matrices.items():
             scales = torch.stack(
-                [
-                    torch.stack([block.abs().max() / 448 for block in rows.split(128, 1)])
-                    for rows in value.split(128, 0)
-                ]
+                [torch.stack([block.abs().max() / 448 for block in rows.split(128, 1)]) for rows in value.split(128, 0)]
             )
             spread = scales.repeat_interleave(128, 0)[: len(value)].repeat_interleave(128, 1)[:, : value.shape[1]]
             compressed[key] = (value / spread).to(torch.float8_e4m3fn)

@@ -15,7 +15,7 @@ from blaze_jax.checkpoints.block import PLAIN, PREFIXES
 from blaze_jax.checkpoints.folder import DTYPES
 from blaze_jax.checkpoints.layer import Layer
 from blaze_jax.checkpoints.layouts import LAYOUTS, SELECTION_BIAS, Layout, Tensor, entries
-from blaze_jax.checkpoints.writer import NewTensor, write_tensors
+from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from blaze_jax.checks import check_integers
 from blaze_jax.config import MoEConfig, Parameter, check_config
 
@@ -101,9 +101,7 @@ def _checked_entries(values: Mapping[str, Array], layout: Layout, config: MoECon
         raise ValueError("the layer has no matrix 'w_router'")
     expected = entries(config, values["w_router"].shape[0], "b_down" in values)
     if wrong := sorted(expected.keys() ^ values.keys()):
-        raise ValueError(
-            f"the layer has {', '.join(values)}, must have {', '.join(expected)}: {', '.join(wrong)} differ"
-        )
+        raise ValueError(f"the layer has {', '.join(values)}, must have {', '.join(expected)}: {wrong[0]}")
     for name, parameter in expected.items():
         if values[name].shape != parameter.shape:
             raise ValueError(f"the layer's {name} has shape {values[name].shape}, must be {parameter.shape}")

@@ -1,6 +1,7 @@
 """`load`: the parameters of one layer of a public checkpoint."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -19,6 +20,9 @@ from blaze_jax.checkpoints.shards import Shards
 from blaze_jax.checks import check_integers
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.progress import Bar
+
+READERS = 2
+"""Threads that read: one alone is slower than the memory, and each holds a piece or two."""
 
 type Shardings = Sharding | Mapping[str, Sharding] | None
 
@@ -84,12 +88,18 @@ def _load_kernels(block: Block, shardings: dict[str, Sharding], dtypes: dict[str
         for name, parameter in kernels.items()
         for expert in range(parameter.shape[0] if len(parameter.shape) == 3 else 1)
     )
+
+    def load_matrix(step: tuple[int, str]) -> None:
+        expert, name = step
+        _load_matrix(block.sources[name], name, kernels[name], expert, shards[name], dtypes[name])
+
     bar = Bar(len(steps), "matrix")
+    pool = ThreadPoolExecutor(READERS)
     try:
-        for expert, name in steps:
-            _load_matrix(block.sources[name], name, kernels[name], expert, shards[name], dtypes[name])
+        for _ in pool.map(load_matrix, steps):
             bar.next()
     finally:
+        pool.shutdown(cancel_futures=True)
         bar.close()
     return {name: shards.pop(name).array() for name in kernels}
 
