@@ -20,7 +20,6 @@ from blaze_jax.checkpoints.loading import load
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from blaze_jax.config import MoEConfig
 
-
 DESCRIPTION = "Times reading a layer of a public checkpoint, and reading its file into memory."
 
 

@@ -88,6 +88,7 @@ def test_the_routers_page_moves_the_bias(folder):
     assert abs(names["bias"]).max() > 0
 
 
+@pytest.mark.default_sets(0)
 def test_the_checkpoints_page_reads_and_writes_a_layer(folder):
     shutil.copytree(FIXTURES / "qwen3_moe", folder / "Qwen3-30B-A3B")
     names = run("checkpoints", folder)
