@@ -26,6 +26,7 @@ from blaze_jax.activations import Activation
 from blaze_jax.column_blocks import combine_columns
 from blaze_jax.reverse_mode import differentiated_once
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Kernels
+from pallas_kernels.place_values import place_values
 
 Save = Literal["pre_activations", "inputs"]
 
@@ -113,7 +114,7 @@ def _gradients(settings: Settings, x, params: Parameters, weights, dispatch: Dis
     """Of the tokens, the parameters, and the routing weights."""
     kernels, token_index_map = settings.kernels, dispatch.token_index_map
     dtypes = jax.tree.map(lambda array: array.dtype, params)
-    row_weights = jnp.zeros(dispatch.num_rows, weights.dtype).at[token_index_map].set(weights, mode="drop")
+    row_weights = place_values(weights, token_index_map, dispatch.num_rows)
     act = settings.activation.function
     d_pre_activations, weighted_hidden, d_row_weights = kernels.down_backward(
         dy, params.w_down, params.b_down, pre_activations, row_weights, dispatch, activation=act

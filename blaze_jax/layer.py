@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.activations import get_activation
 from blaze_jax.checks import as_array, shown
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
 from blaze_jax.routing import AxisName, Routing, route_and_group
+from blaze_jax.shared_experts import shared_experts
 from blaze_jax.warn import warn_once
 from pallas_kernels.contract import accumulator_dtype
 
@@ -95,31 +95,34 @@ def moe(
     mesh = explicit_mesh(x, params)
     tokens = flatten_tokens(x, mesh)
     params = params if mesh is None else reshard(dict(params), mesh)
-    routing, grouped = route_and_group(
-        _router_logits(tokens, params),
-        config.experts_per_token,
-        config.router.for_phase(train),
-        selection_bias,
-        axis_name,
-        config.implementation,
-    )
+    with jax.named_scope("router"):  # profilers show these names
+        routing, grouped = route_and_group(
+            _router_logits(tokens, params),
+            config.experts_per_token,
+            config.router.for_phase(train),
+            selection_bias,
+            axis_name,
+            config.implementation,
+        )
     compute = partial(compute_experts, grouped) if experts is expert_ffn else experts
-    y = compute(
-        tokens,
-        params.get("w_gate"),
-        params["w_up"],
-        params["w_down"],
-        routing.weights,
-        routing.experts,
-        b_gate=params.get("b_gate"),
-        b_up=params.get("b_up"),
-        b_down=params.get("b_down"),
-        activation=config.activation,
-        save=config.save,
-        implementation=config.implementation,
-    )
+    with jax.named_scope("experts"):
+        y = compute(
+            tokens,
+            params.get("w_gate"),
+            params["w_up"],
+            params["w_down"],
+            routing.weights,
+            routing.experts,
+            b_gate=params.get("b_gate"),
+            b_up=params.get("b_up"),
+            b_down=params.get("b_down"),
+            activation=config.activation,
+            save=config.save,
+            implementation=config.implementation,
+        )
     if config.shared_width:
-        y = y + _shared_experts(tokens, params, config)
+        with jax.named_scope("shared_experts"):
+            y = y + shared_experts(tokens, params, config)
     return restore_shape(y, x, mesh), routing._replace(weighted_losses=auxiliary_losses(routing, config))
 
 
@@ -140,7 +143,12 @@ def statistics(routing: Routing) -> dict[str, Array]:
 
 def _router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> Float[Array, "T E"]:
     wide = accumulator_dtype(tokens.dtype)
-    logits = jnp.dot(tokens.astype(wide), params["w_router"].astype(wide), precision=jax.lax.Precision.HIGHEST)
+
+    @jax.checkpoint  # the backward pass widens the tokens again, or it would keep a wide copy of them
+    def product(tokens, w_router):
+        return jnp.dot(tokens.astype(wide), w_router.astype(wide), precision=jax.lax.Precision.HIGHEST)
+
+    logits = product(tokens, params["w_router"])
     return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
 
 
@@ -172,16 +180,6 @@ def in_common_dtype(x: Array, dtype, param_dtype) -> Array:
     """`x` in `dtype`; for None in the common dtype of `x` and the parameters, also where jax promotes no types."""
     with jax.numpy_dtype_promotion("standard"):
         return x.astype(dtype or jnp.promote_types(x.dtype, param_dtype))
-
-
-def _shared_experts(tokens: Float[Array, "T d"], params: Mapping[str, Array], config: MoEConfig) -> Float[Array, "T d"]:
-    """The dense FFN that every token passes through."""
-    activation = get_activation(config.activation)
-    wide = accumulator_dtype(tokens.dtype)
-    names = ("shared_w_gate", "shared_w_up") if activation.gated else ("shared_w_up",)
-    pre = [jnp.dot(tokens, params[name].astype(tokens.dtype), preferred_element_type=wide) for name in names]
-    hidden = activation.function(*pre).astype(tokens.dtype)
-    return jnp.dot(hidden, params["shared_w_down"].astype(tokens.dtype))
 
 
 def _checked_parameters(params: Mapping[str, Array], config: MoEConfig, x: Float[Array, "... d"]) -> dict[str, Array]:

@@ -109,7 +109,7 @@ FAULTS = [
     Fault(f"{HOPPER}/weight_gradients.py", "@pl.when(end - row < K_STEP)", "@pl.when(end - row < 0)", f"{KERNELS}/test_weight_gradients.py"),
     Fault(f"{SIMT}/combine.py", "select(place < num_rows, rows.load_vector(row, COLUMNS), nothing)", "rows.load_vector(row, COLUMNS)", f"{KERNELS}/test_combine.py {KERNELS}/simt/test_combine.py"),
     # the layer and its modules
-    Fault(f"{LAYER}/layer.py", "names = (\"shared_w_gate\", \"shared_w_up\")", "names = (\"shared_w_up\", \"shared_w_gate\")", f"{MODULES}/test_layer.py"),
+    Fault(f"{LAYER}/shared_experts.py", "names = (\"shared_w_gate\", \"shared_w_up\")", "names = (\"shared_w_up\", \"shared_w_gate\")", f"{MODULES}/test_layer.py"),
     Fault(f"{LAYER}/linen.py", "if state is not None and train and", "if state is not None and", f"{MODULES}/test_linen.py"),
     Fault(f"{LAYER}/linen.py", 'self.sow("losses", name, loss)', 'self.sow("losses", name, 2 * loss)', f"{MODULES}/test_linen.py"),
     Fault(f"{LAYER}/linen.py", "x = in_common_dtype(x, self.dtype, self.param_dtype)", "x = x", f"{MODULES}/test_linen.py"),

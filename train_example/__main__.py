@@ -5,6 +5,7 @@ import sys
 
 from train_example.arguments import parse_arguments
 from train_example.errors import UserError
+from train_example.memory import allow_all_memory
 from train_example.train import run
 
 _USER_ERROR = 2
@@ -16,7 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may have characters that the terminal lacks
     try:
-        run(parse_arguments(argv))
+        arguments = parse_arguments(argv)
+        allow_all_memory()
+        run(arguments)
     except UserError as error:
         print(f"train_example: {' '.join(str(error).split())}", file=sys.stderr)
         return _USER_ERROR

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, get_args
 
 from blaze_jax.config import Save
 from blaze_jax.implementation import Implementation
+from train_example.attention import AttentionKernel
 from train_example.config import DType, Remat, TrainConfig
 from train_example.errors import UserError
 from train_example.experts_layer import ExpertsLayer
@@ -129,10 +130,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--weight-decay", type=_number, metavar="RATE", help="of the matrices")
     add("--seed", type=_whole(0), metavar="N", help="of the parameters, the batches and the sample")
     add("--dtype", choices=get_args(DType), help="of the computation; parameters are float32")
+    add("--momentum-dtype", choices=get_args(DType), help="of the gradients' running mean in the optimizer")
     add("--remat", choices=get_args(Remat), help=_REMAT_HELP)
     add("--save", choices=get_args(Save), help="what the experts keep for the backward pass")
     add("--implementation", choices=get_args(Implementation), help="of the experts' kernels (the best that can run)")
     add("--experts-layer", choices=get_args(ExpertsLayer), help="blaze_jax's, or a conventional one to compare with")
+    add("--attention", choices=get_args(AttentionKernel), help="what computes the attention (the best that can run)")
+    add("--unroll", action=argparse.BooleanOptionalAction, help="compile every block, not a loop over one")
     add("--evaluate-every", type=_whole(1), metavar="STEPS", help="steps between evaluations on held-out text")
     add("--checkpoint-every", type=_whole(1), metavar="STEPS", help="steps between checkpoints")
     return parser

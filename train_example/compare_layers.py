@@ -20,23 +20,30 @@ import jax
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.plan import plan_of
 from blaze_jax.benchmark.results_file import command_line
-from train_example.config import Remat, TrainConfig
+from blaze_jax.config import Save
+from train_example.attention import AttentionKernel
+from train_example.compile_step import compile_step
+from train_example.config import DType, Remat, TrainConfig
 from train_example.data import Corpus, open_text
 from train_example.errors import UserError
 from train_example.experts_layer import ExpertsLayer, experts_function
-from train_example.loop import peak_memory_gib
-from train_example.optimizer import learning_rate_schedule, make_optimizer
+from train_example.loop import microbatches
+from train_example.memory import allow_all_memory, peak_memory_gib
+from train_example.optimizer import make_optimizer
 from train_example.presets import PRESETS
 from train_example.run_once import jit_once
 from train_example.setup import make_model
-from train_example.step import init_state, make_train_step
+from train_example.step import init_state
 
 _WARM_STEPS = 5
+_COUNTS = ("batch_size", "sequence_length", "accumulate")
+_CHOICES = {"remat": Remat, "save": Save, "attention": AttentionKernel, "momentum_dtype": DType}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns its exit status."""
     arguments = _parse(argv)
+    allow_all_memory()
     records, values = [], {}
     for layer in arguments.experts_layer:
         config = configuration(arguments, layer)
@@ -64,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def configuration(arguments: argparse.Namespace, layer: ExpertsLayer) -> TrainConfig:
     """The preset's, with what the command line changes."""
-    names = ("steps", "batch_size", "sequence_length", "accumulate", "seed", "remat")
+    names = ("steps", *_COUNTS, "seed", *_CHOICES, "unroll")
     changes = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return replace(PRESETS[arguments.preset], experts_layer=layer, **changes)
 
@@ -83,17 +90,15 @@ def train_briefly(config: TrainConfig) -> dict[str, Any]:
     """Trains and keeps the loss of every step, the speed of the later ones, and the memory."""
     experts_function(config.experts_layer)  # to tell early if it is missing
     corpus = Corpus(open_text(config.data), config.sequence_length)
-    model, optimizer = make_model(config), make_optimizer(config)
-    state = jit_once(lambda: init_state(model, optimizer, jax.random.key(config.seed)))()
+    model = make_model(config)
+    state = jit_once(lambda: init_state(model, make_optimizer(config), jax.random.key(config.seed)))()
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
     def batch(step: int):
-        windows = corpus.batch(config.seed, step, config.batch_size)
-        return windows.reshape(config.accumulate, -1, windows.shape[-1])
+        return microbatches(config, corpus.batch(config.seed, step, config.batch_size))
 
     start = time.perf_counter()
-    step_function = make_train_step(model, optimizer, learning_rate_schedule(config))
-    compiled = jax.jit(step_function, donate_argnums=0).lower(state, batch(0)).compile()
+    compiled = compile_step(config, model, state, batch(0))
     compile_seconds = time.perf_counter() - start
     losses, seconds = [], []
     for step in range(config.steps):
@@ -132,20 +137,30 @@ def _line(record: dict[str, Any]) -> str:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m train_example.compare_layers", description=__doc__)
+    add_options(parser)
+    add = parser.add_argument
+    add("--experts-layer", choices=get_args(ExpertsLayer), nargs="+", default=["blaze_jax", "sort+tokamax"])
+    add("--json", type=Path, metavar="FILE", help="write the results")
+    return parser.parse_args(argv)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what `configuration` takes from a command line, the experts' layer apart."""
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="1b")
-    add("--experts-layer", choices=get_args(ExpertsLayer), nargs="+", default=["blaze_jax", "sort+tokamax"])
-    add("--steps", type=int, default=200)
-    for name in ("batch-size", "sequence-length", "accumulate", "seed"):
-        add(f"--{name}", type=int, help="(the preset's)")
-    add("--remat", choices=get_args(Remat), help="(the preset's)")
-    add("--json", type=Path, metavar="FILE", help="write the results")
-    arguments = parser.parse_args(argv)
-    for name in ("steps", "batch_size", "sequence_length", "accumulate"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value} must be at least 1")
-    return arguments
+    add("--steps", type=_count, default=200)
+    for name in _COUNTS:
+        add(f"--{name.replace('_', '-')}", type=_count, help="(the preset's)")
+    add("--seed", type=int, help="(the preset's)")
+    for name, choices in _CHOICES.items():
+        add(f"--{name.replace('_', '-')}", choices=get_args(choices), help="(the preset's)")
+    add("--unroll", action=argparse.BooleanOptionalAction, help="(the preset's)")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

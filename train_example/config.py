@@ -6,6 +6,7 @@ from typing import Literal
 from blaze_jax import MoEConfig, Router
 from blaze_jax.config import Save
 from blaze_jax.implementation import Implementation
+from train_example.attention import AttentionKernel
 from train_example.experts_layer import ExpertsLayer
 
 Remat = Literal["none", "except-experts", "full"]
@@ -82,11 +83,14 @@ class TrainConfig:
       learning_rate: at the peak, after the warm-up.
       weight_decay: of the matrices.
       seed: of the initial parameters, the batches and the sample.
-      dtype: of the computation; parameters and optimizer state are float32.
+      dtype: of the computation; parameters are float32.
+      momentum_dtype: of the gradients' running mean in the optimizer; all else of its state is float32.
       remat: what the backward pass computes again.
       save: what the experts keep for their backward pass, see `blaze_jax.expert_ffn`.
       implementation: of the experts' kernels; None for the best that can run here.
       experts_layer: what computes the experts: blaze_jax, or a conventional layer to compare it with.
+      attention: what computes the attention; None for the best that can run here.
+      unroll: whether the program has every block by itself, instead of a loop over one.
       evaluate_every: steps between evaluations on the held-out text.
       checkpoint_every: steps between checkpoints.
     """
@@ -102,9 +106,12 @@ class TrainConfig:
     weight_decay: float = 0.1
     seed: int = 0
     dtype: DType = "bfloat16"
+    momentum_dtype: DType = "float32"
     remat: Remat = "none"
     save: Save = "pre_activations"
     implementation: Implementation | None = None
     experts_layer: ExpertsLayer = "blaze_jax"
+    attention: AttentionKernel | None = None
+    unroll: bool = False
     evaluate_every: int
     checkpoint_every: int

@@ -8,15 +8,17 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
+from train_example.compile_step import compile_step
 from train_example.config import TrainConfig
 from train_example.errors import UserError
 from train_example.interrupt import Interrupt
+from train_example.memory import peak_memory_gib
 from train_example.metrics import MetricsLog, Record
-from train_example.optimizer import learning_rate_schedule, make_optimizer
+from train_example.optimizer import make_optimizer
 from train_example.progress import Progress
 from train_example.run_once import jit_once
 from train_example.setup import Setup
-from train_example.step import StepMetrics, TrainState, init_state, make_evaluation, make_train_step
+from train_example.step import StepMetrics, TrainState, init_state, make_evaluation
 
 _MAX_HELD_OUT_WINDOWS = 256
 _LOAD_RECORDS = 100
@@ -34,7 +36,7 @@ def train(setup: Setup, log: MetricsLog, progress: Progress, interrupt: Interrup
         return state
 
     batch = _batch(setup, setup.first_step)
-    held_out = _microbatches(config, setup.corpus.held_out(_MAX_HELD_OUT_WINDOWS, config.batch_size))
+    held_out = microbatches(config, setup.corpus.held_out(_MAX_HELD_OUT_WINDOWS, config.batch_size))
     train_step, evaluate = _compile(setup, state, batch, held_out)
     progress.start()
     start = time.perf_counter() - (log.records[-1]["elapsed"] if log.records else 0)
@@ -58,9 +60,8 @@ def train(setup: Setup, log: MetricsLog, progress: Progress, interrupt: Interrup
 
 
 def _compile(setup: Setup, state: TrainState, batch: np.ndarray, held_out: np.ndarray) -> tuple[Callable, Callable]:
-    """The step and the evaluation, ahead of time: no step's time has compilation in it, and it cannot happen twice."""
-    step = make_train_step(setup.model, make_optimizer(setup.config), learning_rate_schedule(setup.config))
-    train_step = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    """The step and the evaluation, ahead of time: it cannot happen twice."""
+    train_step = compile_step(setup.config, setup.model, state, batch)
     return train_step, jax.jit(make_evaluation(setup.model)).lower(state, held_out).compile()
 
 
@@ -76,10 +77,11 @@ def first_state(setup: Setup) -> TrainState:
 
 
 def _batch(setup: Setup, step: int) -> UInt8[np.ndarray, "A M S+1"]:
-    return _microbatches(setup.config, setup.corpus.batch(setup.config.seed, step, setup.config.batch_size))
+    return microbatches(setup.config, setup.corpus.batch(setup.config.seed, step, setup.config.batch_size))
 
 
-def _microbatches(config: TrainConfig, windows: UInt8[np.ndarray, "N S+1"]) -> UInt8[np.ndarray, "A M S+1"]:
+def microbatches(config: TrainConfig, windows: UInt8[np.ndarray, "N S+1"]) -> UInt8[np.ndarray, "A M S+1"]:
+    """Windows by the microbatch that they are computed in."""
     return windows.reshape(-1, config.batch_size // config.accumulate, windows.shape[-1])
 
 
@@ -103,12 +105,6 @@ def _record(config: TrainConfig, step: int, metrics: StepMetrics, seconds: float
     if step == 1 or _due(config, step, max(1, config.steps // _LOAD_RECORDS)):
         record["load"] = load.tolist()
     return record
-
-
-def peak_memory_gib() -> float | None:
-    """The most memory the device has had in use so far, in GiB; None where it does not say, as on a CPU."""
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return None if peak is None else peak / 2**30
 
 
 def _bits(nats: Float[Array, ""]) -> float:

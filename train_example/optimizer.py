@@ -26,7 +26,14 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """The optimizer of a run."""
     return optax.chain(
         optax.clip_by_global_norm(_CLIP_NORM),
-        optax.adamw(learning_rate_schedule(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices),
+        optax.adamw(
+            learning_rate_schedule(config),
+            b1=0.9,
+            b2=0.95,
+            mu_dtype=config.momentum_dtype,
+            weight_decay=config.weight_decay,
+            mask=matrices,
+        ),
     )
 
 

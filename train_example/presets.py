@@ -38,6 +38,7 @@ _100M = TrainConfig(
     steps=20_000,
     batch_size=64,
     sequence_length=1024,
+    unroll=True,
     learning_rate=1e-3,
     evaluate_every=500,
     checkpoint_every=1000,
@@ -63,14 +64,13 @@ _1B = TrainConfig(
     batch_size=64,
     sequence_length=2048,
     accumulate=2,
-    remat="except-experts",
     learning_rate=6e-4,
     evaluate_every=500,
     checkpoint_every=1000,
 )
 
-# The sizes of OLMoE (arXiv 2409.02060) except for grouped keys and values and one more layer. Parameters, gradients and
-# Adam's moments take 112 GB, so it fits one GPU of 141 GB; accumulation would need another 28 GB.
+# The sizes of OLMoE (arXiv 2409.02060) except for grouped keys and values and one more layer. Parameters, their 16-bit
+# copy and its gradients, and Adam's moments take 112 GB, and a step of this batch 132 GB: one GPU of 141 GB.
 _7B_A1B = TrainConfig(
     preset="7b-a1b",
     model=ModelConfig(
@@ -86,8 +86,6 @@ _7B_A1B = TrainConfig(
     steps=100_000,
     batch_size=8,
     sequence_length=2048,
-    remat="full",
-    save="inputs",
     learning_rate=4e-4,
     evaluate_every=1000,
     checkpoint_every=5000,

@@ -78,7 +78,15 @@ def prepare(arguments: Arguments) -> Setup:
 def make_model(config: TrainConfig) -> Decoder:
     """The model of a run."""
     moe = config.model.moe(save=config.save, implementation=config.implementation)
-    return Decoder(config.model, moe, jnp.dtype(config.dtype), config.remat, config.experts_layer)
+    return Decoder(
+        config.model,
+        moe,
+        jnp.dtype(config.dtype),
+        remat=config.remat,
+        experts_layer=config.experts_layer,
+        attention=config.attention,
+        unroll=config.unroll,
+    )
 
 
 def _check_implementation(config: TrainConfig, model: Decoder) -> None:

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, UInt8
 
 from train_example.model import Decoder
 
 type Tree = Any
+
+_FLOAT32_PARAMETERS = ("scale", "w_router", "b_router")
 
 
 class TrainState(NamedTuple):
@@ -63,12 +66,16 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: UInt8[Array, "A M S+1"]) -> tuple[TrainState, StepMetrics]:
         grads, (router_state, report) = _gradients(model, state, batch)
-        updates, optimizer_state = optimizer.update(grads, state.optimizer_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope("optimizer"):
+            # Where the optimizer reads them, for no float32 gradients in memory.
+            grads = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), grads, state.params)
+            updates, optimizer_state = optimizer.update(grads, state.optimizer_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            gradient_norm = optax.tree.norm(grads)
         metrics = StepMetrics(
             loss=report.loss,
             auxiliary_loss=report.auxiliary_loss,
-            gradient_norm=optax.tree.norm(grads),
+            gradient_norm=gradient_norm,
             learning_rate=jnp.asarray(schedule(state.step)),
             tokens_per_expert=report.tokens_per_expert,
         )
@@ -94,8 +101,9 @@ def make_evaluation(model: Decoder) -> Callable[[TrainState, UInt8[Array, "A M S
 
 def cross_entropy(logits: Float[Array, "M S V"], windows: UInt8[Array, "M S+1"]) -> Float[Array, ""]:
     """Mean of the nats that every byte but a window's first costs."""
-    targets = windows[:, 1:].astype(jnp.int32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    with jax.named_scope("loss"):
+        targets = windows[:, 1:].astype(jnp.int32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 class _Report(NamedTuple):
@@ -105,14 +113,18 @@ class _Report(NamedTuple):
 
 
 def _gradients(model: Decoder, state: TrainState, batch: UInt8[Array, "A M S+1"]) -> tuple[Tree, tuple[Tree, _Report]]:
-    """Mean gradients, the router state after the last microbatch and what all of them report."""
+    """Mean gradients, the router state after the last microbatch and what all of them report.
+
+    One microbatch's gradients have the dtype of the working copy; the mean of several is summed in float32.
+    """
     microbatch = jax.grad(_loss, argnums=1, has_aux=True)
+    params = working_copy(state.params, model.dtype)
     if batch.shape[0] == 1:  # needs no second copy of the gradients to add to
-        return microbatch(model, state.params, state.router_state, batch[0])
+        return microbatch(model, params, state.router_state, batch[0])
 
     def add(carry: tuple[Tree, Tree], windows: UInt8[Array, "M S+1"]) -> tuple[tuple[Tree, Tree], _Report]:
         total, router_state = carry
-        grads, (router_state, report) = microbatch(model, state.params, router_state, windows)
+        grads, (router_state, report) = microbatch(model, params, router_state, windows)
         return (jax.tree.map(jnp.add, total, grads), router_state), report
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
@@ -120,6 +132,20 @@ def _gradients(model: Decoder, state: TrainState, batch: UInt8[Array, "A M S+1"]
     grads = jax.tree.map(lambda gradient: gradient / batch.shape[0], total)
     report = _Report(reports.loss.mean(), reports.auxiliary_loss.mean(), reports.tokens_per_expert.sum(0))
     return grads, (router_state, report)
+
+
+def working_copy(params: Tree, dtype: DTypeLike) -> Tree:
+    """The parameters with all matrices of experts, attention and vocabulary in `dtype`, in which products use them.
+
+    Cast once a step, instead of in the forward pass, in the backward pass and for every microbatch; the gradients come
+    in `dtype`, too. Routers and norms compute in float32.
+    """
+
+    def copy(path: tuple, param: Array) -> Array:
+        return param if path[-1].key in _FLOAT32_PARAMETERS else param.astype(dtype)
+
+    with jax.named_scope("working_copy"):
+        return jax.tree_util.tree_map_with_path(copy, params)
 
 
 def _loss(

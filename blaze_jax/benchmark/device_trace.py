@@ -26,12 +26,14 @@ class Kernel(NamedTuple):
       module: the compiled program it belongs to, empty where the profiler does not say.
       start_ns: when it started, in nanoseconds, on the device's clock.
       duration_ns: how long it ran, in nanoseconds.
+      op: the instruction of that program it came from, empty where the profiler does not say.
     """
 
     name: str
     module: str
     start_ns: float
     duration_ns: float
+    op: str = ""
 
     @property
     def end_ns(self) -> float:
@@ -120,7 +122,9 @@ def _pieces(kernels: Sequence[Kernel], is_mark: Callable[[Kernel], bool]) -> Ite
 
 
 def _kernel(event) -> Kernel:
-    module = ""
+    stats = {}
     with contextlib.suppress(RuntimeError, ValueError, TypeError):  # statistics that this jaxlib cannot hand out
-        module = next((str(value) for key, value in event.stats if key == "hlo_module"), "")
-    return Kernel(event.name, module, float(event.start_ns), float(event.duration_ns))
+        for name, value in event.stats:
+            stats.setdefault(name, str(value))
+    module, op = stats.get("hlo_module", ""), stats.get("hlo_op", "")
+    return Kernel(event.name, module, float(event.start_ns), float(event.duration_ns), op)

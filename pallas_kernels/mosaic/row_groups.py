@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from pallas_kernels.place_values import place_values
+
 TILE_ROWS = 128
 TILE_COLUMNS = 256
 GROUP_ROWS = TILE_ROWS // 2  # rows of one consumer warpgroup
@@ -52,4 +54,4 @@ def rows_of_tiles(values: Array, schedule: TileSchedule, num_rows: int) -> Array
     """`(tiles, 128)` values of the tiles' rows as `(num_rows,)` values; zero for rows of no tile."""
     row = jnp.arange(TILE_ROWS, dtype=jnp.int32)[None]
     target = jnp.where(row < schedule.valid_rows[:, None], schedule.first_row[:, None] + row, num_rows)
-    return jnp.zeros(num_rows, values.dtype).at[target].set(values, mode="drop")
+    return place_values(values, target, num_rows)

@@ -28,8 +28,8 @@ FULL_MODEL = replace(
 CONFIG = replace(PRESETS["tiny"], model=MODEL, steps=40, batch_size=8, sequence_length=16, learning_rate=1e-2)
 
 
-def decoder(config=MODEL, *, save="pre_activations", remat="none", dtype=jnp.float32):
-    return Decoder(config, config.moe(save=save), dtype, remat)
+def decoder(config=MODEL, *, save="pre_activations", remat="none", dtype=jnp.float32, unroll=False):
+    return Decoder(config, config.moe(save=save), dtype, remat, unroll=unroll)
 
 
 def windows(*shape, seed=0):

@@ -106,4 +106,4 @@ def test_an_implementation_of_our_kernels_means_nothing_to_another_layer(tmp_pat
 def test_counts_must_be_positive(capsys):
     with pytest.raises(SystemExit):
         compare_layers.main(["--steps", "0"])
-    assert "--steps 0 must be at least 1" in capsys.readouterr().err
+    assert "argument --steps: 0 must be at least 1" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.train_example.small import FULL_MODEL, MODEL, decoder, initial_variables, windows
-from train_example.model import rotate
 from train_example.presets import PRESETS
 from train_example.setup import make_model
 
@@ -54,14 +53,6 @@ def test_logits_depend_on_no_later_byte(config):
     assert (abs(logits - other)[:, 7:].max(-1) > 1e-3).all()
 
 
-def test_rotation_makes_attention_see_distances_only():
-    query, key = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
-    queries, keys = (rotate(jnp.tile(x, (1, 10, 1, 1)))[0, :, 0] for x in (query, key))
-    scores = queries @ keys.T
-    np.testing.assert_allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-5)
-    assert abs(scores[0, 0] - scores[5, 0]) > 1e-3
-
-
 def test_variables_are_stacked_by_kind_of_block():
     model, tokens = decoder(FULL_MODEL), windows(2, 12)
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -92,8 +83,8 @@ def test_the_program_does_not_grow_with_depth():
 
 
 @lru_cache
-def gradients(save, remat):
-    model, tokens = decoder(save=save, remat=remat), windows(2, 12)
+def gradients(save, remat, unroll=False):
+    model, tokens = decoder(save=save, remat=remat, unroll=unroll), windows(2, 12)
 
     def loss(variables):
         return jnp.square(model.apply(variables, tokens, train=True, mutable=["losses"])[0]).mean()
@@ -105,6 +96,13 @@ def gradients(save, remat):
 @pytest.mark.default_sets(0)
 def test_recomputation_changes_no_gradient(save, remat):
     (loss, grads), (expected_loss, expected) = gradients(save, remat), gradients("pre_activations", "none")
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_unrolled_blocks_compute_the_same(remat):
+    (loss, grads), (expected_loss, expected) = gradients("inputs", remat, unroll=True), gradients("inputs", remat)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected)
 

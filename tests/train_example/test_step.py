@@ -10,7 +10,7 @@ import pytest
 
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, decoder, train_step, windows
 from train_example.optimizer import learning_rate_schedule, matrices
-from train_example.step import cross_entropy, make_evaluation
+from train_example.step import cross_entropy, make_evaluation, working_copy
 
 
 def test_accumulation_gives_what_the_whole_batch_gives():
@@ -91,6 +91,32 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth():
 def test_learning_rate_of_a_very_short_run(steps):
     schedule = learning_rate_schedule(replace(CONFIG, steps=steps))
     assert all(0 < float(schedule(step)) <= CONFIG.learning_rate * 1.000001 for step in range(steps))
+
+
+def test_products_get_a_16_bit_copy_of_their_matrices_and_routers_and_norms_do_not():
+    _, state = train_step(CONFIG, decoder(FULL_MODEL))
+    copy = working_copy(state.params, jnp.bfloat16)
+    wide = {path[-1].key for path, leaf in jax.tree_util.tree_leaves_with_path(copy) if leaf.dtype == jnp.float32}
+    narrow = {path[-1].key for path, leaf in jax.tree_util.tree_leaves_with_path(copy) if leaf.dtype == jnp.bfloat16}
+    assert wide == {"scale", "w_router"}
+    assert {"w_gate", "w_up", "w_down", "shared_w_up", "kernel", "embedding"} <= narrow
+
+
+@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
+def test_16_bit_arithmetic_learns_what_float32_learns(momentum_dtype):
+    def losses(dtype, momentum_dtype):
+        step, state = train_step(replace(CONFIG, momentum_dtype=momentum_dtype), decoder(FULL_MODEL, dtype=dtype))
+        found = []
+        for _ in range(10):
+            state, metrics = step(state, windows(1, 8, 17))
+            found.append(float(metrics.loss))
+        return found, state
+
+    found, state = losses(jnp.bfloat16, momentum_dtype)
+    np.testing.assert_allclose(found, losses(jnp.float32, "float32")[0], rtol=0.02)
+    adam = state.optimizer_state[1][0]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(adam.mu)} == {momentum_dtype}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((adam.nu, state.params))} == {"float32"}
 
 
 @pytest.mark.default_sets(0)

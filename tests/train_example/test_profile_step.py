@@ -1,0 +1,159 @@
+"""Where a step's time goes: kernels by part, with traces written by hand and programs compiled here."""
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import pytest
+
+from blaze_jax.benchmark.ceilings import Ceilings
+from blaze_jax.benchmark.device_trace import Kernel
+from tests.train_example.small import CONFIG, FULL_MODEL, windows
+from train_example.compile_step import compile_step
+from train_example.optimizer import make_optimizer
+from train_example.profile_step import measure
+from train_example.profile_step.__main__ import main
+from train_example.profile_step.bounds import step_work
+from train_example.profile_step.parts import CASTS, OTHER, PARTS, by_part, part_of
+from train_example.profile_step.program import instructions
+from train_example.setup import make_model
+from train_example.step import init_state
+
+CONFIG = replace(CONFIG, model=FULL_MODEL)
+PROGRAM = """HloModule jit_train_step
+
+%fused_copy (p: f32[8]) -> bf16[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %convert.1 = bf16[8]{0} convert(%p), metadata={op_name="final_norm/convert"}
+}
+
+%fused_stack (q: f32[2,8], r: f32[8], i: s32[]) -> f32[2,8] {
+  %q = f32[2,8]{1,0} parameter(0)
+  %r = f32[8]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %c = s32[] constant(1)
+  %subtract.1 = s32[] subtract(%c, %i), metadata={op_name="jit(f)/while/body/sub"}
+  ROOT %dus = f32[2,8]{1,0} dynamic-update-slice(%q, %r, %i), metadata={op_name="while/dynamic_update_slice"}
+}
+
+%fused_experts (s: f32[8]) -> (f32[8], f32[8]) {
+  %s = f32[8]{0} parameter(0)
+  %custom.1 = f32[8]{0} custom-call(%s), metadata={op_name="jit(f)/moe_blocks/moe/experts/moe_up/mpmd_map"}
+  ROOT %tuple.1 = (f32[8]{0}, f32[8]{0}) tuple(%custom.1, %custom.1)
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %loop_convert_fusion.3 = bf16[8]{0} fusion(%a), kind=kLoop, calls=%fused_copy, metadata={op_name="final_norm/convert"}
+  %fusion-start.2 = ((f32[2,8]{1,0}), f32[2,8]{1,0}, u32[]) fusion-start(%a), kind=kLoop, calls=%fused_stack
+  %dynamic_slice_fusion = (f32[8]{0}, f32[8]{0}) fusion(%a), kind=kCustom, calls=%fused_experts
+  ROOT %dot.1 = f32[8]{0} dot(%a, %a), metadata={op_name="jit(f)/moe_blocks/attention/query/dot_general"}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "part"),
+    [
+        ("loop_convert_fusion_3", "loop_convert_fusion.3", CASTS),
+        ("loop_convert_fusion_3", "", CASTS),
+        ("some_kernel", "fusion-start.2", CASTS),
+        ("moe_up_mosaic_gpu", "dynamic_slice_fusion", "experts"),
+        ("nvjet_hsh_128x256", "dot.1", "projections"),
+        ("moe_dispatch_count", "", "router and dispatch"),
+        ("moe_combine", "unknown.7", "experts"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "", "attention"),
+        ("MemcpyD2D", "", CASTS),
+        ("mystery", "unknown.7", OTHER),
+    ],
+)
+def test_the_part_of_a_kernel(name, op, part):
+    assert part_of(Kernel(name, "jit_f", 0, 1, op), instructions(PROGRAM)) == part
+
+
+def test_parts_add_up_to_the_time_in_which_anything_ran():
+    kernels = [
+        Kernel("gemm", "", 0, 10, "dot.1"),
+        Kernel("up", "", 5, 10, "dynamic_slice_fusion"),  # half of it while the first still runs
+        Kernel("mystery", "", 30, 4),
+        Kernel("gemm", "", 40, 2, "dot.1"),
+    ]
+    parts = by_part(kernels, instructions(PROGRAM))
+    assert {name: part.ns for name, part in parts.items() if part.ns} == {"projections": 12, "experts": 5, OTHER: 4}
+    assert parts["projections"].launches == 2
+    assert parts[OTHER].kernels == {"mystery": 4}
+
+
+@pytest.fixture(scope="module")
+def program_text():
+    model = make_model(CONFIG)
+    state = jax.eval_shape(lambda: init_state(model, make_optimizer(CONFIG), jax.random.key(0)))
+    return compile_step(CONFIG, model, state, windows(1, 8, 17)).as_text()
+
+
+def as_if_run(text):
+    """A trace of all instructions that do something, one after the other with gaps."""
+    names = re.findall(r"^  (?:ROOT )?%?([\w.\-]+) = .*? (?:fusion|dot|custom-call|copy|convert|reduce)\(", text, re.M)
+    return [Kernel(name, "jit_train_step", 30.0 * i, 20.0, name) for i, name in enumerate(names)]
+
+
+def test_every_part_of_the_model_is_found_in_its_program(program_text):
+    kernels = as_if_run(program_text)
+    parts = by_part(kernels, instructions(program_text))
+    assert all(parts[name].ns for name in PARTS if name != OTHER), {name: part.ns for name, part in parts.items()}
+    assert sum(part.ns for part in parts.values()) == pytest.approx(20 * len(kernels))
+    assert parts[OTHER].ns < 0.1 * 20 * len(kernels)
+
+
+def test_the_record_accounts_for_the_whole_step(program_text):
+    kernels, ceilings = as_if_run(program_text), Ceilings(tflops=800.0, gbs=4000.0)
+    record = measure.profile_record(kernels, 2, instructions(program_text), CONFIG, 10_000, ceilings)
+    assert record["step_ms"] == pytest.approx((30 * len(kernels) - 10) / 2 / 1e6)
+    assert sum(row["ms"] for row in record["parts"]) + record["gaps_ms"] == pytest.approx(record["step_ms"])
+    assert all(row["bound_ms"] > 0 for row in record["parts"] if row["part"] != OTHER)
+    assert record["bound_ms"] == pytest.approx(sum(row["bound_ms"] for row in record["parts"]))
+
+
+def test_the_arithmetic_is_six_operations_a_parameter_and_token_and_that_of_attention():
+    config = replace(CONFIG, model=replace(FULL_MODEL, num_dense_layers=0, num_kv_heads=FULL_MODEL.num_heads))
+    m, tokens = config.model, config.batch_size * config.sequence_length
+    flops = {name: sum(one.flops for one in works) for name, works in step_work(config, 1).items()}
+    assert flops["projections"] == 6 * tokens * 4 * m.width**2 * m.num_layers
+    assert flops["dense feed-forward"] == 6 * tokens * 3 * m.width * m.shared_width * m.num_layers
+    pairs = tokens * m.experts_per_token
+    matrices = 6 * pairs * 3 * m.width * m.expert_width
+    assert flops["experts"] == (matrices + 4 * pairs * m.width) * m.num_layers  # and the sums over slots
+    assert flops["attention"] == 7 * tokens * config.sequence_length * m.width * m.num_layers
+
+
+def test_the_optimizer_reads_and_writes_parameters_and_moments():
+    (work,) = step_work(CONFIG, 100)["optimizer"]
+    assert work.bytes == 100 * (2 * 2 + 6 * 4)
+    (work,) = step_work(replace(CONFIG, momentum_dtype="bfloat16", dtype="float32"), 100)["optimizer"]
+    assert work.bytes == 100 * (2 * 4 + 4 * 4 + 2 * 2)
+
+
+def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
+    def trace(run):
+        run()
+        return [Kernel("moe_combine", "", 0, 3e6), Kernel("mystery", "", 4e6, 1e6)]
+
+    monkeypatch.setattr(measure, "trace", trace)
+    file, figure = tmp_path / "new" / "profile.json", tmp_path / "figures" / "profile.png"
+    options = "--preset tiny --batch-size 2 --sequence-length 16 --traced 1"
+    assert main([*options.split(), "--json", str(file), "--plot", str(figure)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^experts +3\.00 +60\.0%", shown, re.M)
+    assert re.search(r"^other +1\.00 +20\.0%", shown, re.M)
+    assert "    mystery" in shown
+    assert re.search(r"^gaps +1\.00 +20\.0%", shown, re.M)
+    content = json.loads(file.read_text())
+    assert content["records"][0]["parts"][0]["kernels"] == [{"name": "moe_combine", "ms": 3.0}]
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_gpu_the_command_says_so(capsys):
+    if jax.default_backend() == "cpu":
+        assert main(["--preset", "tiny", "--batch-size", "2", "--sequence-length", "16"]) == 2
+        assert "the trace has no plane of a GPU" in capsys.readouterr().err

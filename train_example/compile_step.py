@@ -1,0 +1,48 @@
+"""The training step, compiled."""
+
+import json
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax.interpreters.mlir import ir
+from jaxtyping import UInt8
+
+from train_example.config import TrainConfig
+from train_example.model import Decoder
+from train_example.optimizer import learning_rate_schedule, make_optimizer
+from train_example.step import TrainState, make_train_step
+
+
+def compile_step(
+    config: TrainConfig, model: Decoder, state: TrainState, batch: UInt8[np.ndarray, "A M S+1"], **options: Any
+) -> jax.stages.Compiled:
+    """`(state, batch) -> (state, metrics)`, ahead of time: no step's time has compilation in it.
+
+    The new state takes the memory of the old one, which must not be used again. `options` are XLA's. Two runs have the
+    same bits: without the option set here, cuDNN's attention would add up gradients in any order.
+    """
+    step = make_train_step(model, make_optimizer(config), learning_rate_schedule(config))
+    lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
+    if jax.default_backend() == "gpu":
+        demand_equal_bits(cast(ir.Module, lowered.compiler_ir("stablehlo")))
+        options |= {"xla_gpu_exclude_nondeterministic_ops": True}
+    return lowered.compile(options)
+
+
+def demand_equal_bits(module: ir.Module) -> None:
+    """Marks the backward passes of cuDNN's attention in a lowered program as deterministic.
+
+    XLA marks them by itself where its option says so, but only the first of several equal ones, and then fails to find
+    the others' kernels when the program runs (openxla/xla pull request 46500).
+    """
+
+    def mark(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "stablehlo.custom_call" and "fmhaSoftmaxBackward" in str(op.attributes["call_target_name"]):
+            config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+            config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+            with op.context:
+                op.attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(mark)
