@@ -33,11 +33,13 @@ class Arguments:
     Attributes:
       out: the run's folder.
       resume: whether to go on with the run that is there.
+      compile_only: the GPU for which only the memory is to be planned; None to train.
       options: fields of `TrainConfig` that were given.
     """
 
     out: Path
     resume: bool
+    compile_only: str | None
     options: dict[str, Any]
 
 
@@ -48,7 +50,7 @@ def parse_arguments(argv: list[str] | None) -> Arguments:
       UserError: it cannot be read.
     """
     options = vars(_parser().parse_args(argv))
-    out, resume = options.pop("out"), options.pop("resume")
+    out, resume, compile_only = (options.pop(name) for name in ("out", "resume", "compile_only"))
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the folder of the run to go on with")
     for name in ("data", "checkpoint"):
@@ -59,7 +61,7 @@ def parse_arguments(argv: list[str] | None) -> Arguments:
     if out is None:
         name = Path(options["checkpoint"]).name if "checkpoint" in options else options.get("preset", "tiny")
         out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Arguments(out, resume, options)
+    return Arguments(out, resume, compile_only, options)
 
 
 def new_config(options: dict[str, Any]) -> TrainConfig:
@@ -82,7 +84,7 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
     if (
         preset is None
         or saved.keys() != {f.name for f in fields(TrainConfig)}
-        or saved["model"] != json.loads(json.dumps(asdict(preset.model)))
+        or json.dumps(saved["model"]) != json.dumps(asdict(preset.model))
     ):
         raise UserError(f"the checkpoint in {out} is of a model that this version does not have; start a new run")
     for name, value in options.items():
@@ -138,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", metavar="PATH", help="a file or folder of text, of any size (half a megabyte that comes with Python)")
     add("--out", type=Path, default=None, metavar="FOLDER", help="of the run (runs/PRESET-TIME)")
     add("--resume", action="store_true", default=False, help="go on with the run in --out")
+    add("--compile-only", choices=("h200",), default=None, help="print the memory that it needs there, and stop")
     add("--steps", type=_whole(1), metavar="N", help="optimizer steps of the whole run")
     add("--batch-size", type=_whole(1), metavar="N", help="sequences per step")
     add("--sequence-length", type=_whole(1), metavar="N", help="bytes per sequence")

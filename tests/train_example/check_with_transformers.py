@@ -1,8 +1,8 @@
-"""Loads a model that `train_example --checkpoint` has saved with transformers, and compares its logits with the decoder's.
+"""Loads with transformers what `train_example --checkpoint` has saved, and compares its logits with the decoder's.
 
-Run it in two environments, for neither needs what the other has: first `python -m
-tests.train_example.check_with_transformers FOLDER`, which writes token ids and the decoder's logits into the folder; then
-`python tests/train_example/check_with_transformers.py FOLDER` with torch and transformers. No test runs it.
+Run it in two environments, for neither needs what the other has. First `python -m
+tests.train_example.check_with_transformers FOLDER`, which writes token ids and the decoder's logits into the folder,
+then `python tests/train_example/check_with_transformers.py FOLDER` with torch and transformers. No test runs it.
 """
 
 import sys

@@ -122,6 +122,16 @@ def test_tokens_are_the_tokenizers_and_the_text_comes_back(tmp_path):
         TokenStream(ByteStream([np.frombuffer(b"text", np.uint8)]), folder, VOCABULARY)
 
 
+@pytest.mark.compile_only
+@pytest.mark.parametrize("trained", ["all", "experts"])
+def test_the_memory_of_a_step_is_planned_without_weights(tmp_path, capsys, trained):
+    shutil.copy(FIXTURES / "olmoe" / "config.json", tmp_path)
+    arguments = ["--checkpoint", str(tmp_path), "--compile-only", "h200", "--trained", trained]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert f"4 × 512 tokens a step, trained: {trained}: 0 GB" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
 OPTIONS = "--steps 4 --batch-size 2 --sequence-length 16 --learning-rate 0.01 --dtype float32 --evaluate-every 2"
 
 
