@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -46,16 +47,8 @@ def _relu2(x: Array) -> Array:
     return jnp.square(_relu(x))
 
 
-def _gelu(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
-def _gelu_tanh(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=True)
-
-
-def _silu(x: Array) -> Array:
-    return jax.nn.silu(x)
+_gelu = partial(jax.nn.gelu, approximate=False)
+_gelu_tanh = partial(jax.nn.gelu, approximate=True)
 
 
 @dataclass(frozen=True)
@@ -99,12 +92,12 @@ def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
 _ACTIVATIONS = {
     a.name: a
     for a in (
-        Activation("swiglu", _Gated(_silu), gated=True),
+        Activation("swiglu", _Gated(jax.nn.silu), gated=True),
         Activation("geglu", _Gated(_gelu), gated=True),
         Activation("geglu_tanh", _Gated(_gelu_tanh), gated=True),
         Activation("reglu", _Gated(_relu), gated=True),
         clamped_swiglu(),
-        Activation("silu", _silu, gated=False),
+        Activation("silu", jax.nn.silu, gated=False),
         Activation("gelu", _gelu, gated=False),
         Activation("gelu_tanh", _gelu_tanh, gated=False),
         Activation("relu", _relu, gated=False),

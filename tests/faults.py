@@ -100,7 +100,7 @@ FAULTS = [
     Fault(f"{LAYER}/experts_vjp.py", "kept = tuple(checkpoint_name(p, name) for", "kept = tuple(p for", f"{MODULES}/test_experts_memory.py"),
     Fault(f"{LAYER}/experts.py", "checkpoint_name(dispatch, INDEX_NAME)", "dispatch", f"{MODULES}/test_experts_memory.py"),
     # the Hopper kernels, interpreted
-    Fault(f"{HOPPER}/ring.py", "inline.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),
+    Fault(f"{HOPPER}/ring.py", "gather.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),
     Fault(f"{HOPPER}/row_matmul.py", "rows = jnp.clip(tile.valid_rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(tile.valid_rows, 0, GROUP_ROWS)", f"{KERNELS}/hopper/test_tile_order.py"),
     Fault(f"{HOPPER}/ring.py", "self.release(step + self.stages - 1)\n            return step + 1", "self.release(step)\n            return step + 1", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/test_down_projection_and_backward.py"),
     Fault(f"{HOPPER}/ragged_store.py", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from blaze_jax.benchmark.plan import MemoryPlan, plan_of
-from pallas_kernels.compile_only import compile_for_h200
+from pallas_kernels.compile_only import compile_for_gpu
 from train_example.config import TrainConfig
 from train_example.errors import UserError
 from train_example.optimizer import learning_rate_schedule, make_optimizer
@@ -32,7 +32,7 @@ def memory_plan(config: TrainConfig) -> MemoryPlan:
     batch = jax.ShapeDtypeStruct(microbatches, np.int32)
     step = make_train_step(model, optimizer, learning_rate_schedule(config), config.trained)
     try:
-        plan = plan_of(compile_for_h200(step, state, batch, donate_argnums=0).memory)
+        plan = plan_of(compile_for_gpu(step, state, batch, donate_argnums=0).memory)
     except NotImplementedError as error:
         raise UserError(f"--compile-only h200: {error}") from error
     assert plan is not None, "the plugin for NVIDIA's GPUs gives a plan"

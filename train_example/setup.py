@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tuning.parameters import hopper_gpu
 from train_example.arguments import Arguments, new_config, resumed_config
 from train_example.checkpoint import Checkpoints
 from train_example.config import TrainConfig
@@ -14,8 +15,6 @@ from train_example.data import Corpus, open_text
 from train_example.errors import UserError
 from train_example.model import Decoder
 from train_example.tokens import TokenStream
-
-_HOPPER = "9.0"  # compute capability
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,10 @@ def make_model(config: TrainConfig) -> Decoder:
 
 
 def _check_implementation(config: TrainConfig, model: Decoder) -> None:
-    device = jax.devices()[0]
-    if config.implementation == "mosaic_gpu" and getattr(device, "compute_capability", None) != _HOPPER:
+    if config.implementation == "mosaic_gpu" and hopper_gpu() is None:
         raise UserError(
-            f"--implementation mosaic_gpu needs a Hopper GPU, the device here is {device.device_kind}: choose xla, or "
-            "leave the option out"
+            f"--implementation mosaic_gpu needs a Hopper GPU, the device here is {jax.devices()[0].device_kind}: "
+            "choose xla, or leave the option out"
         )
     tokens = jnp.zeros((config.batch_size // config.accumulate, config.sequence_length), jnp.int32)
     try:

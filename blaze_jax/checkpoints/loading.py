@@ -19,7 +19,7 @@ from blaze_jax.checkpoints.pieces import pieces, read_piece
 from blaze_jax.checkpoints.shards import Shards
 from blaze_jax.checks import check_integers
 from blaze_jax.config import MoEConfig, Parameter, check_config
-from blaze_jax.progress import Bar
+from blaze_jax.progress import counted
 
 READERS = 2
 """Threads that read: one alone is slower than the memory, and each holds a piece or two."""
@@ -93,14 +93,10 @@ def _load_kernels(block: Block, shardings: dict[str, Sharding], dtypes: dict[str
         expert, name = step
         _load_matrix(block.sources[name], name, kernels[name], expert, shards[name], dtypes[name])
 
-    bar = Bar(len(steps), "matrix")
-    pool = ThreadPoolExecutor(READERS)
-    try:
-        for _ in pool.map(load_matrix, steps):
-            bar.next()
-    finally:
-        pool.shutdown(cancel_futures=True)
-        bar.close()
+    with ThreadPoolExecutor(READERS) as pool:
+        done = pool.map(load_matrix, steps)
+        for _ in counted(steps, "matrix"):
+            next(done)
     return {name: shards.pop(name).array() for name in kernels}
 
 

@@ -178,15 +178,10 @@ def tokens_of_size(size):
 @pytest.mark.default_sets(0)
 @pytest.mark.parametrize(
     ("config", "size"),
-    [
-        (CONFIGS["limited"], "13"),
-        (CONFIGS["everything"], "T"),
-        (CONFIGS["rounded"], "T"),
-        (CONFIGS["limited"], "T"),
-    ],
-    ids=["limited", "everything of any size", "rounded of any size", "limited of any size"],
+    [("limited", "13"), ("everything", "T"), ("rounded", "T"), ("limited", "T")],
 )
 def test_export_of_layer(config, size):
+    config = CONFIGS[config]
     params, x = random_parameters(config, use_bias=True), random_tokens(13)
 
     def layer(params, x):

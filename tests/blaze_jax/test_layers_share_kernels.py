@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from blaze_jax import RESIDUAL_NAMES, MoEConfig, moe
 from blaze_jax.benchmark.inputs import forward_and_backward
-from pallas_kernels.compile_only import compile_for_h200, kernel_hashes
+from pallas_kernels.compile_only import compile_for_gpu, kernel_hashes
 
 T, D = 512, 256
 KERNELS = 10  # router, dispatch, two of combine (weighted or not), and six with products
@@ -77,5 +77,5 @@ def test_layers_of_another_activation_have_two_kernels_of_their_own():
 @pytest.mark.compile_only
 def test_three_layers_compile_each_kernel_once():
     function, arguments = program(3)
-    kernels = compile_for_h200(function, *arguments).kernels
+    kernels = compile_for_gpu(function, *arguments).kernels
     assert len(kernels) == KERNELS

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import get_args
 
 import jax
 import pytest
@@ -11,10 +12,12 @@ from blaze_jax.benchmark.ceilings import Ceilings
 from blaze_jax.benchmark.device_trace import Kernel
 from tests.train_example.small import CONFIG, FULL_MODEL, windows
 from train_example.compile_step import compile_step
+from train_example.config import Remat
 from train_example.optimizer import make_optimizer
 from train_example.profile_step import measure
 from train_example.profile_step.__main__ import main
 from train_example.profile_step.bounds import step_work
+from train_example.profile_step.memory_floor import memory_floor
 from train_example.profile_step.parts import CASTS, OTHER, PARTS, by_part, part_of
 from train_example.profile_step.program import instructions
 from train_example.setup import make_model
@@ -157,3 +160,24 @@ def test_without_a_gpu_the_command_says_so(capsys):
     if jax.default_backend() == "cpu":
         assert main(["--preset", "tiny", "--batch-size", "2", "--sequence-length", "16"]) == 2
         assert "the trace has no plane of a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
+def test_the_floor_of_memory_holds_the_whole_state(momentum_dtype):
+    config = replace(CONFIG, momentum_dtype=momentum_dtype)
+    state = jax.eval_shape(lambda: init_state(make_model(config), make_optimizer(config), jax.random.key(0)))
+    parameters, moments = (sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in (state.params, state[3]))
+    floor = memory_floor(config, parameters // 4)
+    assert floor["float32 parameters"] == parameters
+    assert floor["optimizer's moments"] == pytest.approx(moments, rel=1e-3)  # there are counters, too
+    assert floor["working copy and gradients"] == parameters  # half and half
+
+
+def test_the_floor_of_memory_keeps_what_the_remat_setting_does_not_compute_again():
+    config = replace(CONFIG, model=replace(FULL_MODEL, num_dense_layers=0), accumulate=2, dtype="float32")
+    kept = {r: memory_floor(replace(config, remat=r), 1)["kept for the backward pass"] for r in get_args(Remat)}
+    m, tokens = config.model, config.batch_size * config.sequence_length // 2
+    layer_input, of_experts = 4 * tokens * m.width, 4 * tokens * 2 * m.experts_per_token * m.expert_width
+    assert kept["full"] == m.num_layers * layer_input
+    assert kept["except-experts"] == m.num_layers * (layer_input + of_experts)
+    assert kept["none"] > m.num_layers * (7 * layer_input + of_experts)  # keys and values are half as wide

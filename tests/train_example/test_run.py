@@ -9,17 +9,18 @@ import time
 
 import pytest
 
-from tests.train_example.small import ROOT
+from tests.train_example.small import CONFIG, ROOT
 from train_example.__main__ import main
+from train_example.presets import PRESETS
 
-STEPS = 40
-OPTIONS = f"--steps {STEPS} --batch-size 4 --sequence-length 32 --accumulate 2".split()
-OPTIONS += ["--evaluate-every", "10", "--checkpoint-every", "6"]
+STEPS = CONFIG.steps
+OPTIONS = ["--accumulate", "2", "--evaluate-every", "10", "--checkpoint-every", "6"]
+PAIRS = CONFIG.batch_size * CONFIG.sequence_length * CONFIG.model.experts_per_token
 TIMING = ("elapsed", "tokens_per_second", "peak_memory_gib")
 
 
 def start(out, *options):
-    command = [sys.executable, "-W", "error", "-m", "train_example", "--out", str(out), *options]
+    command = [sys.executable, "-W", "error", "-m", "tests.train_example.small_program", "--out", str(out), *options]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -37,6 +38,12 @@ def metrics(out, timing=False):
 
 def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def small_preset(monkeypatch):
+    """What is called in this process knows the model of the other ones."""
+    monkeypatch.setitem(PRESETS, "tiny", CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +75,10 @@ def test_metrics_of_every_step(finished):
     for record in records:
         assert 0 < record["loss"] < 12
         assert record["gradient_norm"] > 0
-        assert 0 < record["learning_rate"] <= 3.001e-3
+        assert 0 < record["learning_rate"] <= 1.001 * CONFIG.learning_rate
         assert record["balance"] >= 1
         assert record["tokens_per_second"] > 0
-        assert [sum(load) for load in record["load"]] == [4 * 32 * 4] * 4
+        assert [sum(load) for load in record["load"]] == [PAIRS] * CONFIG.model.num_layers
     elapsed = [record["elapsed"] for record in records]
     assert elapsed == sorted(elapsed)
 

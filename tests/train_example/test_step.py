@@ -55,6 +55,7 @@ def test_auxiliary_losses_are_trained_on_but_reported_apart():
     assert abs(with_loss - without).max() > 0.1 * abs(with_loss).max()
 
 
+@pytest.mark.default_sets(0)  # that of a run does, too
 def test_the_loss_falls():
     step, state = train_step(CONFIG, decoder(FULL_MODEL))
     losses = []

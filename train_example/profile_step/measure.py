@@ -17,6 +17,7 @@ from train_example.loop import microbatches
 from train_example.memory import peak_memory_gib
 from train_example.optimizer import make_optimizer
 from train_example.profile_step.bounds import step_work
+from train_example.profile_step.memory_floor import memory_floor
 from train_example.profile_step.parts import by_part
 from train_example.profile_step.program import Instruction, instructions
 from train_example.run_once import jit_once
@@ -73,6 +74,7 @@ def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
         "compile_seconds": compile_seconds,
         "peak_gib": peak,
         "planned_gib": None if plan is None else plan.total / 2**30,
+        "floor_gib": {name: size / 2**30 for name, size in memory_floor(config, parameters).items()},
         "wall_ms": wall_ms,
         "tokens_per_second": config.batch_size * config.sequence_length / wall_ms * 1e3,
     } | profile_record(kernels, traced, instructions(profiled.as_text() or ""), config, parameters, ceilings)

@@ -15,6 +15,8 @@ def print_report(record: dict[str, Any]) -> None:
         f"{record['remat']}, {record['parameters'] / 1e6:,.0f}M parameters; peak memory {peak}, "
         f"compiled in {record['compile_seconds']:.0f} s"
     )
+    floor = ", ".join(f"{name} {gib:.1f}" for name, gib in record["floor_gib"].items())
+    print(f"memory that no step does without: {sum(record['floor_gib'].values()):.1f} GiB ({floor})")
     print(f"dense matmul {ceilings['tflops']:.0f} TFLOP/s, copy {ceilings['gbs']:.0f} GB/s")
     print(f"{'part':24s} {'ms':>8s} {'of step':>8s} {'bound ms':>9s} {'reached':>8s} {'launches':>9s}  bound by")
     for row in record["parts"]:
