@@ -84,7 +84,10 @@ class TensorFile:
         if tensor.dtype == "F8_E4M3":
             return self._read_float8(tensor, index)
         part = self._open.get_slice(tensor.name)
-        return _guarded(self.path, lambda: part[index] if index else part[...])
+        # Slices of older releases ignore steps: numpy takes those.
+        runs = tuple(slice(i.start, i.stop) if isinstance(i, slice) else i for i in index)
+        steps = tuple(slice(None, None, i.step) for i in index if isinstance(i, slice))
+        return _guarded(self.path, lambda: part[runs or slice(None)])[steps]
 
     def _read_float8(self, tensor: Stored, index: tuple[int | slice, ...]) -> np.ndarray:
         """Slices of safetensors know no type that numpy does not have: these bytes are mapped here."""

@@ -22,7 +22,7 @@ from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.progress import counted
 
 READERS = 2
-"""Threads that read: one alone is slower than the memory, and each holds a piece or two."""
+"""Threads that read, each a matrix at most, and its copy that is turned: together less than two experts."""
 
 type Shardings = Sharding | Mapping[str, Sharding] | None
 
@@ -38,7 +38,7 @@ def load(
     """Reads the block of experts of one layer.
 
     Names, shapes and types of all its tensors are checked first. Then each expert's matrices go straight to the
-    devices that hold them, a few MiB at a time, and compressed ones are decoded there: beside what a CPU device keeps,
+    devices that hold them, a matrix at a time, and compressed ones are decoded there: beside what a CPU device keeps,
     the host's memory never holds two experts.
 
     Args:

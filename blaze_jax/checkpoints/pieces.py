@@ -14,8 +14,8 @@ from blaze_jax.checkpoints.block import Source
 from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, MXFP4_BLOCK, decode_float8, decode_mxfp4
 from blaze_jax.config import Parameter
 
-PIECE_BYTES = 4 << 20
-"""What is read at a time, about: it stays in a processor's cache, and is enough for a transfer to be fast."""
+PIECE_BYTES = 16 << 20
+"""What is read at a time, at most about: most experts' matrices whole, which are then stored in one run."""
 
 type Device = Any  # jax.Device, which is no type for a type checker
 

@@ -1,6 +1,6 @@
 """An array that is put together matrix by matrix, each on the devices that hold a part of it."""
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from threading import Lock
@@ -79,21 +79,17 @@ class _HostPart:
 
 
 class _DevicePart:
-    """A part on an accelerator. No more than two pieces are under way to it, or they would fill the host's memory."""
+    """A part on an accelerator. A piece is there before the next is read, or many would fill the host's memory."""
 
     def __init__(self, shape: tuple[int, ...], dtype, device: Device):
         self._values = jnp.zeros(shape, dtype, device=device)
         self._device = device
-        self._under_way: deque[Array] = deque()
         self._lock = Lock()
 
     def store(self, at: tuple[int, ...], values: Array) -> None:
-        values = jax.device_put(values, self._device)
+        values = jax.device_put(values, self._device).block_until_ready()
         with self._lock:
             self._values = _update(self._values, values, np.asarray(at, np.int32))
-            self._under_way.append(values)
-            if len(self._under_way) > 2:
-                self._under_way.popleft().block_until_ready()
 
     def array(self) -> Array:
         return self._values

@@ -101,10 +101,12 @@ def wide_layer(path, *, experts=6):
     return write(path, tensors), config, tensors
 
 
+@pytest.mark.default_sets(2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_less_than_two_experts_are_held_at_a_time(tmp_path, monkeypatch, sharded):
     path, config, tensors = wide_layer(tmp_path)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 300_000)
+    if sharded:
+        monkeypatch.setattr(pieces, "PIECE_BYTES", 100_000)
     held, largest = 0, 0
 
     def read(self, tensor, index, plain=folder.TensorFile.read):
