@@ -68,7 +68,7 @@ SPECS = {
 }
 
 
-@pytest.mark.default_sets(5)
+@pytest.mark.default_sets(3)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(
     "name", ["mixtral", "mixtral-fused", "gpt_oss", "gpt_oss-mxfp4", "qwen3_moe-bfloat16", "deepseek_v3-float8"]
@@ -78,6 +78,15 @@ def test_each_device_gets_its_part(name, spec):
     sharding = NamedSharding(mesh, SPECS[spec])
     loaded = load(name, sharding=dict.fromkeys(KERNELS, sharding))
     assert all(loaded.params[kernel].sharding == sharding for kernel in KERNELS)
+    assert_same_bits(loaded[:2], load(name)[:2])
+
+
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "deepseek_v3-float8"])
+def test_blocks_of_compressed_numbers_are_cut(name):
+    """Two devices share each block of numbers that have one scale, along inputs and along outputs."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    loaded = load(name, sharding=dict.fromkeys(KERNELS, NamedSharding(mesh, P(None, "a", "b"))))
     assert_same_bits(loaded[:2], load(name)[:2])
 
 
