@@ -22,7 +22,7 @@ def compile_step(
     The new state takes the memory of the old one, which must not be used again. `options` are XLA's. Two runs have the
     same bits: without the option set here, cuDNN's attention would add up gradients in any order.
     """
-    step = make_train_step(model, make_optimizer(config), learning_rate_schedule(config))
+    step = make_train_step(model, make_optimizer(config), learning_rate_schedule(config), config.trained)
     lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
     if jax.default_backend() == "gpu":
         demand_equal_bits(cast(ir.Module, lowered.compiler_ir("stablehlo")))

@@ -5,17 +5,20 @@ import time
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from train_example.compile_step import compile_step
 from train_example.config import TrainConfig
+from train_example.data import Corpus
 from train_example.errors import UserError
 from train_example.interrupt import Interrupt
 from train_example.memory import peak_memory_gib
 from train_example.metrics import MetricsLog, Record
 from train_example.optimizer import make_optimizer
 from train_example.progress import Progress
+from train_example.public_model import load_params
 from train_example.run_once import jit_once
 from train_example.setup import Setup
 from train_example.step import StepMetrics, TrainState, init_state, make_evaluation
@@ -45,9 +48,9 @@ def train(setup: Setup, log: MetricsLog, progress: Progress, interrupt: Interrup
         state, on_device = train_step(state, batch)
         batch = _batch(setup, step)  # the next one, while the device computes
         metrics = jax.device_get(on_device)
-        record = _record(config, step, metrics, time.perf_counter() - step_start)
+        record = _record(setup, step, metrics, time.perf_counter() - step_start)
         if _due(config, step, config.evaluate_every):
-            record["held_out"] = _bits(evaluate(state, held_out))
+            record["held_out"] = _bits(evaluate(state, held_out), setup.corpus)
         record["elapsed"] = time.perf_counter() - start
         check_finite(config, record)
         log.write(record)
@@ -73,6 +76,9 @@ def first_state(setup: Setup) -> TrainState:
 
     if setup.first_step:
         return setup.checkpoints.restore(setup.first_step, jax.eval_shape(init))
+    if setup.config.checkpoint:
+        params = load_params(setup.config.checkpoint, setup.model)
+        return TrainState(jnp.int32(0), params, {}, jit_once(make_optimizer(setup.config).init)(params))
     return jit_once(init)()
 
 
@@ -89,11 +95,11 @@ def _due(config: TrainConfig, step: int, every: int) -> bool:
     return step % every == 0 or step == config.steps
 
 
-def _record(config: TrainConfig, step: int, metrics: StepMetrics, seconds: float) -> Record:
-    load = metrics.tokens_per_expert
+def _record(setup: Setup, step: int, metrics: StepMetrics, seconds: float) -> Record:
+    config, load = setup.config, metrics.tokens_per_expert
     record = {
         "step": step,
-        "loss": _bits(metrics.loss),
+        "loss": _bits(metrics.loss, setup.corpus),
         "auxiliary_loss": float(metrics.auxiliary_loss),
         "gradient_norm": float(metrics.gradient_norm),
         "learning_rate": float(metrics.learning_rate),
@@ -107,8 +113,9 @@ def _record(config: TrainConfig, step: int, metrics: StepMetrics, seconds: float
     return record
 
 
-def _bits(nats: Float[Array, ""]) -> float:
-    return float(nats) / math.log(2)
+def _bits(nats: Float[Array, ""], corpus: Corpus) -> float:
+    """Bits per byte."""
+    return float(nats) / math.log(2) / corpus.stream.bytes_per_unit
 
 
 def check_finite(config: TrainConfig, record: Record) -> None:

@@ -14,6 +14,7 @@ from train_example.config import TrainConfig
 from train_example.data import Corpus, open_text
 from train_example.errors import UserError
 from train_example.model import Decoder
+from train_example.tokens import TokenStream
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,20 @@ def prepare(arguments: Arguments) -> Setup:
             raise UserError(f"{out} has a run already: go on with it by --resume, or choose another --out")
         saved, config = None, new_config(arguments.options)
 
-    corpus = Corpus(open_text(config.data), config.sequence_length)
+    corpus = make_corpus(config)
     if saved is not None and saved["text"] != _fingerprint(corpus):
         raise UserError(f"the text is not the one that the run in {out} was trained on: give that one as --data")
     model = make_model(config)
     _check_implementation(config, model)
     return Setup(config, corpus, model, out, checkpoints or _new_checkpoints(out), done or 0)
+
+
+def make_corpus(config: TrainConfig) -> Corpus:
+    """The text of a run, in bytes, or in the tokens of the model that it starts from."""
+    stream, vocabulary = open_text(config.data), config.model.vocabulary
+    if config.checkpoint:
+        stream = TokenStream(stream, config.checkpoint, vocabulary)
+    return Corpus(stream, config.sequence_length, vocabulary)
 
 
 def make_model(config: TrainConfig) -> Decoder:

@@ -11,7 +11,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, UInt8
 
+from train_example.config import Trained
 from train_example.model import Decoder
+from train_example.optimizer import experts_only
 
 type Tree = Any
 
@@ -60,7 +62,7 @@ def init_state(model: Decoder, optimizer: optax.GradientTransformation, key: Key
 
 
 def make_train_step(
-    model: Decoder, optimizer: optax.GradientTransformation, schedule: optax.Schedule
+    model: Decoder, optimizer: optax.GradientTransformation, schedule: optax.Schedule, trained: Trained = "all"
 ) -> Callable[[TrainState, UInt8[Array, "A M S+1"]], tuple[TrainState, StepMetrics]]:
     """A step over A microbatches of M sequences, whose gradients are averaged before the one update."""
 
@@ -69,6 +71,8 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             # Where the optimizer reads them, for no float32 gradients in memory.
             grads = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), grads, state.params)
+            if trained == "experts":  # the compiler then leaves out what only the others' gradients need
+                grads = jax.tree.map(lambda g, kept: g if kept else jnp.zeros_like(g), grads, experts_only(grads))
             updates, optimizer_state = optimizer.update(grads, state.optimizer_state, state.params)
             params = optax.apply_updates(state.params, updates)
             gradient_norm = optax.tree.norm(grads)
@@ -157,5 +161,6 @@ def _loss(
     logits, sown = model.apply(variables, windows[:, :-1], train=True, mutable=collections)
     loss = cross_entropy(logits, windows)
     auxiliary_loss = sum((leaf.sum() for leaf in jax.tree.leaves(sown.get("losses", {}))), jnp.float32(0))
-    (load,) = sown["intermediates"]["moe_blocks"]["moe"]["tokens_per_expert"]
-    return loss + auxiliary_loss, (sown.get("router_state", {}), _Report(loss, auxiliary_loss, jnp.asarray(load)))
+    stacks = [sown["intermediates"][name]["moe"] for name in model.config.stacks() if name.startswith("moe")]
+    load = jnp.concatenate([jnp.asarray(counts) for stack in stacks for counts in stack["tokens_per_expert"]])
+    return loss + auxiliary_loss, (sown.get("router_state", {}), _Report(loss, auxiliary_loss, load))

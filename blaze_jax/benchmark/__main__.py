@@ -15,12 +15,12 @@ from blaze_jax.benchmark.compile_only import measure_memory
 from blaze_jax.benchmark.compile_time import measure_compile_time
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.kernels import measure_kernels
-from blaze_jax.benchmark.progress import Say, counted, write
 from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
 from blaze_jax.benchmark.rounding import measure_rounding
 from blaze_jax.benchmark.routing import measure_routing
 from blaze_jax.benchmark.scaling import measure_scaling_point, print_flatness
 from blaze_jax.benchmark.tables import terminal
+from blaze_jax.progress import Say, counted, write
 from pallas_kernels.compile_only import missing_compiler
 
 
