@@ -26,6 +26,11 @@ class Rotation(NamedTuple):
     cos: Float[Array, "S 1 half"]
     sin: Float[Array, "S 1 half"]
 
+    @property
+    def head_width(self) -> int:
+        """Of the heads that it turns."""
+        return 2 * self.cos.shape[-1]
+
 
 class Attention(nn.Module):
     """The layer.
@@ -35,7 +40,6 @@ class Attention(nn.Module):
       num_kv_heads: of keys and values, a divisor of `num_heads`.
       dtype: of the computation.
       kernel: what computes the attention; None for the best that can run here.
-      head_width: of a head; None for the token's width over the heads.
       qk_norm: what the norms of queries and keys take together; None for no norms.
       norm_epsilon: of these norms.
     """
@@ -44,16 +48,14 @@ class Attention(nn.Module):
     num_kv_heads: int
     dtype: DTypeLike
     kernel: AttentionKernel | None = None
-    head_width: int | None = None
     qk_norm: QKNorm | None = None
     norm_epsilon: float = 1e-6
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S d"], rotation: Rotation) -> Float[Array, "B S d"]:
         def project(heads: int, name: str) -> Float[Array, "B S heads h"]:
-            return nn.DenseGeneral((heads, head_width), use_bias=False, dtype=self.dtype, name=name)(x)
+            return nn.DenseGeneral((heads, rotation.head_width), use_bias=False, dtype=self.dtype, name=name)(x)
 
-        head_width = self.head_width or x.shape[-1] // self.num_heads
         query = rotate(self._normed(project(self.num_heads, "query"), "query_norm"), rotation)
         key = rotate(self._normed(project(self.num_kv_heads, "key"), "key_norm"), rotation)
         value = project(self.num_kv_heads, "value")

@@ -72,7 +72,7 @@ def first_state(setup: Setup) -> TrainState:
     """The state to go on from: the checkpoint's, or a fresh one."""
 
     def init() -> TrainState:
-        return init_state(setup.model, make_optimizer(setup.config), jax.random.key(setup.config.seed))
+        return init_state(setup.config, setup.model)
 
     if setup.first_step:
         return setup.checkpoints.restore(setup.first_step, jax.eval_shape(init))

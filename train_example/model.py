@@ -93,7 +93,6 @@ class Block(nn.Module):
             config.num_kv_heads,
             self.dtype,
             self.attention,
-            config.head_width,
             config.qk_norm,
             config.norm_epsilon,
             name="attention",

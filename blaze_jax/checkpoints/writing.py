@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
@@ -75,7 +76,8 @@ def write_tensors(folder: Path, tensors: Iterable[NewTensor], stem: str = "model
     if set(index.values()) != {SINGLE_FILE}:
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
-        _replace(folder / INDEX, json.dumps(content, indent=1).encode())
+        with _complete_file(folder / INDEX) as file:
+            file.write(json.dumps(content, indent=1).encode())
     return paths
 
 
@@ -111,8 +113,7 @@ def _write_file(path: Path, tensors: list[NewTensor]) -> None:
         offset += tensor.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
+    with _complete_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor, _ in counted(tensors, "tensor"):
             start = file.tell()
@@ -120,12 +121,14 @@ def _write_file(path: Path, tensors: list[NewTensor]) -> None:
                 file.write(np.ascontiguousarray(part, tensor.dtype).reshape(-1).view(np.uint8).data)
             if file.tell() - start != tensor.bytes:
                 raise ValueError(f"{tensor.name} has {file.tell() - start} bytes, must have {tensor.bytes}")
+
+
+@contextmanager
+def _complete_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name, in the place of what had it, once all of it is on the disk."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_bytes(content)
     unfinished.replace(path)

@@ -10,10 +10,10 @@ import pytest
 
 from blaze_jax.benchmark.ceilings import Ceilings
 from blaze_jax.benchmark.device_trace import Kernel
-from tests.train_example.small import CONFIG, FULL_MODEL, windows
+from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, windows
 from train_example.compile_step import compile_step
 from train_example.config import Remat
-from train_example.optimizer import make_optimizer
+from train_example.presets import PRESETS
 from train_example.profile_step import measure
 from train_example.profile_step.__main__ import main
 from train_example.profile_step.bounds import step_work
@@ -91,7 +91,7 @@ def test_parts_add_up_to_the_time_in_which_anything_ran():
 @pytest.fixture(scope="module")
 def program_text():
     model = make_model(CONFIG)
-    state = jax.eval_shape(lambda: init_state(model, make_optimizer(CONFIG), jax.random.key(0)))
+    state = jax.eval_shape(lambda: init_state(CONFIG, model))
     return compile_step(CONFIG, model, state, windows(1, 8, 17)).as_text()
 
 
@@ -145,8 +145,9 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
         return [Kernel("moe_combine", "", 0, 3e6), Kernel("mystery", "", 4e6, 1e6)]
 
     monkeypatch.setattr(measure, "trace", trace)
+    monkeypatch.setitem(PRESETS, "tiny", replace(CONFIG, model=MODEL))
     file, figure = tmp_path / "new" / "profile.json", tmp_path / "figures" / "profile.png"
-    options = "--preset tiny --batch-size 2 --sequence-length 16 --traced 1"
+    options = "--preset tiny --traced 1"
     assert main([*options.split(), "--json", str(file), "--plot", str(figure)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^experts +3\.00 +60\.0%", shown, re.M)
@@ -168,7 +169,7 @@ def test_without_a_gpu_the_command_says_so(capsys):
 @pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
 def test_the_floor_of_memory_holds_the_whole_state(momentum_dtype):
     config = replace(CONFIG, momentum_dtype=momentum_dtype)
-    state = jax.eval_shape(lambda: init_state(make_model(config), make_optimizer(config), jax.random.key(0)))
+    state = jax.eval_shape(lambda: init_state(config, make_model(config)))
     parameters, moments = (sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in (state.params, state[3]))
     floor = memory_floor(config, parameters // 4)
     assert floor["float32 parameters"] == parameters
