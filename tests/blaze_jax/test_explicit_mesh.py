@@ -39,6 +39,7 @@ def total(outputs):
 
 
 @over_places
+@pytest.mark.default_sets(0)
 def test_experts(tokens, parameters):
     problem = make_problem(random_experts(32, 2, range(6)), 6)
 
@@ -94,6 +95,7 @@ def test_tokens_split_in_any_way(spec):
     assert_close(np.asarray(y), np.asarray(layer(x, params, config)[0]))
 
 
+@pytest.mark.default_sets(0)
 def test_parameters_split_in_any_way():
     x = random_tokens(8)
     config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=8)

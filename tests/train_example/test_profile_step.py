@@ -139,6 +139,7 @@ def test_the_optimizer_reads_and_writes_parameters_and_moments():
     assert work.bytes == 100 * (2 * 4 + 4 * 4 + 2 * 2)
 
 
+@pytest.mark.default_sets(0)
 def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
     def trace(run):
         run()

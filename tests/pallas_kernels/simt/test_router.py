@@ -173,7 +173,7 @@ def test_two_runs_give_the_same_bits(run):
 @pytest.mark.parametrize("scale", [1.0, 1.7])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.default_sets(12)
+@pytest.mark.default_sets(4)
 def test_backward_is_the_derivative_of_the_portable_form(scoring, normalize, scale):
     logits, rule = random_logits(30, 12), Rule(4, scoring, normalize, scale)
     logits = jnp.where(jnp.arange(12) < jnp.arange(30)[:, None], logits, -jnp.inf)  # none are possible, one, and so on
