@@ -1,6 +1,6 @@
 """A memory-efficient, dropless Mixture-of-Experts layer for JAX."""
 
-from blaze_jax import nnx
+from blaze_jax import checkpoints, nnx
 from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
 from blaze_jax.config import MoEConfig
 from blaze_jax.dispatch import build_dispatch
@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "auxiliary_losses",
     "build_dispatch",
+    "checkpoints",
     "clamped_swiglu",
     "expert_ffn",
     "init",

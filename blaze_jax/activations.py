@@ -46,6 +46,7 @@ def _relu2(x: Array) -> Array:
     return jnp.square(_relu(x))
 
 
+# Functions of this module, which pickle and compare by name; jax.nn's are jitted, and do not.
 def _gelu(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=False)
 

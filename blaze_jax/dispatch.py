@@ -13,7 +13,6 @@ from jaxtyping import Array, Int
 from blaze_jax.checks import check_integers
 from blaze_jax.explicit_mesh import explicit_mesh, per_device
 from blaze_jax.implementation import Implementation, choose_dispatch_implementation, kernels_of, one_by_one
-from pallas_kernels import xla
 from pallas_kernels.compat import has_symbolic_sizes
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Kernels
 
@@ -82,7 +81,7 @@ def build_dispatch(
 
     def build(experts, _=None) -> Dispatch:
         ids = int32_experts(experts, num_experts)
-        kernels = kernels_of(choose_dispatch_implementation(implementation, ids, num_experts))
+        kernels = kernels_of(choose_dispatch_implementation(implementation, ids, num_experts), ids.shape[0])
         dispatch = group_by_expert(kernels, ids, num_experts, row_alignment=row_alignment, spare_rows=0)
         return dispatch._replace(token_expert_indices=ids, tiles=None)
 
@@ -92,8 +91,6 @@ def build_dispatch(
 
 def group_by_expert(kernels: Kernels, experts: Int[Array, "T K"], num_experts: int, **alignment: int) -> Dispatch:
     """What the kernels make of int32 ids, their rows aligned as they like it or as is said."""
-    if not experts.shape[0]:
-        kernels = xla  # no kernel without work
     return one_by_one(kernels, partial(kernels.dispatch, num_experts=num_experts, **alignment))(experts)
 
 

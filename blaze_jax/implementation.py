@@ -12,6 +12,7 @@ from blaze_jax.warn import warn_once
 from pallas_kernels import hopper, xla
 from pallas_kernels.compat import has_symbolic_sizes, varying_axes
 from pallas_kernels.contract import Kernels
+from pallas_kernels.tuning.parameters import hopper_gpu
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
@@ -71,7 +72,7 @@ def _choose(implementation: Implementation | None, unsupported: Callable[[], str
     backend = jax.default_backend()
     if backend == "cpu":
         return "xla"
-    if not _is_hopper():
+    if hopper_gpu() is None:
         reason = f"they are for NVIDIA Hopper GPUs, and this is {jax.devices()[0].device_kind}"
     if reason is None:
         return "mosaic_gpu"
@@ -82,15 +83,11 @@ def _choose(implementation: Implementation | None, unsupported: Callable[[], str
     return "xla"
 
 
-def kernels_of(implementation: Implementation) -> Kernels:
-    """The family of kernels."""
-    return hopper if implementation == "mosaic_gpu" else xla
+def kernels_of(implementation: Implementation, num_tokens: int = 1) -> Kernels:
+    """The family of kernels; the portable one where there are no tokens, since no kernel is launched without work."""
+    return hopper if implementation == "mosaic_gpu" and num_tokens else xla
 
 
 def one_by_one(kernels: Kernels, function: Callable) -> Callable:
     """`function` of arrays, which under `vmap` gets one example after another unless these kernels take batches."""
     return function if kernels is xla else sequential_vmap(function)
-
-
-def _is_hopper() -> bool:
-    return jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"

@@ -58,25 +58,21 @@ class Router:
             check_integers(expert_capacity=self.expert_capacity)
         if self.capacity_factor is not None:
             check_numbers(capacity_factor=self.capacity_factor)
-        self._require(self.scoring in get_args(Scoring), "scoring", f"one of {', '.join(get_args(Scoring))}")
-        self._require(self.normalize_weights in (None, True, False), "normalize_weights", "None, True or False")
-        self._require(0 < self.weight_scale < math.inf, "weight_scale", "positive and finite")
-        self._require(self.num_groups >= 1, "num_groups", "at least 1")
-        self._require(
-            1 <= self.groups_per_token <= self.num_groups, "groups_per_token", f"from 1 to num_groups={self.num_groups}"
-        )
-        self._require(
-            self.expert_capacity is None or self.expert_capacity >= 1, "expert_capacity", "None or at least 1"
-        )
-        self._require(
-            self.capacity_factor is None or 0 < self.capacity_factor < math.inf,
-            "capacity_factor",
-            "None or positive and finite",
-        )
-        allowed = get_args(TokenRounding)
-        self._require(self.token_rounding in (None, *allowed), "token_rounding", f"None or one of {', '.join(allowed)}")
-        self._require(self.rounding_tile >= 1, "rounding_tile", "at least 1")
-        self._require(self.rounding_slots >= 0, "rounding_slots", "at least 0")
+        rounding, factor, groups = get_args(TokenRounding), self.capacity_factor, self.num_groups
+        rules = {
+            "scoring": (self.scoring in get_args(Scoring), f"one of {', '.join(get_args(Scoring))}"),
+            "normalize_weights": (self.normalize_weights in (None, True, False), "None, True or False"),
+            "weight_scale": (0 < self.weight_scale < math.inf, "positive and finite"),
+            "num_groups": (groups >= 1, "at least 1"),
+            "groups_per_token": (1 <= self.groups_per_token <= groups, f"from 1 to num_groups={groups}"),
+            "expert_capacity": (self.expert_capacity is None or self.expert_capacity >= 1, "None or at least 1"),
+            "capacity_factor": (factor is None or 0 < factor < math.inf, "None or positive and finite"),
+            "token_rounding": (self.token_rounding in (None, *rounding), f"None or one of {', '.join(rounding)}"),
+            "rounding_tile": (self.rounding_tile >= 1, "at least 1"),
+            "rounding_slots": (self.rounding_slots >= 0, "at least 0"),
+        }
+        for name, (holds, rule) in rules.items():
+            self._require(holds, name, rule)
         deciders = {name: getattr(self, name) for name in ("expert_capacity", "capacity_factor", "token_rounding")}
         given = [f"{name}={value!r}" for name, value in deciders.items() if value is not None]
         if len(given) > 1:

@@ -15,7 +15,6 @@ from blaze_jax.implementation import Implementation, choose_router_implementatio
 from blaze_jax.router import Router, check_router
 from blaze_jax.router_vjp import differentiable_router
 from blaze_jax.token_rounding import round_token_counts
-from pallas_kernels import xla
 from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed
 from pallas_kernels.xla.router import balance_loss, ranking_scores, weights_of, widened
 
@@ -153,9 +152,7 @@ def _route(
     logits, selection_bias, experts_per_token, router: Router, axes: tuple[str, ...], implementation, counted=None
 ) -> tuple[Routing, Grouped | None]:
     num_tokens, num_experts = logits.shape
-    kernels = kernels_of(choose_router_implementation(implementation, logits, experts_per_token))
-    if not num_tokens:
-        kernels = xla  # no kernel without work
+    kernels = kernels_of(choose_router_implementation(implementation, logits, experts_per_token), num_tokens)
     rule = router.rule(experts_per_token)
     routed = differentiable_router(kernels, logits, selection_bias, rule)
     experts, weights, demand = routed.experts, routed.weights, routed.demand

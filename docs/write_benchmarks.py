@@ -1,71 +1,24 @@
 """`python -m docs.write_benchmarks`: writes what was measured into the documents, from the files in docs/results."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from blaze_jax.benchmark.inputs import BOTH
-from blaze_jax.benchmark.plots import draw, published_scaling, reason, source
-from blaze_jax.benchmark.results_file import PUBLISHED, Record, read_results
+from blaze_jax.benchmark.plots import draw, published_scaling, source
+from blaze_jax.benchmark.results_file import Record, read_results
 from blaze_jax.benchmark.routing import DECIDERS
 from blaze_jax.benchmark.scaling import FLAT_FROM, flatness
 from blaze_jax.benchmark.sizes import GPU_SIZES
+from blaze_jax.benchmark.tables import label, milliseconds, table
 
-START = "<!-- results: written by `python -m docs.write_benchmarks`, do not edit -->"
+START = "<!-- results: {}, written by `python -m docs.write_benchmarks`, do not edit -->"
 END = "<!-- end of results -->"
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 README = DOCS.parent / "README.md"
-
-FIGURES = {
-    "compare": {"speed.png": "Speed of forward and backward pass", "memory.png": "Memory kept for the backward pass"},
-    "scaling": {"scaling.png": "Time and memory per token from few tokens to many"},
-    "training": {"training.png": "Loss curves, speed and memory of the same model with each layer"},
-    "memory": {"planned_memory.png": "Peak memory on an H200 by XLA's plan"},
-    "kernels": {"kernels.png": "Time of each kernel"},
-}
-"""Figures that `--plot` draws of each kind of results, with what they show."""
-
-SAYS = {
-    "compare": (
-        "### Next to other layers\n\nThe experts are timed without the router, and the layers in turns. TFLOP/s "
-        'count the arithmetic that the layer needs, not what an implementation adds to it. The column "of dense" '
-        'is the share of the rate that a matrix product of 8192³ reaches in the same run. "Out of memory" means '
-        "more than this GPU gave the program; the results file says how much. Dense dispatch drops tokens beyond "
-        "an expert's capacity; the others drop none. Pale bars come from other runs ({published})."
-    ),
-    "scaling": (
-        "### From few tokens to many\n\nThe figures of one small layer stand next to those in MoEBlaze's slides, "
-        "measured on an H100 with a configuration that the slides do not name, so only the shapes of the curves "
-        "can be compared."
-    ),
-    "training": (
-        "### Training end to end\n\nEach layer trains the same model, from the same parameters and on the same "
-        "batches. The losses should be equal up to rounding. The final loss is averaged over the last 5% of "
-        "steps."
-    ),
-    "routing": (
-        "### Routing\n\nFrom router logits to index arrays, our kernels are compared with XLA's top_k and sorts. "
-        "Inside a jitted training step only the kernels' time counts. A separate call also waits for the host to "
-        "launch it."
-    ),
-    "token_rounding": (
-        "### Token rounding\n\nRounding gives every expert whole tiles of tokens; it is compared with plain "
-        "top-k. Rounding down drops pairs, and its TFLOP/s count those that are left."
-    ),
-    "memory": (
-        "### Memory\n\nXLA's own plan for a forward and backward pass, made without a GPU, has the memory that is"
-        " kept, the temporaries, and the peak, which includes the results."
-    ),
-    "kernels": (
-        '### Kernel by kernel\n\nBursts are runs on an emptied L2 cache. "Back to back" is a second without a '
-        "pause, at the clock rates of a long run. In the figure each kernel shows its share of the rate of a "
-        "dense matrix product or a copy in the same run. The share can pass 100%, because XLA's product is not "
-        "the GPU's peak."
-    ),
-}
-"""What each kind of results shows."""
 
 type Result = dict[str, Any]
 
@@ -75,8 +28,8 @@ def main() -> None:
     results = recorded_results()
     for file in draw(results, RESULTS):
         print(f"drew {file}")
-    update(DOCS / "benchmarks.md", render(results))
-    update(README, summary(results))
+    for path in (DOCS / "benchmarks.md", README):
+        path.write_text(written(path.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 def recorded_results() -> list[Result]:
@@ -84,54 +37,23 @@ def recorded_results() -> list[Result]:
     return [read_results(path) for path in sorted(RESULTS.glob("*.json"))]
 
 
-def update(path: Path, text: str) -> None:
-    """Puts `text` between the two marks in the file.
-
-    Raises:
-      ValueError: the file lacks a mark.
-    """
-    old = path.read_text(encoding="utf-8")
-    before, _ = split(old)
-    path.write_text(f"{before}{START}\n\n{text}\n\n{old[old.index(END) :]}", encoding="utf-8")
+def written(page: str, results: Sequence[Result]) -> str:
+    """The page, with what `render` makes of the results between the marks that name a kind of them."""
+    blocks = re.compile(f"({START.format('(.*?)')}\n\n).*?(\n\n{END})", re.DOTALL)
+    return blocks.sub(lambda found: f"{found[1]}{render(found[2], results)}{found[3]}", page)
 
 
-def split(text: str) -> tuple[str, str]:
-    """What is before the first mark, and what is between the marks.
-
-    Raises:
-      ValueError: a mark is missing.
-    """
-    if START not in text or END not in text:
-        raise ValueError(f"the file must have the lines {START!r} and {END!r}")
-    before, rest = text.split(START, 1)
-    return before, rest.split(END, 1)[0]
-
-
-def render(results: Sequence[Result]) -> str:
-    """A section for each kind of results: figures that `--plot` draws of it, tables, where and how they were taken."""
-    sections: tuple[tuple[str, Callable[[list[Record]], list[str]]], ...] = (
-        ("compare", _comparison),
-        ("scaling", _scaling),
-        ("training", _training),
-        ("routing", _routing),
-        ("token_rounding", _rounding),
-        ("memory", _memory),
-        ("kernels", _kernels),
-    )
-    published = read_results(PUBLISHED)["command"]
+def render(kind: str, results: Sequence[Result]) -> str:
+    """The tables of a kind of results, each with where and how they were taken; or the "summary" of all."""
+    if kind == "summary":
+        return summary(results)
     lines: list[str] = []
-    shown: set[str] = set()
-    for kind, section in sections:
-        for result in results:
-            records = [r for r in result["records"] if r["kind"] == kind]
-            if records:
-                if kind not in shown:
-                    lines += ["", SAYS[kind].format(published=published)]
-                    lines += [f"\n![{text}](results/{name})" for name, text in FIGURES.get(kind, {}).items()]
-                    shown.add(kind)
-                lines += ["", *section(records), "", f"{source(result)}: `{result['command']}`"]
-        if kind == "compare":
-            lines += _sizes_left_out(results)
+    for result in results:
+        records = [r for r in result["records"] if r["kind"] == kind]
+        if records:
+            lines += [*SECTIONS.get(kind, _by_size)(records), "", f"{source(result)}: `{result['command']}`", ""]
+    if kind == "compare":
+        lines += _sizes_left_out(results)
     return "\n".join(lines).strip("\n")
 
 
@@ -142,8 +64,8 @@ def summary(results: Sequence[Result]) -> str:
     layers = [layer for layer in record["layers"] if layer["status"] == "ok"]
     rows = [
         [
-            _layer(layer),
-            f"{_milliseconds(layer['forward']['us'])} / {_milliseconds(layer[BOTH]['us'])}",
+            label(layer),
+            f"{milliseconds(layer['forward']['us'])} / {milliseconds(layer[BOTH]['us'])}",
             f"{layer[BOTH]['ratio_to_ours']:.1f}×",
             f"{layer['saved_mib']:,.0f}",
         ]
@@ -152,14 +74,10 @@ def summary(results: Sequence[Result]) -> str:
     header = ("layer", "forward / with backward, ms", "time to ours", "kept for the backward pass, MiB")
     sizes = "{num_tokens:,} tokens of width {model_width:,}, {experts_per_token} of {num_experts} experts of width "
     sizes = (sizes + "{expert_width:,}").format(**record["sizes"])
-    return "\n".join([*_table(header, rows), "", f"{sizes}, {record['dtype']}; {source(result)}."])
+    return "\n".join([*_markdown(header, rows), "", f"{sizes}, {record['dtype']}; {source(result)}."])
 
 
-def _layer(layer: dict[str, Any]) -> str:
-    return f"{layer['layer']} ({layer['backend']})" if layer["backend"] else layer["layer"]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
@@ -167,46 +85,11 @@ def _name(sizes: dict[str, int]) -> str:
     return ", ".join(str(size) for size in sizes.values())
 
 
-def _milliseconds(us: float) -> str:
-    return f"{us / 1e3:.2f}"
-
-
-def _comparison(records: list[Record]) -> list[str]:
-    rows = []
-    for record in records:
-        for i, layer in enumerate(record["layers"]):
-            cells = [_name(record["sizes"]) if i == 0 else "", _layer(layer)]
-            if layer["status"] != "ok":
-                time = reason(layer["status"])
-                if "forward" in layer:
-                    time = f"{_milliseconds(layer['forward']['us'])} / {time}"
-                saved = f"{layer['saved_mib']:,.0f} / –" if "saved_mib" in layer else ""
-                rows.append([*cells, time, "", "", "", saved, ""])
-                continue
-            forward, both = layer["forward"], layer[BOTH]
-            peak = f"{layer['peak_mib']:,.0f}" if "peak_mib" in layer else "?"
-            rows.append(
-                [
-                    *cells,
-                    f"{_milliseconds(forward['us'])} / {_milliseconds(both['us'])}",
-                    f"{both['spread']:.0%}",
-                    f"{both['tflops']:.3g}",
-                    f"{both['share_of_dense']:.0%}",
-                    f"{layer['saved_mib']:,.0f} / {peak}",
-                    f"{both['ratio_to_ours']:.2f}×",
-                ]
-            )
-    header = (
-        "T, d, n, E, K",
-        "layer",
-        "forward / both, ms",
-        "spread",
-        "TFLOP/s",
-        "of dense",
-        "saved / peak, MiB",
-        "time to ours",
-    )
-    return _table(header, rows)
+def _by_size(records: list[Record]) -> list[str]:
+    """The terminal's tables one below the other, each with its sizes."""
+    header, *_ = table(records[0])
+    rows = [(_name(r["sizes"]) if i == 0 else "", *row) for r in records for i, row in enumerate(table(r)[1:])]
+    return _markdown(("T, d, n, E, K", *header), rows)
 
 
 def _sizes_left_out(results: Sequence[Result]) -> list[str]:
@@ -216,26 +99,15 @@ def _sizes_left_out(results: Sequence[Result]) -> list[str]:
     missing = [_name(sizes) for sizes in defaults if sizes not in measured]
     if not missing or not any(sizes in defaults for sizes in measured):
         return []
-    return ["", f"Default sizes not compared: {'; '.join(missing)}."]
+    return [f"Default sizes not compared: {'; '.join(missing)}."]
 
 
 def _scaling(records: list[Record]) -> list[str]:
-    theirs = {r["num_tokens"]: (_milliseconds(r["us"]), f"{r['mb']:,.0f}") for r in published_scaling()}
-    rows = [
-        [
-            f"{r['sizes']['num_tokens']:,}",
-            _milliseconds(r["us"]),
-            f"{r['spread']:.0%}",
-            f"{r['ns_per_token']:.1f}",
-            f"{r['saved_mib']:,.0f}",
-            f"{r['peak_mib']:,.0f}" if "peak_mib" in r else "?",
-            *theirs.get(r["sizes"]["num_tokens"], ("", "")),
-        ]
-        for r in records
-    ]
+    theirs = {r["num_tokens"]: (milliseconds(r["us"]), f"{r['mb']:,.0f}") for r in published_scaling()}
+    header, *_ = table(records[0])
+    rows = [(*table(r)[1], *theirs.get(r["sizes"]["num_tokens"], ("", ""))) for r in records]
     time, memory = (flatness(records, name) for name in ("ns_per_token", "saved_bytes_per_token"))
-    ours = ("tokens", "forward+backward, ms", "spread", "ns per token", "saved, MiB", "peak, MiB")
-    lines = _table((*ours, "MoEBlaze's slides, ms", "memory, MB"), rows)
+    lines = _markdown((*header, "MoEBlaze's slides, ms", "memory, MB"), rows)
     if time is not None and memory is not None:
         varies = f"time per token varies by {time:.1%}, saved memory per token by {memory:.1%}"
         lines += ["", f"From {FLAT_FROM:,} tokens on, {varies}."]
@@ -263,27 +135,7 @@ def _routing(records: list[Record]) -> list[str]:
         *(f"{name}, separate call, µs" for name in walls),
         *(f"ours, {name}, µs" for name in deciders),
     )
-    return _table(header, rows)
-
-
-def _rounding(records: list[Record]) -> list[str]:
-    rows = [
-        [
-            _name(r["sizes"]) if i == 0 else "",
-            name,
-            _milliseconds(row["us"]),
-            f"{row['pairs']:,}",
-            f"{row['rows_of_tiles']:,}",
-            f"{row['tflops']:.3g}",
-            f"{row['speedup']:.2f}×",
-            _milliseconds(row["us_with_router"]),
-            f"{row['speedup_with_router']:.2f}×",
-        ]
-        for r in records
-        for i, (name, row) in enumerate(r["routings"].items())
-    ]
-    header = ("T, d, n, E, K", "routing", "experts, ms", "pairs", "rows of whole tiles", "TFLOP/s", "speed-up")
-    return _table((*header, "with router, ms", "speed-up"), rows)
+    return _markdown(header, rows)
 
 
 def _training(records: list[Record]) -> list[str]:
@@ -298,37 +150,11 @@ def _training(records: list[Record]) -> list[str]:
         for r in records
     ]
     header = (records[0]["title"], "tokens/s", "peak memory, GiB", "final loss, bits/byte", "difference")
-    return _table(header, rows)
+    return _markdown(header, rows)
 
 
-def _kernels(records: list[Record]) -> list[str]:
-    rows = []
-    for record in records:
-        for i, (name, timed) in enumerate(record["passes"].items()):
-            sustained = timed["sustained"]
-            rows.append(
-                [
-                    _name(record["sizes"]) if i == 0 else "",
-                    name,
-                    f"{_milliseconds(timed['us'])} ({timed['tflops']:.3g})",
-                    f"{timed['share_of_dense']:.0%}",
-                    f"{_milliseconds(sustained['us'])} ({sustained['tflops']:.3g})",
-                    f"{sustained['tflops'] / record['ceilings']['sustained_tflops']:.0%}",
-                ]
-            )
-    header = ("T, d, n, E, K", "pass", "burst, ms (TFLOP/s)", "of dense", "back to back, ms (TFLOP/s)", "of dense")
-    return _table(header, rows)
-
-
-def _memory(records: list[Record]) -> list[str]:
-    rows = []
-    for record in records:
-        for i, layer in enumerate(record["layers"]):
-            saved = f"{layer['saved_mib']:,.0f}" if "saved_mib" in layer else ""
-            status = layer["status"].split(":")[0]
-            planned = [f"{layer[k]:,.0f}" for k in ("temporaries_mib", "peak_mib")] if status == "ok" else [status, ""]
-            rows.append([_name(record["sizes"]) if i == 0 else "", layer["layer"], saved, *planned])
-    return _table(("T, d, n, E, K", "layer", "saved, MiB", "temporaries, MiB", "with results, MiB"), rows)
+SECTIONS = {"scaling": _scaling, "training": _training, "routing": _routing}
+"""Tables that are not the terminal's."""
 
 
 if __name__ == "__main__":

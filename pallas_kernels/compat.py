@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,27 +73,11 @@ def remember_assembler_version() -> None:
     extension._get_ptxas_isa_version = cache(extension._get_ptxas_isa_version)
 
 
-class LoweredKernel(NamedTuple):
-    """The custom call that launches a Mosaic GPU kernel, in a program for `device`.
+def when_a_kernel_is_lowered(call: Callable[[bytes, Callable[[], Any]], None]) -> None:
+    """Calls `call(hash, compile)` for each Mosaic GPU kernel that jax lowers for a device; not for `jax.export`.
 
-    Attributes:
-      target: its name.
-      attributes: its attributes, as `jax.ffi.ffi_call` takes them.
-      operands, results: shapes and dtypes.
-      device: the `jax.Device`, or the first of them in this process.
-    """
-
-    target: str
-    attributes: dict[str, Any]
-    operands: list[jax.ShapeDtypeStruct]
-    results: list[jax.ShapeDtypeStruct]
-    device: Any
-
-
-def when_a_kernel_is_lowered(call: Callable[[LoweredKernel], None]) -> None:
-    """Calls `call` for each Mosaic GPU kernel that jax lowers for a device, from now on; not for `jax.export`.
-
-    Waits for jaxlib to assemble the kernels of a program in parallel.
+    `compile()` compiles the kernel in a program of its own. Waits for jaxlib to assemble the kernels of a program in
+    parallel.
     """
     core: Any = import_module("jax.experimental.mosaic.gpu.core")  # where there is no Mosaic GPU, nobody asks
 
@@ -107,15 +91,14 @@ def when_a_kernel_is_lowered(call: Callable[[LoweredKernel], None]) -> None:
         if client is not None and client.platform in ("gpu", "cuda") and not module.lowering_parameters.for_export:
             operation = results[0].owner.attributes
             kernel = {a.name: a.attr for a in operation["mhlo.backend_config"]}
-            call(
-                LoweredKernel(
-                    target=operation["call_target_name"].value,
-                    attributes={name: getattr(a, "value_bytes", None) or a.value for name, a in kernel.items()},
-                    operands=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in context.avals_in],
-                    results=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in context.avals_out],
-                    device=(client.local_devices() or client.devices())[0],
-                )
-            )
+            attributes = {name: getattr(a, "value_bytes", None) or a.value for name, a in kernel.items()}
+            device = (client.local_devices() or client.devices())[0]
+            placement = jax.sharding.SingleDeviceSharding(device)
+            inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placement) for a in context.avals_in]
+            outputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in context.avals_out]
+            launch = jax.ffi.ffi_call(operation["call_target_name"].value, outputs, has_side_effect=True)
+            program = jax.jit(lambda *arrays: launch(*arrays, **attributes))
+            call(attributes["kernel_hash"], lambda: program.lower(*inputs).compile())
         return results
 
     core._mosaic_gpu_lowering_rule = lower_and_call

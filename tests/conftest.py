@@ -10,7 +10,7 @@ import hypothesis
 import jax
 import pytest
 
-from pallas_kernels.compile_only import missing_for_h200
+from pallas_kernels.compile_only import missing_compiler
 
 # What somebody tuned on this machine is no part of what is tested.
 os.environ["BLAZE_JAX_TUNING"] = ""
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
     reasons = {}
     if not (jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"):
         reasons["gpu"] = "needs a Hopper GPU"
-    if missing := missing_for_h200():
+    if missing := missing_compiler():
         reasons["compile_only"] = missing
     for item in items:
         for marker, reason in reasons.items():

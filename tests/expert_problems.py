@@ -1,6 +1,6 @@
 """Arguments of `expert_ffn` for a routing, and its output and all gradients in one call."""
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from blaze_jax import expert_ffn
 from blaze_jax.activations import get_activation
+from pallas_kernels.xla.row_groups import Turn, turns_of
 
 
 class Problem(NamedTuple):
@@ -64,6 +66,27 @@ def results(function, problem: Problem, **options) -> dict[str, Array]:
     """
     with jax.default_matmul_precision("highest"):
         return _results(function, tuple(options.items()), *problem)
+
+
+RAGGED = Turn(4, 7)
+
+
+def batched(problem: Problem, turn: Turn = RAGGED, **options) -> dict[str, Array]:
+    """`results` as accelerators compute them, forced on whatever runs these tests."""
+    with turns_of(*turn):
+        return results(experts_in(turn), problem, implementation="xla", **options)
+
+
+@cache
+def experts_in(turn: Turn):
+    """`expert_ffn` as a function of its own for each turn, so that jax compiles each."""
+    return partial(expert_ffn)
+
+
+def lowered(platform: str, problem, **options) -> str:
+    """The program for `results` of `expert_ffn` on a platform that need not be there; the problem may be of shapes."""
+    traced = _results.trace(expert_ffn, tuple(options.items()), *problem)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def apply(function, x, params, weights, experts, **options) -> Array:

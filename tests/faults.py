@@ -32,6 +32,7 @@ class Fault(NamedTuple):
 
 
 XLA, HOPPER, SIMT, LAYER = "pallas_kernels/xla", "pallas_kernels/hopper", "pallas_kernels/simt", "blaze_jax"
+FILES = "blaze_jax/checkpoints"
 KERNELS, MODULES = "tests/pallas_kernels", "tests/blaze_jax"
 ROUTER = f"{MODULES}/test_routing_losses.py {MODULES}/test_routing.py {KERNELS}/simt/test_router.py"
 ROUTING = f"{MODULES}/test_routing_capacity.py {MODULES}/test_token_rounding.py {MODULES}/test_routing.py"
@@ -102,7 +103,7 @@ FAULTS = [
     Fault(f"{LAYER}/experts_vjp.py", "tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)", "tuple(pre_activations)", f"{MODULES}/test_experts_memory.py"),
     Fault(f"{LAYER}/experts.py", "checkpoint_name(dispatch, INDEX_NAME)", "dispatch", f"{MODULES}/test_experts_memory.py"),
     # the Hopper kernels, interpreted
-    Fault(f"{HOPPER}/ring.py", "inline.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),
+    Fault(f"{HOPPER}/ring.py", "gather.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),
     Fault(f"{HOPPER}/row_matmul.py", "rows = jnp.clip(tile.valid_rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(tile.valid_rows, 0, GROUP_ROWS)", f"{KERNELS}/hopper/test_tile_order.py"),
     Fault(f"{HOPPER}/ring.py", "self.release(step + self.stages - 1)\n            return step + 1", "self.release(step)\n            return step + 1", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/test_down_projection_and_backward.py"),
     Fault(f"{HOPPER}/ragged_store.py", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),
@@ -120,6 +121,21 @@ FAULTS = [
     Fault(f"{LAYER}/routing.py", "counted is None else max(counted, 1)", "counted is None else all_tokens", PARALLEL),
     Fault(f"{LAYER}/layer_over_devices.py", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", PARALLEL),
     Fault(f"{XLA}/dispatch.py", "(place >= 0) & (place < offsets[-1])", "place >= 0", f"{KERNELS}/test_row_range.py"),
+    # public checkpoints
+    Fault(f"{FILES}/decode.py", "[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]", f"{MODULES}/checkpoints/test_decode.py"),
+    Fault(f"{FILES}/decode.py", "jnp.where(scale == 255", "jnp.where(scale == 256", f"{MODULES}/checkpoints/test_decode.py"),
+    Fault(f"{FILES}/layouts.py", "step = len(self.parameters) if self.alternating else 1", "step = 1", f"{MODULES}/checkpoints/test_load.py"),
+    Fault(f"{FILES}/layouts.py", 'Tensor("experts.gate_up_proj", ("w_gate", "w_up")),', 'Tensor("experts.gate_up_proj", ("w_up", "w_gate")),', f"{MODULES}/checkpoints/test_load.py"),
+    Fault(f"{FILES}/layouts.py", '_by_expert("w1", "w3", "w2")', '_by_expert("w3", "w1", "w2")', f"{MODULES}/checkpoints/test_load.py"),
+    Fault(f"{FILES}/pieces.py", "return slice(part.start // unit, -(-part.stop // unit))", "return slice(part.start // unit, part.stop // unit)", f"{MODULES}/checkpoints/test_load.py"),
+    Fault(f"{FILES}/pieces.py", "cut = _inside(piece.rows, rows), _inside", "cut = (0, piece.rows.stop - piece.rows.start), _inside", f"{MODULES}/checkpoints/test_load.py"),
+    Fault(f"{FILES}/shards.py", "at = [expert - start for start, _ in leading]", "at = [expert for _ in leading]", f"{MODULES}/checkpoints/test_load.py"),
+    Fault(f"{FILES}/shards.py", "start = -memory.ctypes.data % 64", "start = -memory.ctypes.data % 64 + 2", f"{MODULES}/checkpoints/test_load.py"),
+    Fault(f"{FILES}/folder.py", "if self.shape != tuple(shape):", "if len(self.shape) != len(tuple(shape)):", f"{MODULES}/checkpoints/test_errors.py"),
+    Fault(f"{FILES}/folder.py", 'or ".." in path.parts', "", f"{MODULES}/checkpoints/test_errors.py"),
+    Fault(f"{FILES}/block.py", "if missing := sorted(names - present):", "if missing := []:", f"{MODULES}/checkpoints/test_errors.py"),
+    Fault(f"{FILES}/huggingface.py", "(layer + 1) % step", "layer % step", f"{MODULES}/checkpoints/test_config.py"),
+    Fault(f"{FILES}/writing.py", '_replace(folder / INDEX,', '_replace(folder / "index",', f"{MODULES}/checkpoints/test_save.py"),
     # the layer and its modules
     Fault(f"{LAYER}/shared_experts.py", "names = (\"shared_w_gate\", \"shared_w_up\")", "names = (\"shared_w_up\", \"shared_w_gate\")", f"{MODULES}/test_layer.py"),
     Fault(f"{LAYER}/linen.py", "if state is not None and train and", "if state is not None and", f"{MODULES}/test_linen.py"),

@@ -1,9 +1,12 @@
 """Configurations, parameters and tokens of whole layers."""
 
+from dataclasses import fields
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import blaze_jax
 from blaze_jax import MoEConfig, Router, moe
 
 WIDTH = 10
@@ -33,6 +36,10 @@ CONFIGS = {
 
 layer = jax.jit(moe, static_argnums=2, static_argnames="train")
 """`moe`, compiled once for a configuration and shape."""
+
+OPTIONS = ("router", "implementation", "axis_name", *(field.name for field in fields(Router)))
+route = jax.jit(blaze_jax.route, static_argnums=1, static_argnames=OPTIONS)
+"""`blaze_jax.route`, compiled once for its options and shape: one by one, its operations take longer to compile."""
 
 
 def random_parameters(config: MoEConfig, *, use_bias: bool = False, dtype="float32") -> dict:

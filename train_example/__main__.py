@@ -6,9 +6,10 @@ import sys
 
 import jax
 
-from train_example.arguments import parse_arguments
+from train_example.arguments import new_config, parse_arguments
 from train_example.errors import UserError
 from train_example.memory import allow_all_memory
+from train_example.plan import memory_plan, plan_text
 from train_example.train import run
 
 _USER_ERROR = 2
@@ -23,6 +24,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = None
     try:
         arguments = parse_arguments(argv)
+        if arguments.compile_only:
+            if arguments.mesh or arguments.cluster:
+                raise UserError("--compile-only plans a run on one GPU: leave --mesh and --cluster out")
+            config = new_config(arguments.options)
+            print(plan_text(config, memory_plan(config)))
+            return 0
         allow_all_memory()
         if arguments.cluster is not None:
             arguments.cluster.join()

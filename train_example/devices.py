@@ -136,6 +136,8 @@ class Devices:
         """Arrays that one process can use alone."""
         if self.parallel is None:
             return tree
+        if jax.process_count() == 1:
+            return jax.device_get(tree)
         return jax.device_get(jax.jit(lambda t: t, out_shardings=self.everywhere)(tree))
 
     def any_process(self, wish: bool) -> bool:

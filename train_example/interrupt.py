@@ -2,28 +2,23 @@
 
 import os
 import signal
-from types import FrameType, TracebackType
+from contextlib import ExitStack
+from types import FrameType
 from typing import Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGE = b"\nfinishing this step, then saving; once more to stop at once\n"
 
 
-class Interrupt:
+class Interrupt(ExitStack):
     """Inside the context, the first SIGINT or SIGTERM only sets `requested`; a second one ends the program at once."""
 
-    def __init__(self):
-        self.requested = False
+    requested = False
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._request) for number in _SIGNALS}
+        for number in _SIGNALS:
+            self.callback(signal.signal, number, signal.signal(number, self._request))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

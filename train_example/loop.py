@@ -6,17 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from train_example.compile_step import compile_step
 from train_example.config import TrainConfig
+from train_example.data import Corpus
 from train_example.errors import UserError
 from train_example.interrupt import Interrupt
 from train_example.memory import peak_memory_gib
 from train_example.metrics import MetricsLog, Record
 from train_example.optimizer import make_optimizer
 from train_example.progress import Progress
+from train_example.public_model import load_params
 from train_example.run_once import jit_once
 from train_example.setup import Setup
 from train_example.step import StepMetrics, TrainState, init_state, make_evaluation
@@ -46,9 +49,9 @@ def train(setup: Setup, log: MetricsLog, progress: Progress, interrupt: Interrup
         state, on_device = train_step(state, batch)
         batch = _batch(setup, step)  # the next one, while the device computes
         metrics = jax.device_get(on_device)
-        record = _record(config, step, metrics, time.perf_counter() - step_start)
+        record = _record(setup, step, metrics, time.perf_counter() - step_start)
         if _due(config, step, config.evaluate_every):
-            record["held_out"] = _bits(evaluate(state, held_out))
+            record["held_out"] = _bits(evaluate(state, held_out), setup.corpus)
         record["elapsed"] = time.perf_counter() - start
         check_finite(config, record)
         log.write(record)
@@ -74,15 +77,19 @@ def first_state(setup: Setup) -> TrainState:
     """The state to go on from: the checkpoint's, or a fresh one."""
 
     def init() -> TrainState:
-        return init_state(setup.model, make_optimizer(setup.config), jax.random.key(setup.config.seed))
+        return init_state(setup.config, setup.model)
 
     like = jax.eval_shape(init)
     shardings = setup.devices.shardings(like, setup.model.moe, setup.config.model.width)
-    if not setup.first_step:
-        return jit_once(init, shardings)()
-    if shardings is not None:
-        like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, shardings)
-    return setup.checkpoints.restore(setup.first_step, like)
+    if setup.first_step:
+        if shardings is not None:
+            like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, shardings)
+        return setup.checkpoints.restore(setup.first_step, like)
+    if setup.config.checkpoint:
+        params = load_params(setup.config.checkpoint, setup.model, shardings and shardings.params)
+        make_moments = jit_once(make_optimizer(setup.config).init, shardings and shardings.optimizer_state)
+        return TrainState(jnp.int32(0), params, {}, make_moments(params))
+    return jit_once(init, shardings)()
 
 
 def _batch(setup: Setup, step: int) -> UInt8[Array, "A M S+1"]:
@@ -104,11 +111,11 @@ def _due(config: TrainConfig, step: int, every: int) -> bool:
     return step % every == 0 or step == config.steps
 
 
-def _record(config: TrainConfig, step: int, metrics: StepMetrics, seconds: float) -> Record:
-    load = metrics.tokens_per_expert
+def _record(setup: Setup, step: int, metrics: StepMetrics, seconds: float) -> Record:
+    config, load = setup.config, metrics.tokens_per_expert
     record = {
         "step": step,
-        "loss": _bits(metrics.loss),
+        "loss": _bits(metrics.loss, setup.corpus),
         "auxiliary_loss": float(metrics.auxiliary_loss),
         "gradient_norm": float(metrics.gradient_norm),
         "learning_rate": float(metrics.learning_rate),
@@ -122,8 +129,9 @@ def _record(config: TrainConfig, step: int, metrics: StepMetrics, seconds: float
     return record
 
 
-def _bits(nats: Float[Array, ""]) -> float:
-    return float(nats) / math.log(2)
+def _bits(nats: Float[Array, ""], corpus: Corpus) -> float:
+    """Bits per byte."""
+    return float(nats) / math.log(2) / corpus.stream.bytes_per_unit
 
 
 def check_finite(config: TrainConfig, record: Record) -> None:

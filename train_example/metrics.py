@@ -3,15 +3,16 @@
 import io
 import json
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from train_example.errors import UserError
 
 type Record = dict[str, Any]
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager):
     """Appends records to a file; what was written outlives the process, however that ends.
 
     Args:
@@ -39,9 +40,6 @@ class MetricsLog:
             self._file = path.open("a", buffering=1)
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}; free it, or choose another --out") from error
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

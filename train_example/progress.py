@@ -1,14 +1,14 @@
 """What a run shows while it trains: a bar on a terminal, and a line per evaluation everywhere."""
 
 import sys
-from typing import Self
+from contextlib import AbstractContextManager
 
 from tqdm import tqdm
 
 from train_example.metrics import Record
 
 
-class Progress:
+class Progress(AbstractContextManager):
     """A live bar on stderr where that is a terminal, and lines on stdout that do not disturb it."""
 
     def __init__(self, first_step: int, steps: int):
@@ -21,9 +21,6 @@ class Progress:
             disable=None,  # unless it is a terminal
             dynamic_ncols=True,
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tuning.parameters import hopper_gpu
 from train_example.arguments import Arguments, new_config, resumed_config
 from train_example.checkpoint import Checkpoints
 from train_example.config import TrainConfig
@@ -14,8 +15,7 @@ from train_example.data import Corpus, open_text
 from train_example.devices import Devices
 from train_example.errors import UserError
 from train_example.model import Decoder
-
-_HOPPER = "9.0"  # compute capability
+from train_example.tokens import TokenStream
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def prepare(arguments: Arguments) -> Setup:
             raise UserError(f"{out} has a run already: go on with it by --resume, or choose another --out")
         saved, config = None, new_config(arguments.options)
 
-    corpus = Corpus(open_text(config.data), config.sequence_length)
+    corpus = make_corpus(config)
     if saved is not None and saved["text"] != _fingerprint(corpus):
         raise UserError(f"the text is not the one that the run in {out} was trained on: give that one as --data")
     devices = Devices.of(arguments.mesh)
@@ -78,6 +78,14 @@ def prepare(arguments: Arguments) -> Setup:
     model = make_model(config, devices)
     _check_implementation(config, model)
     return Setup(config, corpus, model, out, checkpoints or _new_checkpoints(out), done or 0, devices)
+
+
+def make_corpus(config: TrainConfig) -> Corpus:
+    """The text of a run, in bytes, or in the tokens of the model that it starts from."""
+    stream, vocabulary = open_text(config.data), config.model.vocabulary
+    if config.checkpoint:
+        stream = TokenStream(stream, config.checkpoint, vocabulary)
+    return Corpus(stream, config.sequence_length, vocabulary)
 
 
 def make_model(config: TrainConfig, devices: Devices = Devices()) -> Decoder:
@@ -108,11 +116,10 @@ def _check_mesh(config: TrainConfig, devices: Devices) -> None:
 
 
 def _check_implementation(config: TrainConfig, model: Decoder) -> None:
-    device = jax.devices()[0]
-    if config.implementation == "mosaic_gpu" and getattr(device, "compute_capability", None) != _HOPPER:
+    if config.implementation == "mosaic_gpu" and hopper_gpu() is None:
         raise UserError(
-            f"--implementation mosaic_gpu needs a Hopper GPU, the device here is {device.device_kind}: choose xla, or "
-            "leave the option out"
+            f"--implementation mosaic_gpu needs a Hopper GPU, the device here is {jax.devices()[0].device_kind}: "
+            "choose xla, or leave the option out"
         )
     tokens = jnp.zeros((config.batch_size // config.accumulate, config.sequence_length), jnp.int32)
     try:

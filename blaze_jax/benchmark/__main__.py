@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,19 +10,19 @@ import jax.numpy as jnp
 
 from blaze_jax.benchmark import sizes as known
 from blaze_jax.benchmark.arguments import parse_arguments
-from blaze_jax.benchmark.compare import compare, print_comparison
-from blaze_jax.benchmark.compile_only import measure_memory, print_memory
-from blaze_jax.benchmark.compile_time import measure_compile_time, print_compile_time
+from blaze_jax.benchmark.compare import compare
+from blaze_jax.benchmark.compile_only import measure_memory
+from blaze_jax.benchmark.compile_time import measure_compile_time
 from blaze_jax.benchmark.environment import describe, environment
-from blaze_jax.benchmark.kernels import measure_kernels, print_kernels
-from blaze_jax.benchmark.mesh import measure_mesh, print_mesh
-from blaze_jax.benchmark.plots import MissingLibraryError, draw
-from blaze_jax.benchmark.progress import Bar, counted
+from blaze_jax.benchmark.kernels import measure_kernels
+from blaze_jax.benchmark.mesh import measure_mesh, mesh_text
 from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
-from blaze_jax.benchmark.rounding import measure_rounding, print_rounding
-from blaze_jax.benchmark.routing import measure_routing, print_routing
-from blaze_jax.benchmark.scaling import measure_scaling_point, print_flatness, print_scaling_point
-from pallas_kernels.compile_only import missing_for_h200
+from blaze_jax.benchmark.rounding import measure_rounding
+from blaze_jax.benchmark.routing import measure_routing
+from blaze_jax.benchmark.scaling import measure_scaling_point, print_flatness
+from blaze_jax.benchmark.tables import terminal
+from blaze_jax.progress import Say, counted, write
+from pallas_kernels.compile_only import missing_compiler
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,19 +32,27 @@ def main(argv: list[str] | None = None) -> int:
         recorded = [read_results(path) for path in arguments.recorded or ()]
         results = recorded or [_measure(arguments)]
         if arguments.plot is not None:
-            for file in draw(results, arguments.plot):
-                print(f"drew {file}")
-    except (ValueError, NotImplementedError, MissingLibraryError) as error:
+            _draw(results, arguments.plot)
+    except (ValueError, NotImplementedError) as error:
         print(f"python -m blaze_jax.benchmark: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _draw(results: Sequence[dict[str, Any]], folder) -> None:
+    try:
+        from blaze_jax.benchmark.plots import draw
+    except ImportError as error:
+        raise NotImplementedError("--plot needs matplotlib: pip install 'blaze_jax[benchmark]'") from error
+    for file in draw(results, folder):
+        print(f"drew {file}")
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.mesh:
         return _measure_mesh(arguments)
     target = arguments.compile_only or arguments.compile_time
-    if target and (reason := missing_for_h200()):
+    if target and (reason := missing_compiler()):
         mode = "--compile-only" if arguments.compile_only else "--compile-time"
         raise NotImplementedError(f"{mode} {target} cannot run: {reason}")
     values = environment()
@@ -59,14 +66,12 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
             f"no GPU here but {jax.default_backend()}: wall time, and small sizes unless --config or --preset says so"
         )
     dtype = jnp.dtype(arguments.dtype or ("bfloat16" if on_gpu or target else "float32"))
-    items, measure, show = _plan(arguments, dtype, on_gpu)
-    for item, bar in counted(items):
-        file.add(measure(item, bar))
-        with bar.hidden():
-            if isinstance(item, known.Sizes) and not arguments.scaling:
-                print(f"{item}, {dtype.name}")
-            show(file.records[-1])
-            sys.stdout.flush()
+    items, measure = _plan(arguments, dtype, on_gpu)
+    for item, say in counted(items):
+        say(str(item))
+        file.add(measure(item, say))
+        heading = f"{item}, {dtype.name}" if isinstance(item, known.Sizes) else "T={}, E={}, K={}".format(*item)
+        write(f"{heading}\n{terminal(file.records[-1])}")
     if arguments.scaling:
         print_flatness(file.records)
     return file.content
@@ -77,8 +82,8 @@ def _measure_mesh(arguments: argparse.Namespace) -> dict[str, Any]:
     file = ResultsFile(arguments.json, {})
     sizes = [*arguments.config, *(known.preset(name, arguments.tokens) for name in arguments.preset)]
     items = [(item, variant) for item in sizes or known.MESH_SIZES for variant in arguments.variant or [{}]]
-    for item, bar in counted(items):
-        bar.say(str(item[0]))
+    for item, say in counted(items):
+        say(str(item[0]))
         values, record = measure_mesh(
             item,
             arguments.mesh,
@@ -88,49 +93,37 @@ def _measure_mesh(arguments: argparse.Namespace) -> dict[str, Any]:
             implementation=arguments.implementation,
             limit_seconds=arguments.case_seconds,
         )
-        with bar.hidden():
-            if values and not file.environment:
-                file.environment = values
-                print(describe(values))
-            file.add(record)
-            print_mesh(record)
-            sys.stdout.flush()
+        if values and not file.environment:
+            file.environment = values
+            write(describe(values))
+        file.add(record)
+        write(mesh_text(record))
     return file.content
 
 
-def _plan(
-    arguments, dtype, on_gpu: bool
-) -> tuple[Sequence[Any], Callable[[Any, Bar], Record], Callable[[Record], None]]:
-    """The items to measure, how to measure one, and how to print it."""
+def _plan(arguments, dtype, on_gpu: bool) -> tuple[Sequence[Any], Callable[[Any, Say], Record]]:
+    """The items to measure, and how to measure one."""
     common = {"repeats": arguments.repeats, "implementation": arguments.implementation}
     chosen = [*arguments.config, *(known.preset(name, arguments.tokens) for name in arguments.preset)]
     if arguments.routing:
         items = known.ROUTING_SIZES if on_gpu else known.CPU_ROUTING_SIZES
-        return items, lambda item, bar: measure_routing(*item, **common), print_routing
+        return items, lambda item, _: measure_routing(*item, **common)
     if arguments.scaling:
         items = known.SCALING_SIZES if on_gpu else known.CPU_SCALING_SIZES
-        return items, _said(partial(measure_scaling_point, dtype=dtype, **common)), print_scaling_point
+        return items, lambda item, _: measure_scaling_point(item, dtype, **common)
     if arguments.token_rounding:
         items = chosen or [known.ROUNDING_SIZES if on_gpu else known.CPU_ROUNDING_SIZES]
-        return items, _said(partial(measure_rounding, dtype=dtype, **common)), print_rounding
+        return items, lambda item, _: measure_rounding(item, dtype, **common)
     if arguments.compile_time:
-        return chosen or known.GPU_SIZES[:1], _said(partial(measure_compile_time, dtype=dtype)), print_compile_time
+        return chosen or known.GPU_SIZES[:1], lambda item, _: measure_compile_time(item, dtype)
     items = chosen or (known.GPU_SIZES if on_gpu or arguments.compile_only else known.CPU_SIZES)
     if arguments.compile_only:
-        return items, _said(partial(measure_memory, dtype=dtype, peers=arguments.peers)), print_memory
+        return items, lambda item, _: measure_memory(item, dtype, peers=arguments.peers)
     if arguments.kernels:
-        return items, _said(partial(measure_kernels, dtype=dtype, **common)), print_kernels
-    of_layers = {"peers": arguments.peers, "same_experts": arguments.same_experts}
-    run = partial(compare, dtype=dtype, limit_seconds=arguments.limit_seconds, **of_layers, **common)
-    return items, lambda item, bar: run(item, progress=bar.say), print_comparison
-
-
-def _said(measure: Callable[..., Record]) -> Callable[[Any, Bar], Record]:
-    def run(item, bar: Bar) -> Record:
-        bar.say(str(item))
-        return measure(item)
-
-    return run
+        return items, lambda item, _: measure_kernels(item, dtype, **common)
+    names = ("peers", "same_experts", "limit_seconds")
+    options = common | {name: getattr(arguments, name) for name in names}
+    return items, lambda item, say: compare(item, dtype, progress=say, **options)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,8 @@ class Ceilings(NamedTuple):
     def pass_record(self, timing: Timing, flops: float) -> dict[str, Any]:
         """Times and rates of a pass of so many operations, as they go into the JSON file."""
         tflops = flops / timing.us / 1e6
-        return {
-            "clock": timing.clock,
-            "us": timing.us,
-            "spread": timing.spread,
-            "samples_us": timing.samples_us,
-            "tflops": tflops,
-            "share_of_dense": tflops / self.tflops,
-            "note": timing.note,
-        }
+        rates = {"tflops": tflops, "share_of_dense": tflops / self.tflops}
+        return {**timing.record(), "samples_us": timing.samples_us, **rates}
 
 
 class CeilingCalls:
@@ -63,6 +56,3 @@ class CeilingCalls:
     def dense_tflops(self, us: float) -> float:
         """TFLOP/s of the dense product that takes so many microseconds."""
         return 2 * self.width**3 / us / 1e6
-
-    def __str__(self) -> str:
-        return f"dense {self.width}³ matmul, copy of {self.copied_bytes / 2**20:.0f} MiB"

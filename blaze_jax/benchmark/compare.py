@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from blaze_jax.benchmark.ceilings import DENSE, CeilingCalls, Ceilings
+from blaze_jax.benchmark.ceilings import CeilingCalls, Ceilings
 from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, abstract_inputs, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.peers import (
     PORTABLE,
@@ -59,6 +60,7 @@ def compare(
     inputs = expert_inputs(sizes, dtype, same_experts=same_experts)
     ceiling_calls = CeilingCalls(dtype)
     rough = ceiling_calls.rates(time_calls(ceiling_calls.calls, repeats=3))
+    trial = _Trial(sizes, inputs, rough, limit_seconds)
     implementation = choose_implementation(implementation, inputs[0], inputs[1:4], ())
     layers = [_Candidate(OURS, implementation, partial(expert_ffn, implementation=implementation))]
     failures = []
@@ -67,13 +69,13 @@ def compare(
             continue  # ours already
         progress(f"compiling {name}")
         try:
-            layers.append(_best_variant(name, sizes, inputs, rough, limit_seconds))
+            layers.append(_best_variant(name, trial))
         except UnavailableError as error:
             failures.append({"layer": name, "backend": "", "status": str(error)})
     records: dict[str, dict[str, Any]] = {}
     for candidate in layers:
         progress(f"compiling {candidate.name}")
-        records[candidate.name] = candidate.prepare(sizes, inputs, rough, limit_seconds)
+        records[candidate.name] = candidate.prepare(trial)
     ceilings = {}
     for phase, factor in PASSES.items():
         progress(phase)
@@ -99,37 +101,43 @@ def compare(
     }
 
 
+class _Trial(NamedTuple):
+    """What every layer is tried on, and how long a call of one may take."""
+
+    sizes: Sizes
+    inputs: tuple
+    rough: Ceilings
+    limit_seconds: float
+
+
+@dataclass
 class _Candidate:
     """A layer on its way to being timed."""
 
-    def __init__(self, name: str, backend: str, layer: Layer):
-        self.name, self.backend, self.layer = name, backend, layer
-        self.calls: dict[str, Call] = {}
-        self.plans: dict[str, MemoryPlan | None] = {}
-        self.first_us: dict[str, float] = {}
+    name: str
+    backend: str
+    layer: Layer
+    calls: dict[str, Call] = field(default_factory=dict)
+    first_us: dict[str, float] = field(default_factory=dict)
+    plans: dict[str, MemoryPlan | None] = field(default_factory=dict)
 
-    def compile(self, phase: str, sizes: Sizes, inputs: tuple, rough: Ceilings, limit_seconds: float) -> None:
-        """Compiles a pass and runs it once, if that is not done.
-
-        Raises:
-          UnavailableError: see `compile_pass` and `first_run`.
-        """
+    def compile(self, phase: str, trial: _Trial) -> None:
+        """Compiles a pass and runs it once, if that is not done; raises as `compile_pass` and `first_run` do."""
         if phase in self.calls:
             return
         # tokamax's "xla" is jax.lax.ragged_dot, and needs the same
         estimated_as = RAGGED_DOT if self.backend == "xla" and self.name == TOKAMAX else self.name
-        call, plan = compile_pass(estimated_as, self.layer, phase, sizes, inputs, rough, limit_seconds)
-        self.plans[phase] = plan
-        self.first_us[phase] = first_run(call, limit_seconds) * 1e6
+        call, self.plans[phase] = compile_pass(estimated_as, self.layer, phase, *trial)
+        self.first_us[phase] = first_run(call, trial.limit_seconds) * 1e6
         self.calls[phase] = call
 
-    def prepare(self, sizes: Sizes, inputs: tuple, rough: Ceilings, limit_seconds: float) -> dict[str, Any]:
+    def prepare(self, trial: _Trial) -> dict[str, Any]:
         """Compiles both passes and runs each once; what goes wrong is in the record's status."""
         record: dict[str, Any] = {"layer": self.name, "backend": self.backend, "status": "ok"}
         try:
-            record["saved_mib"] = _saved(self.layer, sizes, inputs[0].dtype) / MIB
+            record["saved_mib"] = _saved(self.layer, trial.sizes, trial.inputs[0].dtype) / MIB
             for phase in PASSES:
-                self.compile(phase, sizes, inputs, rough, limit_seconds)
+                self.compile(phase, trial)
         except UnavailableError as error:
             record["status"] = str(error)
         if plan := self.plans.get(BOTH):
@@ -192,21 +200,21 @@ def memory_limit() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def _best_variant(name: str, sizes: Sizes, inputs: tuple, rough: Ceilings, limit_seconds: float) -> _Candidate:
+def _best_variant(name: str, trial: _Trial) -> _Candidate:
     """The fastest backend of a peer, by one run of forward+backward."""
-    variants, found, reasons = peer_variants(name), [], []
-    for backend, layer in variants.items():
-        candidate = _Candidate(name, backend, layer)
-        if len(variants) == 1:
-            return candidate
+    candidates = [_Candidate(name, backend, layer) for backend, layer in peer_variants(name).items()]
+    if len(candidates) == 1:
+        return candidates[0]
+    reasons = []
+    for candidate in candidates:
         try:
-            candidate.compile(BOTH, sizes, inputs, rough, limit_seconds)
-            found.append((candidate.first_us[BOTH], candidate))
+            candidate.compile(BOTH, trial)
         except UnavailableError as error:
-            reasons.append(f"{backend}: {error}")
+            reasons.append(f"{candidate.backend}: {error}")
+    found = [c for c in candidates if BOTH in c.calls]
     if not found:
         raise UnavailableError("; ".join(reasons))
-    return min(found, key=lambda pair: pair[0])[1]
+    return min(found, key=lambda c: c.first_us[BOTH])
 
 
 def _saved(layer: Layer, sizes: Sizes, dtype) -> int:
@@ -220,35 +228,3 @@ def _failure(what: str, phase: str, error: Exception) -> str:
     text = " ".join(str(error).split())
     kind = "out of memory" if "RESOURCE_EXHAUSTED" in text else what
     return f"{kind}{f' ({phase})' if phase else ''}: {type(error).__name__}: {text[:200]}"
-
-
-def print_comparison(record: dict[str, Any]) -> None:
-    """The record as a table, a line for each layer and pass."""
-    for phase, ceilings in record["ceilings"].items():
-        print(f"  {phase}: {DENSE} {ceilings['tflops']:.4g} TFLOP/s, copy {ceilings['gbs']:.0f} GB/s")
-    print(
-        f"  {'layer':34s} {'pass':16s} {'ms':>9s} {'spread':>7s} {'TFLOP/s':>8s} {'of dense':>8s} "
-        f"{'saved MiB':>9s} {'peak MiB':>9s} {'to ours':>8s}"
-    )
-    notes = []
-    for row in record["layers"]:
-        label = f"{row['layer']} ({row['backend']})" if row["backend"] else row["layer"]
-        if row["status"] != "ok":
-            print(f"  {label:34s} {row['status']}")
-        saved = f"{row['saved_mib']:9.1f}" if "saved_mib" in row else f"{'?':>9s}"
-        peak = f"{row['peak_mib']:9.1f}" if "peak_mib" in row else f"{'?':>9s}"
-        for phase in PASSES:
-            timed = row.get(phase)
-            if timed is None:
-                continue
-            memory = f"{saved} {peak}" if phase == BOTH else f"{'':9s} {'':9s}"
-            ratio = f"{timed['ratio_to_ours']:7.2f}x" if "ratio_to_ours" in timed else f"{'?':>8s}"
-            print(
-                f"  {label:34s} {phase:16s} {timed['us'] / 1e3:9.3f} {timed['spread']:7.1%} {timed['tflops']:8.4g} "
-                f"{timed['share_of_dense']:8.1%} {memory} {ratio}"
-            )
-            notes.append(timed["note"])
-    for note in dict.fromkeys(n for n in notes if n):
-        print(f"  note: {note}")
-    if any(row["layer"] == TOKAMAX and row["status"] == "ok" for row in record["layers"]):
-        print("  note: saved is what jax.vjp keeps in addition to the arguments; inside one jit XLA may keep less")

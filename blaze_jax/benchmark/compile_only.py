@@ -13,7 +13,7 @@ from blaze_jax.benchmark.residuals import saved_bytes
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import Save
-from pallas_kernels.compile_only import compile_for_h200
+from pallas_kernels.compile_only import compile_for_gpu
 
 H200_BYTES = 141 * 10**9
 _SAVES: tuple[Save, ...] = ("pre_activations", "inputs")
@@ -53,7 +53,7 @@ def _row(name: str, layer, inputs) -> dict[str, Any]:
     row: dict[str, Any] = {"layer": name, "status": "ok"}
     try:
         row["saved_mib"] = saved_bytes(layer, *inputs) / MIB
-        plan = plan_of(compile_for_h200(forward_and_backward(layer), *inputs, inputs[0]).memory)
+        plan = plan_of(compile_for_gpu(forward_and_backward(layer), *inputs, inputs[0]).memory)
     except Exception as error:  # of a peer or the compiler: that it cannot is the result
         row["status"] = f"does not compile: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return row
@@ -62,16 +62,3 @@ def _row(name: str, layer, inputs) -> dict[str, Any]:
         if plan.total > H200_BYTES:
             row["status"] = f"out of memory: needs {plan.total / 2**30:.0f} GiB"
     return row
-
-
-def print_memory(record: dict[str, Any]) -> None:
-    """The record as a table."""
-    print(f"  {'layer':36s} {'saved MiB':>10s} {'temporaries':>12s} {'peak MiB':>10s} {'with arguments':>15s}")
-    for row in record["layers"]:
-        line = f"  {row['layer']:36s}"
-        if "saved_mib" in row:
-            line += f" {row['saved_mib']:10.1f}"
-        if "peak_mib" in row:
-            line += f" {row['temporaries_mib']:12.1f} {row['peak_mib']:10.1f} {row['total_mib']:15.1f}"
-        print(line if row["status"] == "ok" else f"{line} {row['status']}")
-    print("  peak: temporaries and results, gradients included, without the arguments; saved: without the arguments")

@@ -14,12 +14,10 @@ from blaze_jax.benchmark.inputs import forward_and_backward
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.config import MoEConfig
 from blaze_jax.layer import moe
-from pallas_kernels.compile_only import h200, kernel_hashes, on_h200
+from pallas_kernels.compile_only import absent, kernel_hashes, on_gpu
 
 LAYERS = (1, 3, 24)
 """Layers of the models: they stand one after the other in the program, as a Python loop has them."""
-
-STAGES = ("trace", "lower", "compile")
 
 
 def measure_compile_time(sizes: Sizes, dtype) -> dict[str, Any]:
@@ -31,7 +29,7 @@ def measure_compile_time(sizes: Sizes, dtype) -> dict[str, Any]:
     Raises:
       NotImplementedError: jax's CUDA plugin is not installed, or the kernels cannot do these sizes.
     """
-    h200()  # complains here and not in another process
+    absent()  # complains here and not in another process
     name = jnp.dtype(dtype).name
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
         models = [processes.submit(_model, sizes, name, layers).result() for layers in LAYERS]
@@ -54,24 +52,22 @@ def _gradient(sizes: Sizes, dtype, layers: int) -> tuple[Callable, tuple]:
     )
     array = jax.ShapeDtypeStruct
     parameters = {name: array(p.shape, dtype) for name, p in config.parameters(sizes.model_width).items()}
-    names, number = list(parameters), len(parameters)
 
-    def model(x, *values):
-        for i in range(layers):
-            y, _ = moe(x, dict(zip(names, values[i * number : (i + 1) * number], strict=True)), config)
-            x = x + y
+    def model(x, all_parameters):
+        for own in all_parameters:
+            x = x + moe(x, own, config)[0]
         return x
 
     tokens = array((sizes.num_tokens, sizes.model_width), dtype)
-    return forward_and_backward(model), (tokens, *[*parameters.values()] * layers, tokens)
+    return forward_and_backward(model), (tokens, [parameters] * layers, tokens)
 
 
 def _model(sizes: Sizes, dtype, layers: int) -> dict[str, Any]:
     jax.config.update("jax_enable_compilation_cache", False)
-    jax.jit(jnp.negative).lower(on_h200(jax.ShapeDtypeStruct((1,), dtype))).compile()
+    jax.jit(jnp.negative).lower(on_gpu(jax.ShapeDtypeStruct((1,), dtype))).compile()
     function, arguments = _gradient(sizes, dtype, layers)
     times = {}
-    traced = _timed(times, "trace", lambda: jax.jit(function).trace(*on_h200(arguments)))
+    traced = _timed(times, "trace", lambda: jax.jit(function).trace(*on_gpu(arguments)))
     lowered = _timed(times, "lower", traced.lower)
     kernels = kernel_hashes(lowered)
     _timed(times, "compile", lowered.compile)
@@ -83,14 +79,3 @@ def _timed(times: dict[str, float], stage: str, run: Callable[[], Any]) -> Any:
     out = run()
     times[f"{stage}_s"], times[f"{stage}_cpu_s"] = time.perf_counter() - wall, sum(os.times()[:4]) - cpu
     return out
-
-
-def print_compile_time(record: dict[str, Any]) -> None:
-    """The record as a table."""
-    print(f"  {'layers':>6s} {'kernels':>8s} {'different':>9s}", *(f"{stage:>16s}" for stage in (*STAGES, "together")))
-    for model in record["models"]:
-        pairs = [(model[f"{stage}_s"], model[f"{stage}_cpu_s"]) for stage in STAGES]
-        pairs.append((sum(wall for wall, _ in pairs), sum(cpu for _, cpu in pairs)))
-        times = (f"{wall:6.1f} s ({cpu:5.1f})" for wall, cpu in pairs)
-        print(f"  {model['layers']:6d} {model['kernels']:8d} {model['different_kernels']:9d}", *times)
-    print("  wall time, in parentheses CPU time; kernels: in the lowered program, where equal calls should share one")

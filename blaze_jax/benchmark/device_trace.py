@@ -1,9 +1,10 @@
 """What ran on the GPU, by the profiler: every kernel with its start and its length."""
 
 import contextlib
+import itertools
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,22 +104,9 @@ def busy_ns(kernels: Iterable[Kernel]) -> float:
 
 def split(kernels: Sequence[Kernel], is_mark: Callable[[Kernel], bool]) -> list[list[Kernel]]:
     """The kernels after each mark, up to the next. Adjacent marks count as one; those before the first are left out."""
-    return list(_pieces(kernels, is_mark))
-
-
-def _pieces(kernels: Sequence[Kernel], is_mark: Callable[[Kernel], bool]) -> Iterator[list[Kernel]]:
-    piece, last_was_mark = None, False
-    for kernel in kernels:
-        if is_mark(kernel):
-            if not last_was_mark and piece is not None:
-                yield piece
-            piece, last_was_mark = [], True
-        else:
-            last_was_mark = False
-            if piece is not None:
-                piece.append(kernel)
-    if piece is not None:
-        yield piece
+    marks = [i for i, kernel in enumerate(kernels) if is_mark(kernel)]
+    ends = itertools.pairwise([*marks, len(kernels)])
+    return [list(kernels[i + 1 : end]) for i, end in ends if end > i + 1 or end == len(kernels)]
 
 
 def _kernel(event) -> Kernel:

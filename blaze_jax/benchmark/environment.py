@@ -1,7 +1,6 @@
 """What a measurement was taken on."""
 
-import itertools
-import shutil
+import re
 import subprocess
 from datetime import UTC, datetime
 
@@ -35,10 +34,7 @@ def describe(values: dict[str, str]) -> str:
 
 
 def _driver() -> str:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return "unknown (no nvidia-smi here)"
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError) as error:
@@ -48,8 +44,8 @@ def _driver() -> str:
 
 def _cuda(device) -> str:
     """The CUDA version from the platform's own words, such as "cuda 13000"."""
-    words = str(getattr(device.client, "platform_version", "")).split()
-    for name, number in itertools.pairwise(words):
-        if name == "cuda" and number.isdecimal():
-            return f"{int(number) // 1000}.{int(number) % 1000 // 10}"
-    return f"unknown ({' '.join(words) or 'the platform does not say'})"
+    version = str(getattr(device.client, "platform_version", ""))
+    found = re.search(r"\bcuda (\d+)", version)
+    if found is None:
+        return f"unknown ({version or 'the platform does not say'})"
+    return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"

@@ -25,13 +25,13 @@ def expert_inputs(sizes: Sizes, dtype, *, same_experts: bool = False) -> tuple:
     return x, *matrices, routing.weights, routing.experts
 
 
-def abstract_inputs(sizes: Sizes, dtype, sharding=None) -> tuple:
+def abstract_inputs(sizes: Sizes, dtype, weight_dtype=None) -> tuple:
     """Shapes and dtypes of `expert_inputs`, for a compilation without data."""
     tokens, d, n, num_experts, slots = sizes
-    shapes = ((tokens, d), (num_experts, d, n), (num_experts, d, n), (num_experts, n, d))
-    floating = (jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes)
-    routed = (jax.ShapeDtypeStruct((tokens, slots), t, sharding=sharding) for t in (jnp.float32, jnp.int32))
-    return *floating, *routed
+    up, down = (num_experts, d, n), (num_experts, n, d)
+    weights = (jax.ShapeDtypeStruct(shape, jnp.dtype(weight_dtype or dtype)) for shape in (up, up, down))
+    routed = (jax.ShapeDtypeStruct((tokens, slots), t) for t in (jnp.float32, jnp.int32))
+    return jax.ShapeDtypeStruct((tokens, d), jnp.dtype(dtype)), *weights, *routed
 
 
 def forward_and_backward(function: Callable) -> Callable:
@@ -46,16 +46,17 @@ def forward_and_backward(function: Callable) -> Callable:
 
 
 def of_floating(function: Callable, inputs) -> tuple:
-    """`jax.vjp` of `function` in its floating arguments; the others are held fixed."""
-    floating = [i for i, a in enumerate(inputs) if jnp.issubdtype(a.dtype, jnp.floating)]
+    """`jax.vjp` of `function` in the floating arrays of its arguments; the others are held fixed."""
+    flat, tree = jax.tree.flatten(tuple(inputs))
+    floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating)]
 
     def in_floating(*values):
-        merged = list(inputs)
+        merged = list(flat)
         for i, value in zip(floating, values, strict=True):
             merged[i] = value
-        return function(*merged)
+        return function(*tree.unflatten(merged))
 
-    return jax.vjp(in_floating, *(inputs[i] for i in floating))
+    return jax.vjp(in_floating, *(flat[i] for i in floating))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))

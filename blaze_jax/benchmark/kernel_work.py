@@ -11,12 +11,9 @@ class Work(NamedTuple):
     flops: float
     bytes: float
 
-    def times(self, factor: float) -> "Work":
-        return Work(self.flops * factor, self.bytes * factor)
-
 
 def kernel_work(sizes: Sizes, itemsize: int) -> dict[str, Work]:
-    """Work of one pass of each kernel over the whole layer, by the words that its name contains."""
+    """Work of each kernel in a forward and backward pass over the whole layer, by the words that its name contains."""
     tokens, d, n, experts, slots = sizes
     pairs = tokens * slots
     product = 2.0 * pairs * d * n
@@ -26,7 +23,7 @@ def kernel_work(sizes: Sizes, itemsize: int) -> dict[str, Work]:
     return {
         "moe_up_projection": Work(2 * product, token + 2 * matrix + 3 * narrow),
         "moe_down_projection": Work(product, narrow + matrix + wide),
-        "moe_combine": Work(2.0 * pairs * d, wide + token + ids),
+        "moe_combine": Work(4.0 * pairs * d, 2 * (wide + token + ids)),  # once in each direction
         "moe_down_backward": Work(product, token + matrix + 5 * narrow),
         "moe_down_weight_gradients": Work(product, token + narrow + matrix),
         "moe_up_weight_gradients": Work(2 * product, token + 2 * narrow + 2 * matrix),

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,31 +79,32 @@ def measure_mesh(
         return content["environment"], content["record"] | {"status": "ok"}
 
 
-def print_mesh(record: Record) -> None:
+def mesh_text(record: Record) -> str:
     """The record in a few lines."""
+    return "\n".join(_lines(record))
+
+
+def _lines(record: Record) -> Iterator[str]:
     axes = ",".join(f"{role}={devices}" for role, devices in record["mesh"].items())
     options = ", ".join(f"{name}={value}" for name, value in record["options"].items()) or "defaults"
     layers = f", {record['layers']} layers" if record["layers"] > 1 else ""
-    print(f"{Sizes(**record['sizes'])}{layers}, {axes}, {options}")
+    yield f"{Sizes(**record['sizes'])}{layers}, {axes}, {options}"
     if record["status"] != "ok":
-        print(f"  {record['status']}")
+        yield f"  {record['status']}"
         return
     for name, passed in record["passes"].items():
-        memory = passed["memory_mib"]
-        total = {which: m["outputs"] + m["temporaries"] for which, m in memory.items() if m}
-        print(
+        yield (
             f"  {name}: one device {passed['one_ms']:.3f} ms, mesh {passed['mesh_ms']:.3f} ms, "
             f"{passed['share_of_linear']:.3f} of linear; received {passed['received_mib']:.0f} MiB"
         )
         if "exposed_ms" in passed and passed["communication_ms"]:
-            print(
+            yield (
                 f"    busy {passed['one_busy_ms']:.3f} and {passed['mesh_busy_ms']:.3f} ms; communication "
                 f"{passed['communication_ms']:.3f} ms at {passed['received_gb_per_s']:.0f} GB/s, exposed "
                 f"{passed['exposed_ms']:.3f} ms ({passed['hidden_share']:.0%} hidden)"
             )
-        if total:
-            parts = ", ".join(
-                f"{which} {memory[which]['temporaries']:.0f} + {memory[which]['outputs']:.0f}" for which in total
-            )
-            print(f"    temporaries + results a device, MiB: {parts}")
-        print("    scaled errors: " + ", ".join(f"{k} {v:.1e}" for k, v in passed["errors"].items()))
+        memory = {which: m for which, m in passed["memory_mib"].items() if m}
+        if memory:
+            parts = (f"{which} {m['temporaries']:.0f} + {m['outputs']:.0f}" for which, m in memory.items())
+            yield f"    temporaries + results a device, MiB: {', '.join(parts)}"
+        yield "    scaled errors: " + ", ".join(f"{k} {v:.1e}" for k, v in passed["errors"].items())

@@ -95,21 +95,10 @@ def peer_variants(name: str, *, for_gpu: bool | None = None) -> Mapping[str, Lay
         return {"einsum": dense_dispatch_layer}
     if name == PORTABLE:
         return {"": partial(expert_ffn, implementation="xla")}
-    return {
-        backend: sorted_layer(dot)
-        for backend, dot in tokamax_backends(jax.default_backend() == "gpu" if for_gpu is None else for_gpu).items()
-    }
-
-
-def tokamax_backends(for_gpu: bool) -> dict[str, RaggedDot]:
-    """`tokamax.ragged_dot` with each backend that could run, on a GPU or elsewhere.
-
-    Raises:
-      UnavailableError: tokamax is not installed, or not whole.
-    """
     ragged_dot = tokamax_ragged_dot()
-    backends = ("mosaic_gpu", "triton", "xla") if for_gpu else ("xla",)
-    return {backend: partial(ragged_dot, implementation=backend) for backend in backends}
+    on_gpu = jax.default_backend() == "gpu" if for_gpu is None else for_gpu
+    backends = ("mosaic_gpu", "triton", "xla") if on_gpu else ("xla",)
+    return {backend: sorted_layer(partial(ragged_dot, implementation=backend)) for backend in backends}
 
 
 def tokamax_ragged_dot() -> Callable[..., Array]:
@@ -138,10 +127,14 @@ def estimated_bytes(name: str, sizes, itemsize: int, *, backward: bool) -> tuple
             return elements * 8, "two float32 copies of all rows for each expert"
         return elements * itemsize, "a copy of all rows for each expert"
     if name == DENSE_DISPATCH:
-        group = math.gcd(sizes.num_tokens, GROUP_TOKENS)
-        places = sizes.num_experts * dense_dispatch_capacity(group, sizes.experts_per_token, sizes.num_experts)
-        return 2.0 * sizes.num_tokens * places * itemsize, "the dispatch and combine masks"
+        return 2.0 * sizes.num_tokens * _places(sizes)[1] * itemsize, "the dispatch and combine masks"
     return 0.0, ""
+
+
+def _places(sizes) -> tuple[int, int]:
+    """Tokens of a group of the dense dispatch, and what its experts take together."""
+    group = math.gcd(sizes.num_tokens, GROUP_TOKENS)
+    return group, sizes.num_experts * dense_dispatch_capacity(group, sizes.experts_per_token, sizes.num_experts)
 
 
 def estimated_flops(name: str, sizes) -> float:
@@ -149,8 +142,7 @@ def estimated_flops(name: str, sizes) -> float:
     if name == RAGGED_DOT and jax.default_backend() == "gpu":
         return float(sizes.forward_flops) * sizes.num_experts
     if name == DENSE_DISPATCH:
-        group = math.gcd(sizes.num_tokens, GROUP_TOKENS)
-        places = sizes.num_experts * dense_dispatch_capacity(group, sizes.experts_per_token, sizes.num_experts)
+        group, places = _places(sizes)
         moved = 4.0 * sizes.num_tokens * places * sizes.model_width
         return moved + 6.0 * sizes.num_tokens / group * places * sizes.model_width * sizes.expert_width
     return float(sizes.forward_flops)

@@ -5,9 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+from PIL import Image
+
 from blaze_jax.benchmark.inputs import BOTH
 from blaze_jax.benchmark.results_file import PUBLISHED, Record, read_results
 from blaze_jax.benchmark.scaling import FLAT_FROM, FLAT_WITHIN
+from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.tables import label, reason
 
 OURS = "blaze_jax"
 _OUR_KERNELS = "moe_"
@@ -17,9 +22,8 @@ _COLUMNS = 2
 _LEAST_SHARE = 0.005
 """Kernels that take less than that share of the time are drawn as one bar."""
 
-
-class MissingLibraryError(Exception):
-    """matplotlib is not installed."""
+type Bar = tuple[str, float | None, str]
+"""Name, length, and the status of what it is of."""
 
 
 def draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
@@ -33,13 +37,8 @@ def draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
       The files, in the order they were drawn.
 
     Raises:
-      MissingLibraryError: matplotlib is not installed.
       ValueError: there is nothing to draw.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise MissingLibraryError("--plot needs matplotlib: pip install 'blaze_jax[benchmark]'") from error
     folder.mkdir(parents=True, exist_ok=True)
     drawers: tuple[tuple[str, str, Callable], ...] = (
         ("compare", "speed.png", _draw_speed),
@@ -64,12 +63,9 @@ def draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     return drawn
 
 
-def sizes_label(sizes: dict[str, int]) -> str:
-    """Sizes as a panel's title."""
-    return (
-        f"T={sizes['num_tokens']:,}  d={sizes['model_width']:,}  n={sizes['expert_width']:,}  "
-        f"E={sizes['num_experts']}  K={sizes['experts_per_token']}"
-    )
+def _sizes(record: Record) -> str:
+    sizes = "T={num_tokens:,}  d={model_width:,}  n={expert_width:,}  E={num_experts}  K={experts_per_token}"
+    return sizes.format(**record["sizes"])
 
 
 def source(result: dict[str, Any]) -> str:
@@ -80,8 +76,6 @@ def source(result: dict[str, Any]) -> str:
 
 
 def _figure(width: float, height: float, title: str):
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
     foot = 0.2 / height  # where the source stands
     layout = {"rect": (0, foot, 1, 1 - foot), "h_pad": 0.08, "hspace": 0.05}
@@ -92,8 +86,6 @@ def _figure(width: float, height: float, title: str):
 
 def _save(figure, path: Path) -> None:
     """Writes a PNG file of few colors, a third the size of matplotlib's own."""
-    from PIL import Image
-
     drawn = io.BytesIO()
     figure.savefig(drawn)
     Image.open(drawn).convert("RGB").quantize(128).save(path, optimize=True)
@@ -101,9 +93,8 @@ def _save(figure, path: Path) -> None:
 
 def _published(record: Record) -> list[Record]:
     """Figures of other runs at the same sizes."""
-    if record["dtype"] != "bfloat16":
-        return []
-    return [r for r in read_results(PUBLISHED)["records"] if r["kind"] == "published" and r["sizes"] == record["sizes"]]
+    same = {"kind": "published", "sizes": record["sizes"], "dtype": record["dtype"]}
+    return [r for r in read_results(PUBLISHED)["records"] if r.items() >= same.items()]
 
 
 def published_scaling() -> list[Record]:
@@ -112,39 +103,36 @@ def published_scaling() -> list[Record]:
 
 
 def _draw_speed(records: Sequence[Record]):
-    def tflops(sizes: dict[str, int], us: float) -> float:
-        flops = 18 * sizes["num_tokens"] * sizes["experts_per_token"] * sizes["model_width"] * sizes["expert_width"]
-        return flops / us / 1e6
-
-    def bars(record: Record) -> list[tuple[str, float | None, str]]:
-        rows = [(_label(r), r[BOTH]["tflops"] if BOTH in r else None, r["status"]) for r in record["layers"]]
-        return rows + [(r["layer"], tflops(r["sizes"], r[BOTH]["us"]), "published") for r in _published(record)]
+    def tflops(record: Record, row: Record) -> float | None:
+        return 3 * Sizes(**record["sizes"]).forward_flops / row[BOTH]["us"] / 1e6 if BOTH in row else None
 
     title = "Forward + backward, TFLOP/s (pale: figures of other runs)"
-    return _panels(records, title, bars, lambda r: r["ceilings"][BOTH]["tflops"])
+    return _panels(records, title, _bars(tflops), lambda r: r["ceilings"][BOTH]["tflops"])
 
 
 def _draw_memory(records: Sequence[Record]):
-    def bars(record: Record) -> list[tuple[str, float | None, str]]:
-        rows = [(_label(r), r.get("saved_mib"), r["status"]) for r in record["layers"]]
-        return rows + [(r["layer"], r["saved_mib"], "published") for r in _published(record) if "saved_mib" in r]
-
-    return _panels(
-        records, "Kept for the backward pass in addition to the arguments, MiB (pale: figures of other runs)", bars
-    )
+    title = "Kept for the backward pass in addition to the arguments, MiB (pale: figures of other runs)"
+    return _panels(records, title, _bars(lambda _, row: row.get("saved_mib")))
 
 
 def _draw_planned_memory(records: Sequence[Record]):
-    def bars(record: Record) -> list[tuple[str, float | None, str]]:
-        rows = [(r["layer"], r.get("peak_mib") if r["status"] == "ok" else None, r["status"]) for r in record["layers"]]
-        return rows + [(r["layer"], r["peak_mib"], "published") for r in _published(record) if "peak_mib" in r]
+    def peak(_, row: Record) -> float | None:
+        return row.get("peak_mib") if row.get("status", "ok") == "ok" else None
 
     title = "Peak of forward + backward beyond the arguments, by XLA's plan, MiB (pale: figures of other runs)"
-    return _panels(records, title, bars)
+    return _panels(records, title, _bars(peak))
 
 
-def _label(row: Record) -> str:
-    return row["layer"] if row["layer"] == OURS or not row["backend"] else f"{row['layer']} ({row['backend']})"
+def _bars(value: Callable[[Record, Record], float | None]) -> Callable[[Record], list[Bar]]:
+    """A bar for each layer of a record, and for each other run at the same sizes that has a value."""
+
+    def bars(record: Record) -> list[Bar]:
+        names = [OURS if row["layer"] == OURS else label(row) for row in record["layers"]]
+        ours = [(name, value(record, row), row["status"]) for name, row in zip(names, record["layers"], strict=True)]
+        others = [(row["layer"], value(record, row), "published") for row in _published(record)]
+        return ours + [bar for bar in others if bar[1] is not None]
+
+    return bars
 
 
 def _panels(records: Sequence[Record], title: str, bars: Callable, ceiling: Callable | None = None):
@@ -157,7 +145,7 @@ def _panels(records: Sequence[Record], title: str, bars: Callable, ceiling: Call
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     for i, ((record, entries), axes) in enumerate(zip(panels, grid.flat, strict=False)):
-        axes.set_title(sizes_label(record["sizes"]), fontsize=9.5, loc="left")
+        axes.set_title(_sizes(record), fontsize=9.5, loc="left")
         most = max((value for _, value, _ in entries if value is not None), default=1.0)
         limit = max(most, ceiling(record) if ceiling else 0.0)
         lowest = heights[i // columns] - 0.4
@@ -173,8 +161,8 @@ def _panels(records: Sequence[Record], title: str, bars: Callable, ceiling: Call
             text = axes.text(value + 0.012 * limit, place, _number(value), va="center", fontsize=8.5)
             text.set_bbox({"facecolor": "white", "linewidth": 0, "pad": 1.5})  # the dotted line does not cross it
         axes.set_yticks(range(len(entries)), [name for name, _, _ in entries], fontsize=8.5)
-        for label in axes.get_yticklabels():
-            label.set_fontweight("bold" if label.get_text().startswith(OURS) else "normal")
+        for tick in axes.get_yticklabels():
+            tick.set_fontweight("bold" if tick.get_text().startswith(OURS) else "normal")
         axes.set_xticks([])
         axes.set_ylim(lowest, -0.6)
         axes.set_xlim(0, 1.16 * limit)
@@ -188,43 +176,35 @@ def _bar_color(name: str, status: str) -> str:
     return _PUBLISHED_COLOR if status == "published" else _PEER_COLOR
 
 
-def reason(status: str) -> str:
-    """What is wrong with a layer, up to the details."""
-    head = status.split(":")[0].split(" (")[0]
-    return head if head != "not run" else "not run: too slow"
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
 def _draw_scaling(records: Sequence[Record]):
-    figure = _figure(11, 4.4, "From few tokens to many: {}".format(_layer_label(records[0]["sizes"])))
+    layer = "d={model_width}, n={expert_width}, E={num_experts}, K={experts_per_token}".format(**records[0]["sizes"])
+    figure = _figure(11, 4.4, f"From few tokens to many: {layer}")
     left, right = figure.subplots(1, 2)
     tokens = [r["sizes"]["num_tokens"] for r in records]
     shown = [r for r in published_scaling() if tokens[0] <= r["num_tokens"] <= tokens[-1]]
-    their_tokens = [r["num_tokens"] for r in shown]
-    left.plot(tokens, [r["ns_per_token"] for r in records], "o-", color=_OURS_COLOR, label="blaze_jax")
-    right.plot(
-        tokens, [r["saved_bytes_per_token"] / 1024 for r in records], "o-", color=_OURS_COLOR, label="blaze_jax, kept"
-    )
-    peak = [(t, r["peak_bytes_per_token"] / 1024) for t, r in zip(tokens, records, strict=True) if "peak_mib" in r]
-    if peak:
-        right.plot(
-            *zip(*peak, strict=True),
-            "s--",
-            color=_OURS_COLOR,
-            alpha=0.55,
-            label="blaze_jax, peak less weight gradients",
-        )
-    if shown:
-        label = shown[0]["layer"]
-        left.plot(their_tokens, [r["us"] * 1e3 / r["num_tokens"] for r in shown], "D", color=_ACCENT, label=label)
-        memory = [r["mb"] * 1e6 / r["num_tokens"] / 1024 for r in shown]
-        right.plot(their_tokens, memory, "D", color=_ACCENT, label=label)
-    _band(left, records, "ns_per_token", 1.0)
-    _band(right, records, "saved_bytes_per_token", 1024.0)
-    for axes, what in ((left, "forward + backward, ns per token"), (right, "memory, KiB per token")):
+    times = [r["us"] * 1e3 / r["num_tokens"] for r in shown]
+    memory = [r["mb"] * 1e6 / r["num_tokens"] / 1024 for r in shown]
+    for axes, name, unit, ours, what, theirs in (
+        (left, "ns_per_token", 1.0, "blaze_jax", "forward + backward, ns per token", times),
+        (right, "saved_bytes_per_token", 1024.0, "blaze_jax, kept", "memory, KiB per token", memory),
+    ):
+        axes.plot(tokens, [r[name] / unit for r in records], "o-", color=_OURS_COLOR, label=ours)
+        if axes is right and all("peak_mib" in r for r in records):
+            peak = [r["peak_bytes_per_token"] / unit for r in records]
+            style = {"color": _OURS_COLOR, "alpha": 0.55, "label": "blaze_jax, peak less weight gradients"}
+            axes.plot(tokens, peak, "s--", **style)
+        if shown:
+            axes.plot([r["num_tokens"] for r in shown], theirs, "D", color=_ACCENT, label=shown[0]["layer"])
+        flat = [(t, r[name] / unit) for t, r in zip(tokens, records, strict=True) if t >= FLAT_FROM]
+        if len(flat) > 1:
+            least = min(value for _, value in flat)
+            label_of_band = f"at most {FLAT_WITHIN:.0%} above the least"
+            band = {"color": _OURS_COLOR, "alpha": 0.12, "linewidth": 0, "label": label_of_band}
+            axes.fill_between((flat[0][0], flat[-1][0]), least, least * (1 + FLAT_WITHIN), **band)
         axes.set_xscale("log", base=2)
         axes.set_xticks(tokens, [_tokens(t) for t in tokens])
         axes.minorticks_off()
@@ -235,24 +215,6 @@ def _draw_scaling(records: Sequence[Record]):
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(framealpha=1, edgecolor="none", fontsize=8, loc="upper right")
     return figure
-
-
-def _band(axes, records: Sequence[Record], name: str, unit: float) -> None:
-    """The range that the values may keep to and still count as flat."""
-    flat = [r for r in records if r["sizes"]["num_tokens"] >= FLAT_FROM]
-    if len(flat) > 1:
-        least = min(r[name] for r in flat) / unit
-        label = f"at most {FLAT_WITHIN:.0%} above the least"
-        ends = (flat[0]["sizes"]["num_tokens"], flat[-1]["sizes"]["num_tokens"])
-        axes.fill_between(
-            ends, least, least * (1 + FLAT_WITHIN), color=_OURS_COLOR, alpha=0.12, linewidth=0, label=label
-        )
-
-
-def _layer_label(sizes: dict[str, int]) -> str:
-    return (
-        f"d={sizes['model_width']}, n={sizes['expert_width']}, E={sizes['num_experts']}, K={sizes['experts_per_token']}"
-    )
 
 
 def _tokens(number: int) -> str:
@@ -293,9 +255,9 @@ def _draw_training(records: Sequence[Record]):
 def _draw_kernels(records: Sequence[Record]):
     """A panel for each configuration, as last measured: the kernels' times and each one's share of its ceiling."""
     seen = [record for record in records if record["kernels"]] or records
-    latest = {sizes_label(record["sizes"]): record for record in seen}
+    latest = {_sizes(record): record for record in seen}
 
-    def bars(record: Record) -> list[tuple[str, float | None, str]]:
+    def bars(record: Record) -> list[Bar]:
         least = _LEAST_SHARE * sum(row["us"] for row in record["kernels"])
         small = [row["us"] for row in record["kernels"] if row["us"] < least]
         rows = [(_kernel_label(row), row["us"], "ok") for row in record["kernels"] if row["us"] >= least]

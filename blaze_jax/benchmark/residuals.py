@@ -1,12 +1,12 @@
 """What a backward pass keeps, by name, read from the traced program."""
 
-import inspect
-import math
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+
+from blaze_jax.benchmark.inputs import of_floating
 
 _CALLS = ("remat_opt", "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 _RECOMPUTED = ("checkpoint", "remat", "remat2")
@@ -17,19 +17,13 @@ class Residual(NamedTuple):
 
     Attributes:
       name: of its `checkpoint_name`; of the argument, if it is one; else of the operation that made it.
-      shape: its shape.
-      dtype: name of its dtype.
+      bytes: its size.
       is_argument: whether it is an argument of the function, and takes no memory beyond it.
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
+    bytes: int
     is_argument: bool
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 def saved_residuals(function: Callable, *arguments) -> list[Residual]:
@@ -39,23 +33,13 @@ def saved_residuals(function: Callable, *arguments) -> list[Residual]:
       function: of arrays, plain or jitted.
       arguments: arrays or `jax.ShapeDtypeStruct`s.
     """
-    names = _argument_names(function, len(arguments))
-    flat, tree = jax.tree.flatten(arguments)
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(arguments)[0]]
-    labels = [names[path[0].idx] + jax.tree_util.keystr(path[1:]) for path in paths]
 
-    def leaves(*flat):
-        floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating)]
+    @wraps(function)  # which names the arguments
+    def leaves(*arguments):
+        return jax.tree.leaves(of_floating(function, arguments)[1])
 
-        def of_floating(*values):
-            merged = list(flat)
-            for i, value in zip(floating, values, strict=True):
-                merged[i] = value
-            return function(*jax.tree.unflatten(tree, merged))
-
-        return jax.tree.leaves(jax.vjp(of_floating, *(flat[i] for i in floating))[1])
-
-    jaxpr = jax.make_jaxpr(leaves)(*flat).jaxpr
+    jaxpr = jax.make_jaxpr(leaves)(*arguments).jaxpr
+    names: Any = jaxpr.debug_info.arg_names
     found, seen = [], set()
     for var in jaxpr.outvars:
         origin = _origin(jaxpr, var)
@@ -63,9 +47,8 @@ def saved_residuals(function: Callable, *arguments) -> list[Residual]:
             continue
         seen.add(origin[1])
         kind, key = origin
-        name = labels[key] if kind == "argument" else kind
-        aval: Any = var.aval
-        found.append(Residual(name, tuple(aval.shape), jnp.dtype(aval.dtype).name, kind == "argument"))
+        name = names[key] if kind == "argument" else kind
+        found.append(Residual(name, _bytes(var.aval), kind == "argument"))
     return found
 
 
@@ -91,13 +74,16 @@ def _named(jaxpr, times: int) -> Iterator[tuple[str, int]]:
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name" and id(eqn.outvars[0]) in used:
-            aval = eqn.outvars[0].aval
-            yield eqn.params["name"], times * math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize
+            yield eqn.params["name"], times * _bytes(eqn.outvars[0].aval)
         if eqn.primitive.name in _RECOMPUTED:
             continue
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in _inner_jaxprs(eqn):
             yield from _named(inner, times * length)
+
+
+def _bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
 
 
 def _inner_jaxprs(eqn) -> Iterator[Any]:
@@ -128,12 +114,3 @@ def _origin(jaxpr, var) -> tuple[str, Any] | None:
             return _origin(jaxpr, eqn.invars[origin[1]])
         return origin and (origin[0], id(var))
     return eqn.primitive.name, id(var)
-
-
-def _argument_names(function: Callable, count: int) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [names[i] if i < len(names) else f"argument {i}" for i in range(count)]

@@ -54,13 +54,10 @@ def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) 
         pairs, us = int(counts.sum()), timings[name].us
         us_with_router = timings[_with_router(name)].us
         rows[name] = {
-            "us": us,
+            **timings[name].record(),
             "us_with_router": us_with_router,
             "speedup_with_router": timings[_with_router(PLAIN)].us / us_with_router,
             "us_by_kernel": {kernel: total.us for kernel, total in timings[name].kernels.items()},
-            "spread": timings[name].spread,
-            "clock": timings[name].clock,
-            "note": timings[name].note,
             "pairs": pairs,
             "rows_of_tiles": int((-(-counts // tile) * tile).sum()),
             "tflops": 18 * pairs * sizes.model_width * sizes.expert_width / us / 1e6,
@@ -77,18 +74,3 @@ def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) 
 
 def _with_router(name: str) -> str:
     return f"{name}, routed"
-
-
-def print_rounding(record: dict[str, Any]) -> None:
-    """The record as a table."""
-    print(f"  forward+backward of the experts, tiles of {record['tile']} rows")
-    header = f"  {'routing':18s} {'ms':>9s} {'spread':>7s} {'pairs':>9s} {'rows of tiles':>14s} {'TFLOP/s':>8s}"
-    print(f"{header} {'speed-up':>8s} {'with router, ms':>15s} {'speed-up':>8s}")
-    for name, row in record["routings"].items():
-        print(
-            f"  {name:18s} {row['us'] / 1e3:9.3f} {row['spread']:7.1%} {row['pairs']:9d} {row['rows_of_tiles']:14d} "
-            f"{row['tflops']:8.4g} {row['speedup']:8.3f} {row['us_with_router'] / 1e3:15.3f} "
-            f"{row['speedup_with_router']:8.3f}"
-        )
-    for note in dict.fromkeys(row["note"] for row in record["routings"].values() if row["note"]):
-        print(f"  note: {note}")

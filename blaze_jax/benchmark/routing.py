@@ -1,6 +1,5 @@
 """`--routing`: the router and the index building, compared with what XLA makes of top-k and sorts."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ from blaze_jax.benchmark.timing import time_calls, wall_times
 from blaze_jax.implementation import Implementation, kernels_of
 from blaze_jax.router import Router
 from blaze_jax.routing import route, route_and_group
+from pallas_kernels.tuning.parameters import hopper_gpu
 
 OURS = "blaze_jax route + dispatch"
 XLA = "XLA top_k + argsort dispatch"
@@ -30,7 +30,6 @@ def measure_routing(
     *,
     repeats: int,
     implementation: Implementation | None = None,
-    progress: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Times of both ways from logits to the experts' index arrays, and of their parts, as in the JSON file.
 
@@ -39,7 +38,7 @@ def measure_routing(
     A separate call costs what the host needs to launch it, which hides the kernels' time; in a step that time counts.
     """
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
-    implementation = implementation or _best_here()
+    implementation = implementation or ("mosaic_gpu" if hopper_gpu() else "xla")
     dispatch = partial(kernels_of(implementation).dispatch, num_experts=num_experts)
 
     def ours_route(logits):
@@ -65,7 +64,7 @@ def measure_routing(
         "XLA top_k": partial(jax.jit(partial(xla_route, slots=slots)), logits),
         "XLA argsort dispatch": partial(jax.jit(partial(sorted_dispatch, num_experts=num_experts)), experts),
     }
-    timings = time_calls(calls, repeats=repeats, progress=progress)
+    timings = time_calls(calls, repeats=repeats)
     walls = wall_times(calls, repeats=repeats)
     return {
         "kind": "routing",
@@ -74,24 +73,10 @@ def measure_routing(
         "experts_per_token": slots,
         "implementation": implementation,
         "calls": {
-            name: {
-                "us": t.us,
-                "spread": t.spread,
-                "clock": t.clock,
-                "note": t.note,
-                "kernels": len(t.kernels),
-                "wall_us": walls[name].us,
-            }
-            for name, t in timings.items()
+            name: {**t.record(), "kernels": len(t.kernels), "wall_us": walls[name].us} for name, t in timings.items()
         },
         "speedup": timings[XLA].us / timings[OURS].us,
     }
-
-
-def _best_here() -> Implementation:
-    """What `expert_ffn` runs on this device."""
-    on_hopper = jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"
-    return "mosaic_gpu" if on_hopper else "xla"
 
 
 def xla_route(logits, slots: int):
@@ -107,14 +92,3 @@ def sorted_dispatch(experts, num_experts: int):
     order = jnp.argsort(flat, stable=True)
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.bincount(flat, length=num_experts))])
     return order // experts.shape[1], offsets, jnp.argsort(order).reshape(experts.shape)
-
-
-def print_routing(record: dict[str, Any]) -> None:
-    """The record as a table."""
-    print("T={num_tokens}, E={num_experts}, K={experts_per_token}, {implementation}".format(**record))
-    for name, row in record["calls"].items():
-        times = f"{row['us']:10.1f} us ±{row['spread'] / 2:6.1%} {row['clock']} time, {row['wall_us']:.1f} us per call"
-        print(f"  {name:30s} {times}; {row['kernels']} kernels")
-    print(f"  {XLA} takes {record['speedup']:.2f} times as long as {OURS}")
-    for note in dict.fromkeys(row["note"] for row in record["calls"].values() if row["note"]):
-        print(f"  note: {note}")

@@ -28,15 +28,12 @@ def measure_scaling_point(sizes: Sizes, dtype, *, repeats: int, implementation=N
     plan = plan_of(compiled.memory_analysis())
     saved = saved_bytes(layer, *abstract_inputs(sizes, dtype))
     timing = time_calls({"ours": partial(compiled, *arguments)}, repeats=repeats)["ours"]
-    weights = 3 * sizes.num_experts * sizes.model_width * sizes.expert_width * jnp.dtype(dtype).itemsize
+    weights = sizes.weight_elements * jnp.dtype(dtype).itemsize
     record: dict[str, Any] = {
         "kind": "scaling",
         "sizes": sizes._asdict(),
         "dtype": jnp.dtype(dtype).name,
-        "clock": timing.clock,
-        "note": timing.note,
-        "us": timing.us,
-        "spread": timing.spread,
+        **timing.record(),
         "tflops": 3 * sizes.forward_flops / timing.us / 1e6,
         "ns_per_token": timing.us * 1e3 / sizes.num_tokens,
         "saved_mib": saved / MIB,
@@ -55,16 +52,6 @@ def flatness(records: Sequence[dict[str, Any]], name: str) -> float | None:
     return max(values) / min(values) - 1 if len(values) > 1 else None
 
 
-def print_scaling_point(record: dict[str, Any]) -> None:
-    """The record as a line."""
-    peak = f", peak {record['peak_mib']:.1f}" if "peak_mib" in record else ""
-    print(
-        f"  {record['sizes']['num_tokens']:9d} tokens: {record['us'] / 1e3:9.3f} ms (spread {record['spread']:.1%}), "
-        f"{record['tflops']:.4g} TFLOP/s, {record['ns_per_token']:.2f} ns per token; MiB: "
-        f"saved {record['saved_mib']:.1f}{peak}; {record['clock']} time"
-    )
-
-
 def print_flatness(records: Sequence[dict[str, Any]]) -> None:
     """How much time and memory per token vary where they should be flat."""
     for name in ("ns_per_token", "saved_bytes_per_token", "peak_bytes_per_token"):
@@ -72,5 +59,3 @@ def print_flatness(records: Sequence[dict[str, Any]]) -> None:
         if flat is not None:
             verdict = "flat" if flat <= FLAT_WITHIN else "not flat"
             print(f"  {name} varies by {flat:.1%} from {FLAT_FROM} tokens on: {verdict} (within {FLAT_WITHIN:.0%})")
-    for note in dict.fromkeys(r["note"] for r in records if r["note"]):
-        print(f"  note: {note}")

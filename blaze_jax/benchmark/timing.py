@@ -61,6 +61,10 @@ class Timing:
         """Largest minus smallest sample, as a share of the median."""
         return (max(self.samples_us) - min(self.samples_us)) / self.us if self.us else 0.0
 
+    def record(self) -> dict[str, Any]:
+        """As it goes into the JSON file."""
+        return {name: getattr(self, name) for name in ("clock", "us", "spread", "note")}
+
 
 @dataclass(frozen=True)
 class Sustained:
@@ -78,10 +82,13 @@ class Sustained:
     device_us: float | None
     note: str = ""
 
+    @property
+    def us(self) -> float:
+        """Time per call by the best clock there is."""
+        return self.wall_us if self.device_us is None else self.device_us
 
-def time_calls(
-    calls: Mapping[str, Call], *, repeats: int = 20, progress: Callable[[], object] = lambda: None
-) -> dict[str, Timing]:
+
+def time_calls(calls: Mapping[str, Call], *, repeats: int = 20) -> dict[str, Timing]:
     """Times calls that take turns, A B A B, so that a drift of the machine touches all alike.
 
     On a GPU each timed run follows a pass over `FLUSHED_BYTES` that empties the L2 cache (that pass is not counted),
@@ -91,58 +98,63 @@ def time_calls(
       calls: functions without arguments that start the work and return its arrays. They are called once before, so that
         what has to be compiled is.
       repeats: timed runs of each.
-      progress: called after each run.
 
     Returns:
       The times by the names of `calls`.
     """
-    for call in calls.values():
-        jax.block_until_ready(call())
     if jax.default_backend() != "gpu":
-        return _wall_times(calls, repeats, progress, f"{jax.default_backend()}: wall time, there is no GPU")
+        return wall_times(calls, repeats=repeats, note=f"{jax.default_backend()}: wall time, there is no GPU")
     try:
-        return _device_times(calls, repeats, progress)
+        return _device_times(calls, repeats)
     except TraceError as error:
-        return _wall_times(calls, repeats, progress, f"wall time, because {error}")
+        return wall_times(calls, repeats=repeats, note=f"wall time, because {error}")
 
 
-def wall_times(calls: Mapping[str, Call], *, repeats: int = 20) -> dict[str, Timing]:
+def wall_times(calls: Mapping[str, Call], *, repeats: int = 20, note: str = "") -> dict[str, Timing]:
     """Times until the result is there, launch included, of calls that take turns, each on an emptied L2 cache."""
+    flush = _flush() if jax.default_backend() == "gpu" else None
     for call in calls.values():
         jax.block_until_ready(call())
-    return _wall_times(calls, repeats, lambda: None, "")
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            if flush is not None:
+                jax.block_until_ready(flush())
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            samples[name].append((time.perf_counter() - start) * 1e6)
+    return {name: Timing("wall", times, {}, note) for name, times in samples.items()}
 
 
 def sustain(call: Call, *, seconds: float = 1.0, warm_seconds: float = 0.3) -> Sustained:
     """Times a call repeated back to back, with no flush or pause, for about `seconds` after `warm_seconds` of it."""
     jax.block_until_ready(call())
-    start = time.perf_counter()
-    jax.block_until_ready([call() for _ in range(2)][-1])
-    one = max((time.perf_counter() - start) / 2, 1e-6)
+    one = max(_seconds(call, 2), 1e-6)
     warm, measured = (max(1, round(s / one)) for s in (warm_seconds, seconds))
-    wall = []
-
-    def run(number: int) -> None:
-        result = None
-        for _ in range(number):
-            result = call()  # drops the last one: work is queued, and memory holds one or two results
-        jax.block_until_ready(result)
+    wall_us, reason = [], f"{jax.default_backend()}: wall time only"
 
     def both() -> None:
-        run(warm)
-        began = time.perf_counter()
-        run(measured)
-        wall.append(time.perf_counter() - began)
+        _seconds(call, warm)
+        wall_us.append(_seconds(call, measured) * 1e6)
 
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() == "gpu":
+        try:
+            device_ns, note = _last_share(trace(both), warm + measured, measured)
+            return Sustained(measured, wall_us[-1], device_ns / measured / 1e3, note)
+        except TraceError as error:
+            reason = f"wall time only, because {error}"
+    else:
         both()
-        return Sustained(measured, wall[-1] / measured * 1e6, None, f"{jax.default_backend()}: wall time only")
-    try:
-        kernels = trace(both)
-    except TraceError as error:
-        return Sustained(measured, wall[-1] / measured * 1e6, None, f"wall time only, because {error}")
-    device_ns, note = _last_share(kernels, warm + measured, measured)
-    return Sustained(measured, wall[-1] / measured * 1e6, device_ns / measured / 1e3, note)
+    return Sustained(measured, wall_us[-1], None, reason)
+
+
+def _seconds(call: Call, number: int) -> float:
+    """Seconds of a call, of so many in a row."""
+    start, result = time.perf_counter(), None
+    for _ in range(number):
+        result = call()  # drops the last one: work is queued, and memory holds one or two results
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / number
 
 
 def _last_share(kernels: list[Kernel], calls: int, measured: int) -> tuple[float, str]:
@@ -154,31 +166,24 @@ def _last_share(kernels: list[Kernel], calls: int, measured: int) -> tuple[float
     return busy_ns(kernels) * measured / calls, note
 
 
-def _device_times(calls: Mapping[str, Call], repeats: int, progress: Callable[[], object]) -> dict[str, Timing]:
+def _device_times(calls: Mapping[str, Call], repeats: int) -> dict[str, Timing]:
     flush = _flush()
-    jax.block_until_ready(flush())
-
-    def one(call: Call) -> None:
-        jax.block_until_ready(flush())
+    runs = list(calls.values()) * repeats
+    for call in (flush, *calls.values()):
         jax.block_until_ready(call())
 
     def all_in_turn() -> None:
-        for _ in range(repeats):
-            for call in calls.values():
-                one(call)
-                progress()
+        for call in runs:
+            jax.block_until_ready(flush())
+            jax.block_until_ready(call())
 
     pieces, note = split(trace(all_in_turn), _is_flush), ""
-    if len(pieces) != repeats * len(calls) or not all(pieces):
-        note = (
-            f"one trace per run, for one trace of all came apart into {len(pieces)} instead of {repeats * len(calls)}"
-        )
+    if len(pieces) != len(runs) or not all(pieces):
+        note = f"one trace per run, for one trace of all came apart into {len(pieces)} instead of {len(runs)}"
         pieces = []
-        for _ in range(repeats):
-            for call in calls.values():
-                jax.block_until_ready(flush())
-                pieces.append(trace(lambda call=call: jax.block_until_ready(call())))
-                progress()
+        for call in runs:
+            jax.block_until_ready(flush())
+            pieces.append(trace(lambda call=call: jax.block_until_ready(call())))
     return {name: _timing(pieces[i :: len(calls)], note) for i, name in enumerate(calls)}
 
 
@@ -190,22 +195,6 @@ def _timing(runs: list[list[Kernel]], note: str) -> Timing:
         us = statistics.median(sum(durations) for durations in own) / 1e3
         kernels[name] = KernelTotal(sum(map(len, own)) / len(runs), us)
     return Timing("device", [busy_ns(run) / 1e3 for run in runs], kernels, note)
-
-
-def _wall_times(
-    calls: Mapping[str, Call], repeats: int, progress: Callable[[], object], note: str
-) -> dict[str, Timing]:
-    flush = _flush() if jax.default_backend() == "gpu" else None
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            if flush is not None:
-                jax.block_until_ready(flush())
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            samples[name].append((time.perf_counter() - start) * 1e6)
-            progress()
-    return {name: Timing("wall", times, {}, note) for name, times in samples.items()}
 
 
 def _flush() -> Call:

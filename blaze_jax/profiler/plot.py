@@ -11,7 +11,7 @@ _COLORS = (
     *("#2563a8", "#7fb3e0", "#d1495b", "#e8a33d", "#6aa56f", "#8f7bb5"),
     *("#4b5563", "#14b8a6", "#f0abc0", "#a16207", "#84cc16", "#c4b5fd"),
 )
-_TRANSIENT, _HATCH = "#f3f4f6", "#9ca3af"
+_TRANSIENT = {"color": "#f3f4f6", "edgecolor": "#9ca3af", "hatch": "//", "linewidth": 0}
 
 
 def draw_layers(reports: Sequence[LayerReport], path: Path) -> Path:
@@ -34,27 +34,19 @@ def draw_layers(reports: Sequence[LayerReport], path: Path) -> Path:
         rows: list[tuple[str, LayerMemory]] = [("blaze_jax", report.ours)]
         if report.conventional is not None:
             rows.append(("conventional", report.conventional))
-        ends = []
         for place, (_, memory) in enumerate(rows):
-            left = 0.0
-            for name, size in memory.kept.items():
-                bar = axes.barh(place, size / MIB, left=left, color=colors[name], height=0.65)
-                shown.setdefault(name, bar)
-                left += size / MIB
-            label = f"{left:,.1f}"
+            parts = [(name, size, {"color": colors[name]}) for name, size in memory.kept.items()]
             if memory.transient is not None:
-                style = {"color": _TRANSIENT, "edgecolor": _HATCH, "hatch": "//", "linewidth": 0}
-                bar = axes.barh(place, memory.transient / MIB, left=left, height=0.65, **style)
-                shown.setdefault("transient", bar)
-                left += memory.transient / MIB
-                label += f" + {memory.transient / MIB:,.1f}"
-            else:
-                label += " + transient, not known"
-            axes.text(left, place, f" {label}", va="center", fontsize=8)
-            ends.append(left)
+                parts.append(("transient", memory.transient, _TRANSIENT))
+            left = 0.0
+            for name, size, style in parts:
+                shown.setdefault(name, axes.barh(place, size / MIB, left=left, height=0.65, **style))
+                left += size / MIB
+            transient = "transient, not known" if memory.transient is None else f"{memory.transient / MIB:,.1f}"
+            axes.text(left, place, f" {memory.kept_bytes / MIB:,.1f} + {transient}", va="center", fontsize=8)
         axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=9)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.3 * max(ends) if max(ends) else 1)
+        axes.margins(x=0.3)
         axes.set_title(str(report.layer), fontsize=8, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=5, frameon=False, fontsize=8)

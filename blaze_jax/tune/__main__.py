@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.inputs import expert_inputs
-from blaze_jax.benchmark.progress import Bar
 from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.progress import counted, write
 from blaze_jax.tune.cases import Case, Operands, make_operands, tuning_cases
 from blaze_jax.tune.measure import Found, tune
 from pallas_kernels import hopper
@@ -83,7 +83,7 @@ def _tune_all(arguments: argparse.Namespace) -> None:
     for sizes in arguments.config:
         print(f"{sizes}, {arguments.dtype}")
         for case, found in _tune_layer(sizes, jnp.dtype(arguments.dtype), arguments.kernel or list(KINDS), arguments):
-            print(line(case.kernel, found), flush=True)
+            write(line(case.kernel, found))
             measured = {"us": round(found.us, 2), "heuristic_us": round(found.heuristic_us, 2), "on": machine}
             entry = {"tuning": asdict(found.tuning), "measured": measured}
             add_tunings(path, {(gpu, case.kernel, case.shape): entry})
@@ -98,16 +98,9 @@ def _tune_layer(sizes: Sizes, dtype, kernels: list[str], arguments: argparse.Nam
         raise ValueError(f"--config {','.join(map(str, sizes))} cannot run on the kernels: {reason}")
     operands: Operands = jax.block_until_ready(jax.jit(make_operands)(*inputs))
     cases: list[Case] = [case for case in tuning_cases(operands) if case.kernel in kernels]
-    bar = Bar(len(cases), unit="kernel")
-    try:
-        for number, case in enumerate(cases):
-            left = arguments.seconds - (time.monotonic() - began)
-            found = tune(case, operands, seconds=left / (len(cases) - number), say=bar.say)
-            bar.next()
-            with bar.hidden():
-                yield case, found
-    finally:
-        bar.close()
+    for number, (case, say) in enumerate(counted(cases, unit="kernel")):
+        left = arguments.seconds - (time.monotonic() - began)
+        yield case, tune(case, operands, seconds=left / (len(cases) - number), say=say)
 
 
 def line(kernel: str, found: Found) -> str:

@@ -13,22 +13,15 @@ from blaze_jax.column_blocks import block_width, combine_columns
 from pallas_kernels import hopper
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
-from pallas_kernels.tuning.parameters import (
-    ColumnBlock,
-    CombineTuning,
-    TileTuning,
-    Tuning,
-    heuristic,
-    shape_key,
-)
+from pallas_kernels.tuning.parameters import ColumnBlock, CombineTuning, TileTuning, Tuning, heuristic, shape_key
 
 _ACTIVATION = get_activation("swiglu").function
 
 _ORDERS = ((0, 4), (0, 8), (1, 8), (0, 16), (1, 4), (1, 16), (1, 1))
 """`minor_dim` and `tile_width`, the more likely ones first. Rings are left full: fewer slots only wait more."""
 
-_COMBINES = (CombineTuning(8, 8), CombineTuning(2, 8), CombineTuning(4, 4), CombineTuning(8, 4), CombineTuning(4, 16))
-_COLUMN_BLOCKS = (ColumnBlock(256),)
+_COMBINES = ((8, 8), (2, 8), (4, 4), (8, 4), (4, 16))
+"""`blocks_per_sm` and `rows_in_flight`."""
 
 
 class Operands(NamedTuple):
@@ -90,16 +83,18 @@ def tuning_cases(operands: Operands) -> list[Case]:
     def tiled(kernel, run, by_row, *tiles):
         return Case(kernel, layer, run, by_row, orders(heuristic(TileTuning, kernel, layer), *tiles))
 
-    combines = _combines(heuristic(CombineTuning, "combine", combined), slots)
-    column_blocks = _column_blocks(heuristic(ColumnBlock, "column_block", layer), d)
+    combines = (heuristic(CombineTuning, "combine", combined), *(CombineTuning(*values) for values in _COMBINES))
+    combines = _distinct(combines, lambda t: (t.blocks_per_sm, min(t.rows_in_flight, slots)))
+    column_blocks = (heuristic(ColumnBlock, "column_block", layer), ColumnBlock(256))
+    column_blocks = _distinct(column_blocks, lambda t: block_width(d, t.columns))
     cases = [
         tiled("up_projection", _up_projection, True, tiles, narrow),
-        tiled("down_projection", partial(_down_projection, columns), True, tiles, block_tiles),
+        tiled("down_projection", _down_projection, True, tiles, block_tiles),
         Case("combine", combined, _combine, False, combines),
         tiled("down_backward", _down_backward, True, tiles, wide),
         tiled("down_weight_gradients", _down_weight_gradients, False, row_tiles, wide),
         tiled("up_weight_gradients", _up_weight_gradients, False, row_tiles, narrow),
-        tiled("up_backward", partial(_up_backward, columns), True, tiles, block_tiles),
+        tiled("up_backward", _up_backward, True, tiles, block_tiles),
         Case("column_block", layer, _column_block, False, column_blocks),
     ]
     return [case for case in cases if len(case.candidates) > 1]
@@ -114,14 +109,6 @@ def orders(default: TileTuning, row_tiles: int, column_tiles: int) -> tuple[Tile
     return _distinct((default, *others), lambda t: (t.minor_dim, min(t.tile_width, shape[t.minor_dim])))
 
 
-def _combines(default: CombineTuning, slots: int) -> tuple[CombineTuning, ...]:
-    return _distinct((default, *_COMBINES), lambda t: (t.blocks_per_sm, min(t.rows_in_flight, slots)))
-
-
-def _column_blocks(default: ColumnBlock, width: int) -> tuple[ColumnBlock, ...]:
-    return _distinct((default, *_COLUMN_BLOCKS), lambda t: block_width(width, t.columns))
-
-
 def _distinct[K](candidates: Iterable[K], effect: Callable[[K], object]) -> tuple[K, ...]:
     """The first candidate of each effect."""
     first: dict[object, K] = {}
@@ -134,8 +121,8 @@ def _up_projection(tuning, o: Operands):
     return hopper.up_projection(o.x, o.up_weights, (), o.dispatch, activation=_ACTIVATION, tuning=tuning)
 
 
-def _down_projection(columns: int, tuning, o: Operands):
-    return hopper.down_projection(o.hidden, o.w_down, None, o.dispatch, 0, columns, tuning=tuning)
+def _down_projection(tuning, o: Operands):
+    return hopper.down_projection(o.hidden, o.w_down, None, o.dispatch, 0, o.block.shape[1], tuning=tuning)
 
 
 def _combine(tuning, o: Operands):
@@ -160,8 +147,8 @@ def _up_weight_gradients(tuning, o: Operands):
     return hopper.up_weight_gradients(o.x, o.pre, o.dispatch, dtypes=dtypes, bias_dtypes=(), tuning=tuning)
 
 
-def _up_backward(columns: int, tuning, o: Operands):
-    return hopper.up_backward(o.pre, o.up_weights, o.dispatch, 0, columns, tuning=tuning)
+def _up_backward(tuning, o: Operands):
+    return hopper.up_backward(o.pre, o.up_weights, o.dispatch, 0, o.block.shape[1], tuning=tuning)
 
 
 def _column_block(tuning, o: Operands):

@@ -1,8 +1,8 @@
-"""Compiling for the H200 on a machine without a GPU, and what the compilers say of the outcome.
+"""Compiling for the GPUs of `gpus.py` on a machine without a GPU, and what the compilers say of the outcome.
 
 The extra `compile-only` (CUDA 12) or `compile-only-cuda13` installs what this takes: jax's CUDA plugin and NVIDIA's
 assembler, but none of the libraries that running on a GPU needs. Only the shapes and dtypes of arguments matter;
-`on_h200` places them.
+`on_gpu` places them.
 """
 
 import importlib
@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -19,13 +18,14 @@ import jax
 from jax.experimental import topologies
 from jaxlib.mlir import ir
 
+from pallas_kernels.compile_only.gpus import GPUS, target_config
 from pallas_kernels.compile_only.ptxas_report import KernelReport, captured_ptxas_report
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
-class CompiledForH200(NamedTuple):
-    """A program for the H200 and what is known of it without running it.
+class Compiled(NamedTuple):
+    """A program for a GPU and what is known of it without running it.
 
     Attributes:
       executable: the compiled function; it cannot be called here.
@@ -44,16 +44,16 @@ class CompiledForH200(NamedTuple):
         return {k.name: k.spill_bytes for k in self.kernels if k.spill_bytes}
 
 
-def missing_for_h200() -> str | None:
-    """Why nothing can be compiled for the H200 here, or None if it can."""
+def missing_compiler() -> str | None:
+    """Why nothing can be compiled for an absent GPU here, or None if it can."""
     if _plugin() is None:
         return "jax's CUDA plugin is not installed: pip install 'blaze_jax[compile-only]'"
     return None
 
 
 @cache
-def h200() -> jax.sharding.SingleDeviceSharding:
-    """Placement on an H200 that need not be there: lowering with it and compiling gives that GPU's program.
+def absent(gpu: str = "h200") -> Any:
+    """The `jax.Device` of a GPU of `GPUS` that need not be there: lowering and compiling for it give its program.
 
     Works before and after jax has started, and changes neither the devices that jax computes on nor the environment.
     Where a GPU is visible but only one of these extras is installed, set `JAX_PLATFORMS=cpu`: jax would start that
@@ -64,56 +64,59 @@ def h200() -> jax.sharding.SingleDeviceSharding:
     """
     plugin = _plugin()
     if plugin is None:
-        raise NotImplementedError(f"cannot compile for the H200: {missing_for_h200()}")
-    target = files("pallas_kernels.compile_only").joinpath("h200.txtpb").read_text()
-    if plugin == "jax_plugins.xla_cuda12":
-        target = target.replace("13.0.0", "12.9.0")  # the versions of driver and toolkit
+        raise NotImplementedError(f"cannot compile for the {gpu}: {missing_compiler()}")
+    target = target_config(GPUS[gpu], "12.9.0" if plugin == "jax_plugins.xla_cuda12" else "13.0.0")
 
     def topology():
-        return topologies.get_topology_desc("h200", "cuda", target_config=target, topology="1x1x1")
+        return topologies.get_topology_desc(gpu, "cuda", target_config=target, topology="1x1x1")
 
     # The plugin refuses to load without libraries that only running needs, unless told otherwise when jax first looks
     # for plugins. If jax has already looked, the plugin is asked once more.
     with _environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"):
         try:
-            devices = topology().devices
+            (device,) = topology().devices
         except NotImplementedError:
             importlib.import_module(plugin).initialize()
-            devices = topology().devices
-    return jax.sharding.SingleDeviceSharding(devices[0])
+            (device,) = topology().devices
+    return device
 
 
-def on_h200(tree):
-    """Shapes and dtypes of `tree`'s arrays (or `jax.ShapeDtypeStruct`s), placed on an H200."""
-    placement = h200()
+def on_gpu(tree, gpu: str = "h200"):
+    """Shapes and dtypes of `tree`'s arrays (or `jax.ShapeDtypeStruct`s), placed on a GPU that need not be there."""
+    placement = jax.sharding.SingleDeviceSharding(absent(gpu))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placement), tree)
 
 
-def compile_for_h200(function: Callable, *arguments, **jit_options) -> CompiledForH200:
-    """Compiles `function` for the H200, down to machine code.
+def compile_for_gpu(function: Callable, *arguments, gpu: str = "h200", **jit_options) -> Compiled:
+    """Compiles `function` for a GPU, down to machine code.
 
     What the process writes to its standard output meanwhile, in whichever thread, is read as the assembler's report.
 
     Args:
       function: what to compile.
       arguments: arrays or `jax.ShapeDtypeStruct`s, of which shapes and dtypes matter, in any pytrees.
+      gpu: a name of `GPUS`.
       jit_options: for `jax.jit`, such as `donate_argnums`.
 
     Raises:
       NotImplementedError: jax's CUDA plugin is not installed.
-      RuntimeError: there are Mosaic GPU kernels in the program but the assembler reported on none.
+      RuntimeError: there are Mosaic GPU kernels in the program but the assembler reported on none; or this process has
+        compiled for another compute capability before, to which jaxlib's compiler of these kernels then keeps.
     """
-    arguments = on_h200(arguments)
+    arguments = on_gpu(arguments, gpu)
+    if (first := _first_capability(GPUS[gpu].capability)) != GPUS[gpu].capability:
+        raise RuntimeError(f"gpu={gpu!r} needs a process of its own: this one has compiled for capability {first}")
     # A function of its own: what jax has compiled before, it would not compile again, and nothing would be reported.
     with _environment("MOSAIC_GPU_DUMP_PTXAS", "1"), captured_ptxas_report() as kernels:
-        lowered = jax.jit(lambda *values: function(*values), **jit_options).lower(*arguments)
+        with jax.default_device(absent(gpu)):  # where Mosaic looks for the instructions that it can use
+            lowered = jax.jit(lambda *values: function(*values), **jit_options).lower(*arguments)
         num_kernels = mark_kernels_as_new(lowered)
         executable = lowered.compile()
     if num_kernels and not kernels:
         raise RuntimeError(
             f"ptxas reported on none of {num_kernels} kernels; jax {jax.__version__} may print no report"
         )
-    return CompiledForH200(executable, executable.memory_analysis(), tuple(kernels))
+    return Compiled(executable, executable.memory_analysis(), tuple(kernels))
 
 
 def kernel_hashes(lowered: jax.stages.Lowered) -> list[bytes]:
@@ -151,6 +154,15 @@ def _kernels(module: Any) -> list[tuple[Any, dict[str, Any]]]:
 
     module.operation.walk(visit)
     return found
+
+
+_CAPABILITIES: list[tuple[int, int]] = []
+
+
+def _first_capability(capability: tuple[int, int]) -> tuple[int, int]:
+    """The compute capability that this process compiled for first; from now on, this one."""
+    _CAPABILITIES.append(capability)
+    return _CAPABILITIES[0]
 
 
 def _plugin() -> str | None:

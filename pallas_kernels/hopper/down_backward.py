@@ -11,12 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Dispatch
-from pallas_kernels.hopper import inline
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.ragged_store import ragged_copy
 from pallas_kernels.hopper.ring import PANELS
 from pallas_kernels.hopper.row_matmul import RingEnd, row_matmul
+from pallas_kernels.hopper.stores import load_columns, store_columns
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, rows_of_tiles
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
@@ -74,11 +74,11 @@ def down_backward(
         for first in range(0, PANEL, PIECE):
             column = panel * PANEL + first
             d_hidden = accumulator[:, column : column + PIECE]
-            pre = [inline.load_columns(b, first).astype(jnp.float32) for b in own]
+            pre = [load_columns(b, first).astype(jnp.float32) for b in own]
             hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
             d_weight += (d_hidden * hidden).sum(axis=1)
             for buffer, result in zip(leaving, (*d_pre, weight * hidden), strict=True):
-                inline.store_columns(buffer, first, result.astype(dtype))
+                store_columns(buffer, first, result.astype(dtype))
         plgpu.commit_smem()
         columns = pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
         for buffer, output in zip(leaving, (*refs.d_pre, refs.weighted_hidden), strict=True):

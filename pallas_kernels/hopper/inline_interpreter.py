@@ -1,6 +1,6 @@
-"""What `inline` emits, made of loads, stores and Pallas barriers, for Pallas's interpreter.
+"""What `gather`, `wgmma` and `stores` emit, made of loads, stores and Pallas barriers, for Pallas's interpreter.
 
-The functions are those of `inline`, and so are their arguments; methods of `RowGather` take the gather first. The order
+The functions are theirs, and so are the arguments; methods of `RowGather` take the gather first. The order
 between warpgroups and copies is kept by the same barriers and fences as on a GPU, so that a missing one is a race here.
 """
 

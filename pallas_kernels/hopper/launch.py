@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import inline
+from pallas_kernels.hopper import gather
 from pallas_kernels.hopper.inline import K_STEP, SWIZZLED
 from pallas_kernels.hopper.ring import Ring
 from pallas_kernels.mosaic import in_place, interpreter
@@ -70,7 +70,7 @@ def launch(
         "lhs": plgpu.SMEM((stages, TILE_ROWS, K_STEP), dtype, transforms=SWIZZLED),
         "rhs": plgpu.SMEM((stages, TILE_COLUMNS, K_STEP), dtype, transforms=SWIZZLED),
         "buffers": buffers,
-        "landed": inline.landed_barriers(stages),
+        "landed": gather.landed_barriers(stages),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         **(barriers or {}),
@@ -83,7 +83,7 @@ def launch(
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
         share = Share(block, blocks, (tiles - block + blocks - 1) // blocks)
         if gathers:
-            inline.init_landed(refs.landed, stages)
+            gather.init_landed(refs.landed, stages)
 
         @pl.when(warpgroup == PRODUCER)
         def _():

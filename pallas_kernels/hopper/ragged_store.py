@@ -6,7 +6,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.inline import PANEL, SWIZZLED, end_ragged_copy, store_panels
+from pallas_kernels.hopper.inline import PANEL, SWIZZLED
+from pallas_kernels.hopper.stores import end_ragged_copy, store_panels
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, ROW_ALIGNMENT, Where
 
 

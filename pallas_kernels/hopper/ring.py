@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import inline
+from pallas_kernels.hopper import gather, wgmma
 from pallas_kernels.hopper.inline import PANEL
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS
 
@@ -89,7 +89,7 @@ class Ring(NamedTuple):
             slot = self.slot(step)
             plgpu.barrier_wait(slot.full)
             if self.gathers:
-                inline.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))
+                gather.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))
             carry, accumulator = product(slot, carry, accumulator, first)
             plgpu.wgmma_wait(1)
             if not first:
@@ -99,7 +99,7 @@ class Ring(NamedTuple):
         def several(count, products):
             return lax.fori_loop(0, count, lambda _, p: one(*p), products)
 
-        products = one(step, carry, inline.zero_accumulator(GROUP_ROWS, TILE_COLUMNS), first=True)
+        products = one(step, carry, wgmma.zero_accumulator(GROUP_ROWS, TILE_COLUMNS), first=True)
         left = count - 1
         if under:
             least, most = (max, min) if isinstance(count, int) else (jnp.maximum, jnp.minimum)
@@ -109,6 +109,6 @@ class Ring(NamedTuple):
                 products = several(most(apart, least(count - 1 - i * apart, 0)), products)
             left = least(count - 1 - len(under) * apart, 0)
         step, _, accumulator = several(left, products)
-        accumulator = inline.finish_wgmma(accumulator)
+        accumulator = wgmma.finish_wgmma(accumulator)
         self.release(step + self.stages - 1)
         return step, accumulator

@@ -16,11 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import inline
-from pallas_kernels.hopper.inline import K_STEP, PANEL, RowGather
+from pallas_kernels.hopper.gather import RowGather
+from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.launch import PRODUCER, Share, launch
 from pallas_kernels.hopper.ragged_store import store_buffers, store_rows
 from pallas_kernels.hopper.ring import PANELS, Ring
+from pallas_kernels.hopper.wgmma import wgmma
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, Where
 from pallas_kernels.tuning.parameters import TileTuning
 
@@ -128,7 +129,7 @@ def row_matmul(
     def consume(refs, ring: Ring, share: Share, warpgroup):
         def product(slot, carry, accumulator, first):
             own = slot.lhs.at[pl.ds(warpgroup * GROUP_ROWS, GROUP_ROWS)]
-            return carry, inline.wgmma(accumulator, own, slot.rhs, first=first, transpose_rhs=transposed_weights)
+            return carry, wgmma(accumulator, own, slot.rhs, first=first, transpose_rhs=transposed_weights)
 
         def stores(done):
             if not isinstance(end, HeldEnd):

@@ -16,12 +16,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Dispatch
-from pallas_kernels.hopper import inline
-from pallas_kernels.hopper.inline import K_STEP, PANEL, RowGather
+from pallas_kernels.hopper.gather import RowGather
+from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.launch import Share, launch
 from pallas_kernels.hopper.ragged_store import store_buffers, store_through
 from pallas_kernels.hopper.ring import PANELS, Ring
+from pallas_kernels.hopper.stores import zero_rows
 from pallas_kernels.hopper.support import WIDTH_MULTIPLE
+from pallas_kernels.hopper.wgmma import wgmma
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
@@ -185,12 +187,12 @@ def _row_contraction(
             @pl.when(end - row < K_STEP)
             def _():
                 own = pl.ds(warpgroup * (TILE_COLUMNS // 2), TILE_COLUMNS // 2)
-                inline.zero_rows(slot.rhs.at[own], PANELS // 2, end - row)
+                zero_rows(slot.rhs.at[own], PANELS // 2, end - row)
                 plgpu.barrier_arrive(refs.zeroed)
                 plgpu.barrier_wait(refs.zeroed)
 
             own = slot.lhs.at[pl.ds(warpgroup * PANEL, PANEL)]
-            return (row + K_STEP, end), inline.wgmma(accumulator, own, slot.rhs, first=first, transpose_lhs=True)
+            return (row + K_STEP, end), wgmma(accumulator, own, slot.rhs, first=first, transpose_lhs=True)
 
         def store(values, tile, chunk):
             """Stores the columns of a chunk of the tile's (64, 256) part."""

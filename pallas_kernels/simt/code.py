@@ -19,7 +19,6 @@ _ALL_LANES = 0xFFFFFFFF
 _GLOBAL, _SHARED = 1, 3
 _KINDS = {"i32": "int32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _Is = arith.CmpIPredicate
-_BYTES = {"int32": 4, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
@@ -115,6 +114,8 @@ class Code:
 
     integers, floats = Integers, Floats
     select, multiply_add, count_bits = map(staticmethod, (arith.select, math.fma, llvm.intr_ctpop))
+    thread, block, block_barrier = map(staticmethod, (mgpu.utils.thread_idx, mgpu.utils.block_idx, nvvm.barrier))
+    warp = staticmethod(partial(mgpu.utils.warp_idx, sync=True))
     exp2 = staticmethod(partial(_ptx, "ex2.approx.ftz.f32 $0, $1;"))
     log2 = staticmethod(partial(_ptx, "lg2.approx.ftz.f32 $0, $1;"))
     reciprocal = staticmethod(partial(_ptx, "rcp.approx.ftz.f32 $0, $1;"))
@@ -169,11 +170,11 @@ class Code:
         llvm.store(x, _address(pointer, index))
 
     def load_vector(self, pointer, index, size):
-        alignment = size * _BYTES[pointer.kind]
+        alignment = size * jnp.dtype(pointer.kind).itemsize
         return llvm.load(_vector(pointer.kind, size), _address(pointer, index), alignment=alignment)
 
     def store_vector(self, pointer, index, x, size):
-        llvm.store(x, _address(pointer, index), alignment=size * _BYTES[pointer.kind])
+        llvm.store(x, _address(pointer, index), alignment=size * jnp.dtype(pointer.kind).itemsize)
 
     def atomic_add(self, pointer, index, x):
         space = {_GLOBAL: "global", _SHARED: "shared"}[pointer.space]
@@ -204,18 +205,6 @@ class Code:
         with ir.InsertionPoint(op.body):
             scf.yield_(body(op.induction_variable, *op.inner_iter_args))
         return list(op.results)
-
-    def thread(self):
-        return mgpu.utils.thread_idx()
-
-    def warp(self):
-        return mgpu.utils.warp_idx(sync=True)
-
-    def block(self):
-        return mgpu.utils.block_idx()
-
-    def block_barrier(self):
-        nvvm.barrier()
 
     def warp_barrier(self):
         nvvm.bar_warp_sync(self.constant("int32", _ALL_LANES))

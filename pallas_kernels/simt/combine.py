@@ -56,7 +56,7 @@ def combine(
             sums = sums + (row.wide() if factor is None else row.wide() * factor)
         return [sums]
 
-    def body(rows, positions, first_column, weights, before, out):
+    def body(rows, token_index_map, first_column, weights, before, out):
         first_column = first_column[0]
         first_item = simt.block() * THREADS + simt.thread()
         for item in indices(first_item, num_tokens * pieces, blocks * THREADS):
@@ -64,7 +64,7 @@ def combine(
             sums = Vector.zeros("float32", COLUMNS)
             for start in range(0, slots, in_flight):
                 batch = range(start, min(start + in_flight, slots))
-                places = [positions[token * slots + slot] for slot in batch]
+                places = [token_index_map[token * slots + slot] for slot in batch]
                 factors = [weights[Long(token) * slots + slot] for slot in batch] if weights else []
                 turn = partial(add, rows, column, places, factors, sums)
                 if start == 0:

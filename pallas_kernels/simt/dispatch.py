@@ -1,4 +1,4 @@
-"""Dispatch without a sort, in two launches: counts per block, then positions.
+"""Dispatch without a sort, in two launches: counts per block, then every pair's row.
 
 Block b of both kernels owns the same run of tokens. The first counts its pairs by expert; the router does so too, and
 then saves that launch. The second, `dispatch_place`, adds up the counts of the blocks before it, which gives every
@@ -30,7 +30,6 @@ def dispatch(
     experts: Int[Array, "T K"],
     num_experts: int,
     *,
-    counts: Int[Array, "blocks E"] | None = None,
     row_alignment: int = ROW_ALIGNMENT,
     spare_rows: int = SPARE_ROWS,
     blocks: int = BLOCKS,
@@ -43,14 +42,11 @@ def dispatch(
     Args:
       experts: int32, expert of each (token, slot).
       num_experts: E.
-      counts: int32, pairs of each expert in each block's run of `ceil(T / blocks)` tokens, if they are known already
-        (the router counts them); it saves the first launch.
       row_alignment: groups start at multiples of so many rows.
       spare_rows: rows past those that groups can take.
       blocks: thread blocks of a launch; no result depends on it.
     """
-    if counts is None:
-        counts = _count(experts, num_experts, blocks)
+    counts = _count(experts, num_experts, blocks)
     return place(experts, counts, _size(experts.size, num_experts, row_alignment, spare_rows))[0]
 
 
@@ -59,7 +55,10 @@ def dispatch_routed(
     counts: Int[Array, "blocks E"],
     sums: tuple[Float[Array, "blocks E"], Float[Array, "blocks 2"]],
 ) -> tuple[Dispatch[TileSchedule], tuple[Int[Array, " E"], Losses]]:
-    """`dispatch` of what the router chose and counted; and its demand and losses, which the same launch adds up."""
+    """`dispatch` of what the router chose, and its demand and losses, which the same launch adds up.
+
+    The router has counted the pairs of each expert in each block's run of `ceil(T / blocks)` tokens.
+    """
     return place(experts, counts, _size(experts.size, counts.shape[1]), sums)
 
 

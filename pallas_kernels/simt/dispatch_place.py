@@ -52,7 +52,7 @@ def place(
     A block of their own adds those up, while the others work.
     """
     body = _Place(experts.shape, counts.shape, size, sums is not None)
-    token_indices, offsets, positions, tiles, routed = simt.simt_kernel(
+    dispatch, routed = simt.simt_kernel(
         body.run,
         name="moe_dispatch_place",
         outputs=body.outputs,
@@ -60,7 +60,7 @@ def place(
         warpgroups=WARPGROUPS,
         shared=body.shared_words,
     )(experts, counts, sums)
-    return Dispatch(token_indices, offsets, None, positions, TileSchedule(*tiles)), routed
+    return dispatch, routed
 
 
 def known_expert(expert, num_experts: int):
@@ -116,10 +116,13 @@ class _Place:
 
     @property
     def outputs(self) -> tuple:
-        shapes = [(self.num_rows,), (self.num_experts + 1,), (self.num_tokens, self.slots), *[(self.num_tiles,)] * 3]
-        token_indices, offsets, positions, *tiles = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
-        routed = self.router_sums.outputs if self.router_sums else None
-        return token_indices, offsets, positions, tuple(tiles), routed
+        def int32(*shape) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        tiles = TileSchedule(*[int32(self.num_tiles)] * 3)
+        index_map = int32(self.num_tokens, self.slots)
+        dispatch = Dispatch(int32(self.num_rows), int32(self.num_experts + 1), None, index_map, tiles)
+        return dispatch, self.router_sums.outputs if self.router_sums else None
 
     @property
     def shared_words(self) -> tuple:
@@ -138,9 +141,9 @@ class _Place:
         )
         return mine, self.router_sums.shared_words if self.router_sums else None
 
-    def run(self, experts, counts, sums, token_indices, offsets, positions, tiles, routed, shared, shared_by_sums):
+    def run(self, experts, counts, sums, dispatch: Dispatch, routed, shared, shared_by_sums):
         self.experts, self.counts, self.shared = experts, counts, shared
-        self.token_indices, self.offsets, self.positions, self.tiles = token_indices, offsets, positions, tiles
+        self.token_indices, self.offsets, _, self.token_index_map, self.tiles = dispatch
         if not self.router_sums:
             self.place()
             return
@@ -288,7 +291,7 @@ class _Place:
         if self.gather:
             home = row + self.shared.way_home[minimum(pair.expert, self.num_experts - 1)]
         with when(pair.used):
-            self.positions[pair.number] = select(known, home, self.num_rows)
+            self.token_index_map[pair.number] = select(known, home, self.num_rows)
         with when(pair.used & known):
             token = pair.number // self.slots
             if self.gather:

@@ -27,19 +27,24 @@ class Value:
     def of_same_type(self, value) -> Self:
         return type(self)(value)
 
-    def _apply(self, operation: Callable, other) -> Self:
-        return type(self)(operation(self.value, type(self)(other).value))
+    @property
+    def arithmetic(self):
+        return machine().integers if self.kind in ("bool", "int32", "int64") else machine().floats
 
-    def _compare(self, operation: Callable, other) -> "Bool":
-        return Bool(operation(self.value, type(self)(other).value))
+
+def _operator(of: Callable[[Any], Callable]) -> Any:
+    """The method that is an operation `of` the machine's arithmetic; the other operand may be a Python number."""
+    return lambda a, b: a.of_same_type(of(a.arithmetic)(a.value, a.of_same_type(b).value))
+
+
+def _comparison(of: Callable[[Any], Callable]) -> Any:
+    return lambda a, b: Bool(of(a.arithmetic)(a.value, a.of_same_type(b).value))
 
 
 class _Bits(Value):
-    def __and__(self, other):
-        return self._apply(machine().integers.bit_and, other)
-
-    def __or__(self, other):
-        return self._apply(machine().integers.bit_or, other)
+    __and__ = _operator(lambda integers: integers.bit_and)
+    __or__ = _operator(lambda integers: integers.bit_or)
+    __xor__ = _operator(lambda integers: integers.bit_xor)
 
 
 class Bool(_Bits):
@@ -47,29 +52,16 @@ class Bool(_Bits):
 
     kind = "bool"
 
-    def __invert__(self):
-        return self._apply(machine().integers.bit_xor, True)
+    def __invert__(self) -> "Bool":
+        return self ^ True
 
 
 class _Number(Value):
-    @property
-    def _arithmetic(self):
-        return machine().floats if self.kind == "float32" else machine().integers
-
-    def __add__(self, other):
-        return self._apply(self._arithmetic.add, other)
-
-    def __sub__(self, other):
-        return self._apply(self._arithmetic.subtract, other)
-
-    def __mul__(self, other):
-        return self._apply(self._arithmetic.multiply, other)
-
-    def __gt__(self, other):
-        return self._compare(self._arithmetic.greater, other)
-
-    def equals(self, other) -> Bool:
-        return self._compare(self._arithmetic.equal, other)
+    __add__ = _operator(lambda numbers: numbers.add)
+    __sub__ = _operator(lambda numbers: numbers.subtract)
+    __mul__ = _operator(lambda numbers: numbers.multiply)
+    __gt__ = _comparison(lambda numbers: numbers.greater)
+    equals = _comparison(lambda numbers: numbers.equal)
 
 
 class Int(_Number, _Bits):
@@ -77,29 +69,13 @@ class Int(_Number, _Bits):
 
     kind = "int32"
 
-    def __floordiv__(self, other):
-        return self._apply(machine().integers.divide, other)
-
-    def __mod__(self, other):
-        return self._apply(machine().integers.remainder, other)
-
-    def __xor__(self, other):
-        return self._apply(machine().integers.bit_xor, other)
-
-    def __lshift__(self, other):
-        return self._apply(machine().integers.shift_left, other)
-
-    def __rshift__(self, other):
-        return self._apply(machine().integers.shift_right, other)
-
-    def __lt__(self, other):
-        return self._compare(machine().integers.less, other)
-
-    def __le__(self, other):
-        return self._compare(machine().integers.less_or_equal, other)
-
-    def __ge__(self, other):
-        return self._compare(machine().integers.greater_or_equal, other)
+    __floordiv__ = _operator(lambda integers: integers.divide)
+    __mod__ = _operator(lambda integers: integers.remainder)
+    __lshift__ = _operator(lambda integers: integers.shift_left)
+    __rshift__ = _operator(lambda integers: integers.shift_right)
+    __lt__ = _comparison(lambda integers: integers.less)
+    __le__ = _comparison(lambda integers: integers.less_or_equal)
+    __ge__ = _comparison(lambda integers: integers.greater_or_equal)
 
     def as_float(self) -> "Float":
         """The float32 of these bits."""
@@ -145,12 +121,11 @@ class Vector(Value):
     def of_same_type(self, value) -> "Vector":
         return Vector(value, self.kind, self.size)
 
-    def __add__(self, other: "Vector"):
-        return self.of_same_type(machine().floats.add(self.value, other.value))
+    __add__ = _operator(lambda floats: floats.add)
 
     def __mul__(self, factor: Float):
         factors = machine().broadcast(factor.value, self.size)
-        return self.of_same_type(machine().floats.multiply(self.value, factors))
+        return self.of_same_type(self.arithmetic.multiply(self.value, factors))
 
     def wide(self) -> "Vector":
         return self.to("float32")
@@ -209,14 +184,13 @@ def _index(index):
 
 
 def minimum(a, b) -> Int:
-    return Int(a)._apply(machine().integers.minimum, b)
+    return Int(machine().integers.minimum(Int(a).value, Int(b).value))
 
 
 def maximum(a, b) -> Any:
     """The larger one; NaN if one is NaN."""
-    return (
-        a._apply(machine().floats.maximum, b) if isinstance(a, Float) else Int(a)._apply(machine().integers.maximum, b)
-    )
+    a = a if isinstance(a, Float) else Int(a)
+    return a.of_same_type(a.arithmetic.maximum(a.value, a.of_same_type(b).value))
 
 
 def select(condition: Bool, a, b) -> Any:

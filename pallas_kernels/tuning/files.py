@@ -130,12 +130,11 @@ def _read(path: Path) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
         raise ValueError(f"{path} is no file of tuned parameters: it has no 'tunings'")
     if content.get("format") != FORMAT:
         raise ValueError(f"{path} has format {content.get('format')!r}, this version reads {FORMAT}")
-    nested = content["tunings"]
-    levels = [nested]
-    for _ in range(3):  # GPUs, kernels, shapes
-        if not all(isinstance(level, dict) for level in levels):
-            break
-        levels = [value for level in levels for value in level.values()]
-    if not all(isinstance(level, dict) for level in levels):
+    if not _nested(content["tunings"], 3):
         raise ValueError(f"{path} is no file of tuned parameters: 'tunings' must hold GPU, kernel, shape, entry")
-    return nested
+    return content["tunings"]
+
+
+def _nested(value: Any, levels: int) -> bool:
+    """Whether it is a dict of dicts, and so on, so many levels deep."""
+    return isinstance(value, dict) and (levels == 0 or all(_nested(v, levels - 1) for v in value.values()))

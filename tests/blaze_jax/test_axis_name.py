@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 import blaze_jax
 from blaze_jax import MoE, moe, route, update_selection_bias
 from blaze_jax.nnx import AuxiliaryLoss
+from blaze_jax.routing import Routing
 from blaze_jax.warn import warn_once
 from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
@@ -43,13 +44,13 @@ def test_statistics_losses_and_their_gradients_are_those_of_all_tokens(axis_name
         partial(routed, axis_name=axis_name),
         mesh=mesh_of(axis_name),
         in_specs=split,
-        out_specs=type(routed(logits))(split, split, *[P()] * 7),
+        out_specs=Routing(split, split, *[P()] * 7),
         check_vma=check_vma,
     )
-    out, ref = jax.jit(sharded)(logits), routed(logits)
+    out, ref = jax.jit(sharded)(logits), jax.jit(routed)(logits)
     assert_same_bits((out.experts, out.demand), (ref.experts, ref.demand))
     assert_close(out, ref)
-    gradient, expected = (jax.grad(lambda l, f=f: f(l).weighted_losses)(logits) for f in (jax.jit(sharded), routed))
+    gradient, expected = (jax.jit(jax.grad(lambda l, f=f: f(l).weighted_losses))(logits) for f in (sharded, routed))
     assert_close(gradient, expected)
 
 

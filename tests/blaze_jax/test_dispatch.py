@@ -14,6 +14,8 @@ from pallas_kernels.xla.dispatch import tile_pairs
 from tests.numerics import assert_same_bits
 from tests.routings import ROUTINGS, experts_of_shape, random_experts, reference_dispatch, routings
 
+build_jitted = jax.jit(build_dispatch, static_argnums=1, static_argnames=("row_alignment", "implementation"))
+
 
 def interpreted(*arguments, **options):
     with simt.interpreted():
@@ -23,14 +25,14 @@ def interpreted(*arguments, **options):
 over_builds = pytest.mark.parametrize(
     "build",
     [
-        pytest.param(partial(build_dispatch, implementation="xla"), id="xla"),
+        pytest.param(partial(build_jitted, implementation="xla"), id="xla"),
         pytest.param(interpreted, id="interpreter"),
         pytest.param(partial(build_dispatch, implementation="mosaic_gpu"), id="gpu", marks=pytest.mark.gpu),
     ],
 )
 
 
-def assert_is_reference(experts, num_experts, row_alignment=1, build=build_dispatch):
+def assert_is_reference(experts, num_experts, row_alignment=1, build=build_jitted):
     experts = np.asarray(experts, np.int32)
     out = build(experts, num_experts, row_alignment=row_alignment)
     token_indices, offsets, positions = reference_dispatch(experts, num_experts, row_alignment)
@@ -61,14 +63,6 @@ def test_aligned_groups_by_hand(build):
     assert out.expert_token_indices.tolist() == [3, 4, 4, 4, 0, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]
     assert out.expert_token_offsets.tolist() == [0, 4, 8, 8]
     assert out.token_index_map.tolist() == [[4], [16], [5], [0]]
-
-
-@over_builds
-@pytest.mark.parametrize("row_alignment", [1, 8])
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.default_sets(3)
-def test_any_routing(routing, row_alignment, build):
-    assert_is_reference(*ROUTINGS[routing], row_alignment, build)
 
 
 @pytest.mark.parametrize("num_experts", [5, 1024])
@@ -102,14 +96,14 @@ def test_no_tokens(build):
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
 def test_any_integer_dtype(dtype):
     experts = ROUTINGS["random"].experts
-    out, ref = (build_dispatch(jnp.asarray(experts, t), 6) for t in (dtype, "int32"))
+    out, ref = (build_jitted(jnp.asarray(experts, t), 6) for t in (dtype, "int32"))
     assert_same_bits(out, ref)
 
 
 def test_experts_times_tokens_beyond_int32():
     tokens, num_experts = 2**21 + 8, 1024
     experts = (np.arange(tokens, dtype=np.int32) * 7919 % num_experts)[:, None]
-    out = build_dispatch(experts, num_experts)
+    out = build_jitted(experts, num_experts)
     order = np.argsort(experts[:, 0], kind="stable").astype(np.int32)
     assert_same_bits(out.expert_token_indices, order)
     assert_same_bits(out.token_index_map[order, 0], np.arange(tokens, dtype=np.int32))
@@ -120,8 +114,7 @@ def test_ids_of_no_expert_count_as_empty_under_tracing(row_alignment):
     experts = ROUTINGS["random"].experts
     wrong = np.where(np.arange(37)[:, None] % 4 == 0, [[6, -7]], experts).astype(np.int32)
     empty = np.where(np.arange(37)[:, None] % 4 == 0, EMPTY_SLOT, experts).astype(np.int32)
-    build = jax.jit(partial(build_dispatch, num_experts=6, row_alignment=row_alignment))
-    out, ref = build(wrong), build(empty)
+    out, ref = (build_jitted(e, 6, row_alignment=row_alignment) for e in (wrong, empty))
     assert_same_bits(out._replace(token_expert_indices=experts), ref._replace(token_expert_indices=experts))
 
 
@@ -144,8 +137,7 @@ def test_two_runs_give_the_same_bits():
 
 
 def lowered(tokens, slots, num_experts):
-    experts = jax.ShapeDtypeStruct((tokens, slots), jnp.int32)
-    return jax.jit(partial(build_dispatch, num_experts=num_experts)).lower(experts)
+    return build_jitted.lower(jax.ShapeDtypeStruct((tokens, slots), jnp.int32), num_experts)
 
 
 def test_no_sort():

@@ -13,7 +13,7 @@ import pytest
 from blaze_jax import expert_ffn
 from blaze_jax.activations import get_activation
 from pallas_kernels import hopper
-from pallas_kernels.compile_only import CompiledForH200, compile_for_h200
+from pallas_kernels.compile_only import Compiled, compile_for_gpu
 from tests.blaze_jax.test_experts_hopper import KERNELS
 from tests.expert_problems import Problem, apply
 
@@ -92,7 +92,7 @@ LAYERS = [
 
 
 @cache
-def compiled(layer: Layer) -> CompiledForH200:
+def compiled(layer: Layer) -> Compiled:
     """Forward and backward of the layer, compiled once."""
     problem = layer.problem()
     present = {name: p for name, p in problem.params.items() if p is not None}
@@ -100,7 +100,7 @@ def compiled(layer: Layer) -> CompiledForH200:
     biases = tuple(p for name, p in present.items() if name.startswith("b_"))
     if reason := hopper.unsupported(problem.x, weights, biases):
         pytest.skip(f"the kernels cannot do this yet: {reason}")
-    return compile_for_h200(layer.step, *problem)
+    return compile_for_gpu(layer.step, *problem)
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)

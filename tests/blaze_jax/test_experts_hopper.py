@@ -11,7 +11,7 @@ import pytest
 from blaze_jax import RESIDUAL_NAMES, expert_ffn
 from blaze_jax.activations import ACTIVATION_NAMES
 from blaze_jax.oracle import dense_expert_ffn
-from tests.expert_problems import apply, make_problem, results
+from tests.expert_problems import apply, lowered, make_problem, results
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import ROUTINGS, Case, random_experts
 
@@ -54,17 +54,7 @@ def assert_matches_oracle(problem, **options):
 )
 def test_forward_and_backward_lower_for_cuda(activation, param_dtype, biases):
     problem = problem_of(ROUTINGS["random"], activation=activation, param_dtype=param_dtype, biases=biases)
-
-    def step(x, params, weights, experts, dy):
-        y, vjp = jax.vjp(
-            lambda *a: apply(expert_ffn, *a, experts, activation=activation, implementation="mosaic_gpu"),
-            x,
-            params,
-            weights,
-        )
-        return y, vjp(dy)
-
-    text = jax.jit(step).trace(*problem).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered("cuda", problem, activation=activation, implementation="mosaic_gpu")
     for kernel in KERNELS:
         assert kernel in text, kernel
 
@@ -79,8 +69,8 @@ def on_kernels(x, params, weights, experts, **options):
     return apply(expert_ffn, x, params, weights, experts, implementation="mosaic_gpu", **options)
 
 
-def stacked(problem, count):
-    return jax.tree.map(lambda a: jnp.stack([a] * count), problem)
+def mapped(*arguments):
+    return jax.vmap(on_kernels)(*jax.tree.map(lambda a: jnp.stack([a] * 3), arguments))
 
 
 def scanned(x, *rest):
@@ -98,6 +88,7 @@ def scanned(x, *rest):
             id="checkpoint with names",
         ),
         pytest.param(scanned, id="scan of checkpoint"),
+        pytest.param(mapped, id="vmap"),
     ],
 )
 def test_transformations_lower_for_cuda(function):
@@ -113,12 +104,8 @@ def test_no_kernel_writes_through_the_pointer_of_an_operand():
     assert "new_ref" not in str(jax.make_jaxpr(step)(problem.x, problem.params, problem.weights))
 
 
-def test_vmap_lowers_for_cuda():
-    *arguments, _ = stacked(problem_of(ROUTINGS["random"]), 3)
-    assert "moe_down_backward" in lowered_for_cuda(jax.vmap(on_kernels), *arguments)
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.default_sets(0)
 def test_shard_map_lowers_for_cuda_without_its_type_check(check_vma):
     problem = problem_of(Case(random_experts(40, 2, range(6)), 6))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

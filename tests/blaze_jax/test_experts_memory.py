@@ -1,6 +1,6 @@
 """What the backward pass keeps, what is alive for a moment, and how much is computed."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from blaze_jax import PRE_ACTIVATION_NAMES, RESIDUAL_NAMES, Activation, expert_ffn
+from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
+from blaze_jax.benchmark.sizes import Sizes
 from pallas_kernels.xla.dispatch import tile_pairs
 from tests.expert_problems import apply, make_problem, results
 from tests.routings import ROUTINGS, random_experts
@@ -105,24 +107,11 @@ def equations(jaxpr):
 
 
 @cache
-def temporary_bytes(num_experts, save, dtype, *, tokens=1024, slots=4, d=2048, n=32) -> int:
+def temporary_bytes(num_experts, save, dtype) -> int:
     """Temporaries of forward and backward together, as the compiler plans them."""
-
-    def array(*shape):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    def forward_and_backward(x, params, weights, experts, dy):
-        y, vjp = jax.vjp(lambda *args: apply(expert_ffn, *args, experts, save=save), x, params, weights)
-        return y, vjp(dy)
-
-    params = {
-        "w_gate": array(num_experts, d, n),
-        "w_up": array(num_experts, d, n),
-        "w_down": array(num_experts, n, d),
-    }
-    experts = jax.ShapeDtypeStruct((tokens, slots), jnp.int32)
-    arguments = (array(tokens, d), params, array(tokens, slots), experts, array(tokens, d))
-    return jax.jit(forward_and_backward).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    inputs = abstract_inputs(Sizes(1024, 2048, 32, num_experts, 4), dtype)
+    step = jax.jit(forward_and_backward(partial(expert_ffn, save=save)))
+    return step.lower(*inputs, inputs[0]).compile().memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

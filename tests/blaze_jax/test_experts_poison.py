@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from blaze_jax import expert_ffn
-from tests.expert_problems import make_problem, results
+from tests.expert_problems import make_problem
 from tests.numerics import assert_same_bits
 from tests.routings import ROUTINGS
 
@@ -24,11 +23,11 @@ def split(out, tokens, experts):
 
 
 @pytest.mark.parametrize("where", ["x", "dy"])
-def test_token_poisons_only_its_row_and_its_experts(routing, save, value, where):
+def test_token_poisons_only_its_row_and_its_experts(kernels, routing, save, value, where):
     case = ROUTINGS[routing]
     problem = make_problem(*case)
     poisoned = problem._replace(**{where: getattr(problem, where).at[POISONED_TOKEN].set(value)})
-    out, ref = results(expert_ffn, poisoned, save=save), results(expert_ffn, problem, save=save)
+    out, ref = kernels(poisoned, save=save), kernels(problem, save=save)
 
     other_tokens = np.arange(len(case.experts)) != POISONED_TOKEN
     other_experts = ~np.isin(np.arange(case.num_experts), case.experts[POISONED_TOKEN])
@@ -37,12 +36,12 @@ def test_token_poisons_only_its_row_and_its_experts(routing, save, value, where)
     assert not np.isfinite(reached[POISONED_TOKEN]).any()
 
 
-def test_weights_of_an_expert_poison_only_its_tokens(routing, save, value):
+def test_weights_of_an_expert_poison_only_its_tokens(kernels, routing, save, value):
     case = ROUTINGS[routing]
     problem = make_problem(*case)
     expert = 0
     poisoned = problem._replace(params={name: p.at[expert].set(value) for name, p in problem.params.items()})
-    out, ref = results(expert_ffn, poisoned, save=save), results(expert_ffn, problem, save=save)
+    out, ref = kernels(poisoned, save=save), kernels(problem, save=save)
 
     other_tokens = (case.experts != expert).all(1)
     other_experts = np.arange(case.num_experts) != expert

@@ -17,7 +17,7 @@ from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import random_experts
 
-MESH = jax.make_mesh((4,), ("data",))
+MESH = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])  # a GPU may be the only one
 SPLIT, WHOLE, NOWHERE = P("data"), P(), None
 PLACES = [(SPLIT, WHOLE), (SPLIT, NOWHERE), (WHOLE, WHOLE), (NOWHERE, WHOLE), (NOWHERE, NOWHERE)]
 over_places = pytest.mark.parametrize(("tokens", "parameters"), PLACES, ids=str)
@@ -39,11 +39,9 @@ def total(outputs):
 
 
 @over_places
+@pytest.mark.default_sets(0)
 def test_experts(tokens, parameters):
     problem = make_problem(random_experts(32, 2, range(6)), 6)
-
-    def run(x, params, weights, experts):
-        return apply(expert_ffn, x, params, weights, experts), params
 
     def gradients(x, params, weights, experts):
         def loss(x, params, weights):
@@ -97,8 +95,9 @@ def test_tokens_split_in_any_way(spec):
     assert_close(np.asarray(y), np.asarray(layer(x, params, config)[0]))
 
 
+@pytest.mark.default_sets(0)
 def test_parameters_split_in_any_way():
-    config, x = CONFIGS["plain"], random_tokens(8)
+    x = random_tokens(8)
     config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=8)
     params = random_parameters(config)
     specs = {"w_router": P(None, "data"), "w_gate": P("data"), "w_up": P(None, None, "data"), "w_down": P(None, "data")}
@@ -127,15 +126,17 @@ def test_without_a_mesh_set():
 @pytest.mark.parametrize("spec", [SPLIT, WHOLE])
 def test_router_and_dispatch_by_themselves(spec):
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6)), jnp.float32)
-    expected = route(logits, 2)
+    choose = jax.jit(route, static_argnums=1)
+    expected = choose(logits, 2)
     with jax.set_mesh(MESH):
-        out = route(put(logits, spec), 2)
+        out = choose(put(logits, spec), 2)
         dispatch = build_dispatch(out.experts, 6)
     assert_close(out, expected)
     assert_same_bits(dispatch, build_dispatch(expected.experts, 6))
 
 
 @pytest.mark.parametrize("spec", [SPLIT, WHOLE])
+@pytest.mark.default_sets(0)  # functions and nnx run by default
 def test_linen(spec):
     config, x = CONFIGS["everything"], random_tokens(8)
     module = MoE(config, use_bias=True, train=True)

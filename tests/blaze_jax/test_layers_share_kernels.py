@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from blaze_jax import RESIDUAL_NAMES, MoEConfig, moe
 from blaze_jax.benchmark.inputs import forward_and_backward
-from pallas_kernels.compile_only import compile_for_h200, kernel_hashes
+from pallas_kernels.compile_only import compile_for_gpu, kernel_hashes
 
 T, D = 512, 256
 KERNELS = 10  # router, dispatch, two of combine (weighted or not), and six with products
@@ -44,7 +44,7 @@ def sharded(layer):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "kernels"),
+    ("wrap", "count"),
     [
         (lambda layer: layer, KERNELS),
         (jax.checkpoint, KERNELS + 1),  # the first pass has an up projection that keeps no pre-activations
@@ -53,9 +53,9 @@ def sharded(layer):
     ],
     ids=["plain", "checkpoint", "checkpoint_by_name", "shard_map"],
 )
-def test_three_layers_have_the_kernels_of_one(wrap, kernels):
+def test_three_layers_have_the_kernels_of_one(wrap, count):
     found = hashes(3, CONFIG, wrap)
-    assert len(found) == len(set(found)) == kernels
+    assert len(found) == len(set(found)) == count
 
 
 def test_one_layer_has_no_fewer():
@@ -77,5 +77,5 @@ def test_layers_of_another_activation_have_two_kernels_of_their_own():
 @pytest.mark.compile_only
 def test_three_layers_compile_each_kernel_once():
     function, arguments = program(3)
-    kernels = compile_for_h200(function, *arguments).kernels
+    kernels = compile_for_gpu(function, *arguments).kernels
     assert len(kernels) == KERNELS

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from blaze_jax import Router, route, update_selection_bias
+import blaze_jax
+from blaze_jax import Router, update_selection_bias
 from tests import routing_reference as reference
+from tests.layers import route
 from tests.numerics import assert_close, assert_same_bits
 
 T, E, K = 50, 12, 4
@@ -91,7 +93,7 @@ def test_minus_infinity_rules_an_expert_out(scoring, num_groups, groups_per_toke
         assert_same_bits(out.demand, reference.counts(experts, E).astype(np.int32))
         assert out.dropped_share == 0
         chex.assert_tree_all_finite(out)
-        gradient = jax.grad(partial(total, **options))(logits)
+        gradient = jax.jit(jax.grad(partial(total, **options)))(logits)
         chex.assert_tree_all_finite(gradient)
         assert not gradient[~possible].any()
 
@@ -123,21 +125,21 @@ def test_sigmoid_and_its_gradient_at_any_level(level, normalize):
     experts = np.asarray(out.experts)
     expected = reference.weights_of(logits, experts, "sigmoid", normalize, 1.0)
     assert_close(np.append(out.weights, 1), np.append(expected, 1), 1e-5)  # with a 1, for weights of 0
-    gradient = jax.grad(lambda l: route(l, K, **options).weights[:, 0].sum())(logits)
+    gradient = jax.jit(jax.grad(lambda l: route(l, K, **options).weights[:, 0].sum()))(logits)
     # The derivative of a log score is the sigmoid of the negative logit.
     slopes = reference.scores_of(-np.take_along_axis(logits, experts, 1), "sigmoid")
     first = expected[:, :1] * ((np.arange(K) == 0) - (expected if normalize else 0)) * slopes
     wanted = np.zeros((T, E))
     np.put_along_axis(wanted, experts, first, 1)
     assert_close(np.append(gradient, 1), np.append(wanted, 1), 1e-5)
-    chex.assert_tree_all_finite(jax.grad(partial(total, **options))(logits))
+    chex.assert_tree_all_finite(jax.jit(jax.grad(partial(total, **options)))(logits))
 
 
 def test_weights_of_one_expert_per_token_are_not_normalised():
     logits = random_logits()
     out = route(logits, 1)
     assert_close(out.weights[:, 0], reference.softmax(logits).max(1))
-    gradient = jax.grad(lambda l: jnp.sin(route(l, 1).weights).sum())(logits)
+    gradient = jax.jit(jax.grad(lambda l: jnp.sin(route(l, 1).weights).sum()))(logits)
     assert (np.abs(gradient).max(1) > 1e-6).all()
     for options in ({"normalize_weights": True}, {"scoring": "softmax_selected"}):
         with pytest.raises(ValueError, match="where experts_per_token=1: every weight would be a constant 1"):
@@ -178,7 +180,8 @@ def test_selection_bias_changes_the_choice_only():
 
 
 def test_selection_bias_has_no_gradient():
-    gradient = jax.grad(lambda b: route(random_logits(), K, selection_bias=b).weights[:, 0].sum())(jnp.zeros(E))
+    weights = jax.jit(lambda b: route(random_logits(), K, selection_bias=b).weights[:, 0].sum())
+    gradient = jax.grad(weights)(jnp.zeros(E))
     assert_same_bits(gradient, np.zeros(E, np.float32))
 
 
@@ -200,7 +203,7 @@ def test_float64_logits_stay():
 
 def test_numpy_logits_of_any_width():
     logits = random_logits()
-    assert_same_bits(route(logits.astype(np.float64), K), route(jnp.asarray(logits), K))
+    assert_same_bits(blaze_jax.route(logits.astype(np.float64), K), blaze_jax.route(jnp.asarray(logits), K))
 
 
 @pytest.mark.parametrize(
@@ -244,13 +247,16 @@ def test_bias_update_by_hand():
         ),
         (jnp.zeros((2, 3)), 1, {"selection_bias": [0, 0, 0]}, "selection_bias has dtype int32, must be floating"),
         (jnp.zeros((2, 3)), 2.0, {}, "experts_per_token=2.0 must be an integer"),
+        ("logits", 1, {}, "logits='logits' must be an array"),
+        (jnp.zeros((2, 3)), 1, {"selection_bias": "bias"}, "selection_bias='bias' must be an array"),
+        (jnp.zeros((2, 3)), 1, {"router": "sigmoid"}, "router='sigmoid' must be a Router"),
     ],
 )
 def test_misuse_is_named(logits, experts_per_token, options, message):
     with pytest.raises(ValueError, match=message):
-        route(logits, experts_per_token, **options)
+        blaze_jax.route(logits, experts_per_token, **options)
 
 
 def test_router_or_its_fields_but_not_both():
     with pytest.raises(TypeError, match="give a router or its fields, not both: scoring"):
-        route(jnp.zeros((2, 3)), 1, router=Router(), scoring="sigmoid")
+        blaze_jax.route(jnp.zeros((2, 3)), 1, router=Router(), scoring="sigmoid")

@@ -3,8 +3,8 @@
 import pytest
 
 from blaze_jax.benchmark.inputs import BOTH, FORWARD
-from blaze_jax.benchmark.plots import reason
 from blaze_jax.benchmark.sizes import GPU_SIZES, Sizes
+from blaze_jax.benchmark.tables import reason
 from docs.write_benchmarks import render
 
 TIMED = {"us": 2000.0, "spread": 0.02, "tflops": 123.4, "share_of_dense": 0.5, "ratio_to_ours": 1.0}
@@ -18,7 +18,7 @@ def result(sizes, *layers):
 
 
 def table(sizes, *layers):
-    return render([result(sizes, *layers)])
+    return render("compare", [result(sizes, *layers)])
 
 
 def test_a_peer_that_fails_in_the_backward_pass_keeps_its_forward_time():
@@ -33,7 +33,7 @@ def test_sizes_that_no_run_came_to_are_named():
     assert f"Default sizes not compared: {', '.join(map(str, last))}." in table(measured, OURS)
     assert "not compared" not in table(GPU_SIZES, OURS)
     assert "not compared" not in table([Sizes(8, 8, 8, 2, 1)], OURS)
-    assert "not compared" not in render([result(measured, OURS), result([last], OURS)])
+    assert "not compared" not in render("compare", [result(measured, OURS), result([last], OURS)])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ over_variants = pytest.mark.parametrize(
 over_projections = pytest.mark.parametrize("projections", [1, 2])
 
 
-portable_dispatch = jax.jit(xla.dispatch, static_argnums=1, static_argnames="row_alignment")
+portable_dispatch = jax.jit(xla.dispatch, static_argnums=1, static_argnames=("row_alignment", "spare_rows"))
 
 
 def dispatch(kernels, experts, num_experts, row_alignment=None):

@@ -96,13 +96,13 @@ def test_sizes_on_the_gpu(kind, num_experts, num_tokens):
 
 @pytest.mark.compile_only
 def test_compiles_for_the_h200_without_spills():
-    from pallas_kernels.compile_only import compile_for_h200
+    from pallas_kernels.compile_only import compile_for_gpu
 
     def both(keys, wanted):
         cutoffs = hopper.token_cutoffs(keys, wanted)
         return cutoffs, hopper.experts_added(keys, cutoffs, CHOSEN, 8)
 
     keys, wanted = (jnp.zeros(shape, jnp.int32) for shape in ((512, 16384), (512,)))
-    compiled = compile_for_h200(both, keys, wanted)
+    compiled = compile_for_gpu(both, keys, wanted)
     assert {k.name for k in compiled.kernels} == {"moe_token_cutoffs", "moe_experts_added"}
     assert compiled.spill_bytes == {}

@@ -30,8 +30,12 @@ from train_example.presets import PRESETS
         ("--accumulate 3", "--accumulate 3 must divide --batch-size 16"),
         ("--dtype float16", "choose from"),
         ("--implementation cuda", "choose from"),
+        ("--implementation mosaic_gpu", "needs a Hopper GPU, the device here is cpu: choose xla"),
         ("--step 3", "unrecognized arguments: --step 3"),
         ("--resume", "nothing to resume"),
+        ("--checkpoint {tmp}/missing", "missing/config.json: cannot be read: No such file"),
+        ("--checkpoint {tmp} --preset tiny", "--checkpoint and --preset exclude each other"),
+        ("--trained routers", "choose from"),
     ],
 )
 def test_bad_input_is_told_in_one_line(options, message, tmp_path, capsys):
@@ -45,12 +49,6 @@ def test_bad_input_is_told_in_one_line(options, message, tmp_path, capsys):
     assert output.err.count("\n") == 1
     assert output.out == ""
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_implementation_that_needs_another_device(tmp_path, capsys):
-    assert main(["--implementation", "mosaic_gpu", "--out", str(tmp_path / "out")]) == 2
-    assert "needs a Hopper GPU, the device here is cpu: choose xla" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_implementation_that_cannot_run_the_model(tmp_path, capsys, monkeypatch):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 
 import jax
 import numpy as np
@@ -15,7 +16,6 @@ from tests.train_example.small import CONFIG, ROOT, decoder
 from train_example.arguments import parse_arguments
 from train_example.devices import Cluster, Devices
 from train_example.errors import UserError
-from train_example.optimizer import make_optimizer
 from train_example.step import init_state
 
 OPTIONS = ["--steps", "10", "--batch-size", "8", "--sequence-length", "32", "--dtype", "float32"]
@@ -95,7 +95,7 @@ def test_two_processes_train_as_one(tmp_path):
 def test_a_device_keeps_its_share_of_the_state():
     mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
     devices, model = Devices.of(mesh), decoder()
-    state = jax.eval_shape(lambda: init_state(model, make_optimizer(CONFIG), jax.random.key(0)))
+    state = jax.eval_shape(partial(init_state, CONFIG, model))
     shardings = devices.shardings(state, model.moe, CONFIG.model.width)
     shares = jax.tree.map(lambda a, s: np.prod(s.shard_shape(a.shape)) / max(a.size, 1), state, shardings)
     split = {

@@ -1,5 +1,7 @@
 """Whole runs of the program, as a user starts and stops them."""
 
+import contextlib
+import io
 import json
 import re
 import signal
@@ -9,17 +11,18 @@ import time
 
 import pytest
 
-from tests.train_example.small import ROOT
+from tests.train_example.small import CONFIG, ROOT
 from train_example.__main__ import main
+from train_example.presets import PRESETS
 
-STEPS = 40
-OPTIONS = f"--steps {STEPS} --batch-size 4 --sequence-length 32 --accumulate 2".split()
-OPTIONS += ["--evaluate-every", "10", "--checkpoint-every", "6"]
+STEPS = CONFIG.steps
+OPTIONS = ["--accumulate", "2", "--evaluate-every", "10", "--checkpoint-every", "6"]
+PAIRS = CONFIG.batch_size * CONFIG.sequence_length * CONFIG.model.experts_per_token
 TIMING = ("elapsed", "tokens_per_second", "peak_memory_gib")
 
 
 def start(out, *options):
-    command = [sys.executable, "-W", "error", "-m", "train_example", "--out", str(out), *options]
+    command = [sys.executable, "-W", "error", "-m", "tests.train_example.small_program", "--out", str(out), *options]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -39,15 +42,21 @@ def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.fixture(autouse=True)
+def small_preset(monkeypatch):
+    """What is called in this process knows the model of the other ones."""
+    monkeypatch.setitem(PRESETS, "tiny", CONFIG)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Folder and standard output of a run that nothing disturbed."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    process = start(out, *OPTIONS)
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 0, stderr
-    assert stderr == ""
-    return out, stdout
+    stdout = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stdout):
+        patch.setitem(PRESETS, "tiny", CONFIG)
+        assert main(["--out", str(out), *OPTIONS]) == 0
+    return out, stdout.getvalue()
 
 
 def test_last_line_says_how_good_the_model_is(finished):
@@ -68,10 +77,10 @@ def test_metrics_of_every_step(finished):
     for record in records:
         assert 0 < record["loss"] < 12
         assert record["gradient_norm"] > 0
-        assert 0 < record["learning_rate"] <= 3.001e-3
+        assert 0 < record["learning_rate"] <= 1.001 * CONFIG.learning_rate
         assert record["balance"] >= 1
         assert record["tokens_per_second"] > 0
-        assert [sum(load) for load in record["load"]] == [4 * 32 * 4] * 4
+        assert [sum(load) for load in record["load"]] == [PAIRS] * CONFIG.model.num_layers
     elapsed = [record["elapsed"] for record in records]
     assert elapsed == sorted(elapsed)
 

@@ -55,6 +55,7 @@ def test_auxiliary_losses_are_trained_on_but_reported_apart():
     assert abs(with_loss - without).max() > 0.1 * abs(with_loss).max()
 
 
+@pytest.mark.default_sets(0)  # that of a run does, too
 def test_the_loss_falls():
     step, state = train_step(CONFIG, decoder(FULL_MODEL))
     losses = []
@@ -103,6 +104,7 @@ def test_products_get_a_16_bit_copy_of_their_matrices_and_routers_and_norms_do_n
 
 
 @pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
+@pytest.mark.default_sets(0)
 def test_16_bit_arithmetic_learns_what_float32_learns(momentum_dtype):
     def losses(dtype, momentum_dtype):
         step, state = train_step(replace(CONFIG, momentum_dtype=momentum_dtype), decoder(FULL_MODEL, dtype=dtype))

@@ -68,7 +68,7 @@ def test_presets_and_no_peers():
 @pytest.mark.parametrize(
     ("mode", "kind", "said"),
     [
-        ("--routing", "routing", "XLA top_k + argsort dispatch takes"),
+        ("--routing", "routing", "XLA top_k + argsort dispatch"),
         ("--scaling", "scaling", "ns per token"),
         ("--token-rounding", "token_rounding", "rounded nearest"),
     ],
@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(capsys, tmp_path
 
 @pytest.mark.parametrize("mode", ["--compile-only", "--compile-time"])
 def test_compiling_for_another_gpu_says_what_is_missing(mode, capsys, monkeypatch):
-    monkeypatch.setattr("blaze_jax.benchmark.__main__.missing_for_h200", lambda: "the plugin is not installed")
+    monkeypatch.setattr("blaze_jax.benchmark.__main__.missing_compiler", lambda: "the plugin is not installed")
     assert main([mode, "h200"]) == 2
     assert f"{mode} h200 cannot run: the plugin is not installed" in capsys.readouterr().err
 

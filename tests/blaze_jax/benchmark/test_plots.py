@@ -9,16 +9,10 @@ from docs.write_benchmarks import RESULTS, recorded_results
 SIZES = {"num_tokens": 8, "model_width": 16, "expert_width": 8, "num_experts": 2, "experts_per_token": 1}
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    return draw(recorded_results(), tmp_path_factory.mktemp("figures"))
-
-
-def test_every_recorded_figure_is_drawn_of_the_recorded_files(recorded):
+@pytest.mark.default_sets(0)
+def test_every_recorded_figure_is_drawn_of_the_recorded_files_and_is_small(tmp_path):
+    recorded = draw(recorded_results(), tmp_path)
     assert sorted(file.name for file in recorded) == sorted(path.name for path in RESULTS.glob("*.png"))
-
-
-def test_the_recorded_figures_are_small_files(recorded):
     assert {file.name: file.stat().st_size for file in recorded if file.stat().st_size > 200_000} == {}
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compile_only
-from pallas_kernels.compile_only import compile_for_h200, h200, on_h200
+from pallas_kernels.compile_only import absent, compile_for_gpu, on_gpu
 
 
 def scale_kernel(x):
@@ -27,15 +27,15 @@ def array(*shape):
 
 def test_without_the_plugin_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(compile_only, "find_spec", lambda name: None)
-    h200.cache_clear()
-    with pytest.raises(NotImplementedError, match=r"cannot compile for the H200: .*blaze_jax\[compile-only\]"):
-        on_h200(jnp.zeros(3))
+    absent.cache_clear()
+    with pytest.raises(NotImplementedError, match=r"cannot compile for the h200: .*blaze_jax\[compile-only\]"):
+        on_gpu(jnp.zeros(3))
 
 
 @pytest.mark.compile_only
 def test_placement_is_on_an_h200_and_leaves_jax_where_it_computes():
     devices, environment = jax.devices(), dict(os.environ)
-    placed = on_h200({"a": jnp.zeros((3, 5), jnp.bfloat16)})["a"]
+    placed = on_gpu({"a": jnp.zeros((3, 5), jnp.bfloat16)})["a"]
     assert (placed.shape, placed.dtype) == ((3, 5), jnp.bfloat16)
     (device,) = placed.sharding.device_set
     assert (device.device_kind, device.compute_capability) == ("NVIDIA H200", "9.0")
@@ -47,7 +47,7 @@ def test_placement_is_on_an_h200_and_leaves_jax_where_it_computes():
 @pytest.mark.compile_only
 @pytest.mark.parametrize("function", [scale_kernel, jax.jit(scale_kernel)], ids=["plain", "jitted"])
 def test_a_kernel_that_fits_the_registers(function):
-    compiled = compile_for_h200(function, array(128, 64))
+    compiled = compile_for_gpu(function, array(128, 64))
     (kernel,) = compiled.kernels
     assert kernel.name == "moe_scale"
     assert 64 < kernel.registers < 255
@@ -57,7 +57,7 @@ def test_a_kernel_that_fits_the_registers(function):
 
 @pytest.mark.compile_only
 def test_the_report_is_the_same_when_asked_again():
-    first, again = (compile_for_h200(scale_kernel, array(128, 32)) for _ in range(2))
+    first, again = (compile_for_gpu(scale_kernel, array(128, 32)) for _ in range(2))
     assert len(first.kernels) == 1
     assert again.kernels == first.kernels
 
@@ -68,7 +68,7 @@ def test_a_program_that_is_in_the_users_cache_is_compiled_again():
     before = getattr(jax.config, name)
     jax.config.update(name, 0)
     try:
-        plans = [compile_for_h200(lambda x: jnp.sort(x) @ x.T, array(64, 64)).memory for _ in range(2)]
+        plans = [compile_for_gpu(lambda x: jnp.sort(x) @ x.T, array(64, 64)).memory for _ in range(2)]
     finally:
         jax.config.update(name, before)
     assert plans[0].temp_size_in_bytes == plans[1].temp_size_in_bytes > 0
@@ -76,7 +76,7 @@ def test_a_program_that_is_in_the_users_cache_is_compiled_again():
 
 @pytest.mark.compile_only
 def test_a_kernel_that_does_not():
-    compiled = compile_for_h200(scale_kernel, array(128, 512))
+    compiled = compile_for_gpu(scale_kernel, array(128, 512))
     (kernel,) = compiled.kernels
     assert kernel.registers == 255
     assert kernel.spill_store_bytes > 4 * (512 - 255)
@@ -85,7 +85,7 @@ def test_a_kernel_that_does_not():
 
 @pytest.mark.compile_only
 def test_memory_plan_of_a_program_without_kernels():
-    compiled = compile_for_h200(lambda x: jnp.cumsum(x, axis=1), array(64, 32), donate_argnums=0)
+    compiled = compile_for_gpu(lambda x: jnp.cumsum(x, axis=1), array(64, 32), donate_argnums=0)
     size = 4 * 64 * 32
     memory = compiled.memory
     assert (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes) == (size,) * 3
@@ -96,4 +96,11 @@ def test_memory_plan_of_a_program_without_kernels():
 def test_no_report_is_an_error_not_an_absence_of_spills(monkeypatch):
     monkeypatch.setattr("pallas_kernels.compile_only.ptxas_report.parse_ptxas_report", lambda text: [])
     with pytest.raises(RuntimeError, match="ptxas reported on none of 1 kernels"):
-        compile_for_h200(scale_kernel, array(128, 64))
+        compile_for_gpu(scale_kernel, array(128, 64))
+
+
+@pytest.mark.compile_only
+def test_a_process_compiles_for_one_compute_capability():
+    compile_for_gpu(jnp.sin, array(8))
+    with pytest.raises(RuntimeError, match=r"gpu='a100' needs a process of its own: .* capability \(9, 0\)"):
+        compile_for_gpu(jnp.sin, array(8), gpu="a100")

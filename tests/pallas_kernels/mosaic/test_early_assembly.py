@@ -8,9 +8,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper  # noqa: F401  (from here on, kernels are assembled early)
-from pallas_kernels.compile_only import on_h200
+from pallas_kernels.compile_only import on_gpu
 from pallas_kernels.compile_only.ptxas_report import captured_ptxas_report
-from pallas_kernels.mosaic.early_assembly import wait_for_assembly
+from pallas_kernels.mosaic.early_assembly import begun
 
 
 @pytest.fixture
@@ -29,8 +29,9 @@ def unique_kernel():
 def test_a_program_finds_its_kernel_assembled(monkeypatch, unique_kernel, early):
     if not early:
         monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    lowered = jax.jit(unique_kernel).lower(on_h200(jnp.zeros((128, 64), jnp.float32)))
-    wait_for_assembly()
+    lowered = jax.jit(unique_kernel).lower(on_gpu(jnp.zeros((128, 64), jnp.float32)))
+    for assembly in begun.values():
+        assembly.result()
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     with captured_ptxas_report() as assembled:
         lowered.compile()

@@ -5,7 +5,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.hopper import inline
+from pallas_kernels.hopper import gather
 from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, needs_interpreter
 
 
@@ -21,7 +21,7 @@ def run_up_projection():
 @needs_interpreter
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(inline, "wait_landed"), (plgpu, "barrier_wait"), (plgpu, "wait_smem_to_gmem"), (plgpu, "commit_smem")],
+    [(gather, "wait_landed"), (plgpu, "barrier_wait"), (plgpu, "wait_smem_to_gmem"), (plgpu, "commit_smem")],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_missing_wait_is_a_race(monkeypatch, module, name):

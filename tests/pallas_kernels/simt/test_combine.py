@@ -50,16 +50,6 @@ def test_slots_that_are_mostly_empty(running, options):
 
 
 @pytest.mark.parametrize(("running", "options"), RUNS)
-def test_empty_slots_contribute_nothing_unless_nan(running, options):
-    values, positions = jnp.full((3, 8), 2.0, jnp.bfloat16), jnp.array([[0, 3], [3, 3], [1, 3]])
-    weights = jnp.array([[0.5, 0.5], [0.5, 0.5], [0.5, jnp.nan]])
-    with running():
-        out = hopper.combine(values, positions, weights, jnp.full((3, 8), 9.0, jnp.bfloat16), 0, **options)
-    assert out[:2].tolist() == [[1.0] * 8, [0.0] * 8]
-    assert np.isnan(out[2].astype(jnp.float32)).all()
-
-
-@pytest.mark.parametrize(("running", "options"), RUNS)
 def test_a_nan_weight_shows_where_all_slots_beside_it_are_empty(running, options):
     values, positions, weights, before = problem("bfloat16", slots=16)
     positions, weights = positions.at[:, 8:].set(len(values)), weights.at[7, 13].set(jnp.nan)

@@ -1,5 +1,6 @@
 """The dispatch kernels: the same bits as the portable form, in the interpreter anywhere and on a Hopper GPU."""
 
+from functools import partial
 from itertools import pairwise
 
 import jax
@@ -7,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper, xla
+from pallas_kernels import hopper
 from pallas_kernels.mosaic.row_groups import SPARE_ROWS, TILE_ROWS
 from pallas_kernels.simt import language as simt
 from tests.numerics import assert_same_bits
+from tests.pallas_kernels.rows import portable_dispatch
 from tests.routings import ROUTINGS, random_experts
 
 
 def assert_same_as_portable(experts, num_experts, out):
-    expected = xla.dispatch(jnp.asarray(experts), num_experts, row_alignment=8, spare_rows=SPARE_ROWS)
+    expected = portable_dispatch(jnp.asarray(experts), num_experts, row_alignment=8, spare_rows=SPARE_ROWS)
     assert_same_bits(out._replace(tiles=None), expected)
     assert_is_schedule(out)
 
@@ -37,27 +39,18 @@ def interpret(experts, num_experts, **options):
         return hopper.dispatch(jnp.asarray(experts), num_experts, **options)
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(partial(interpret, blocks=1), id="a block"),
+        pytest.param(partial(interpret, blocks=3), id="blocks"),
+        pytest.param(hopper.dispatch, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_any_routing(routing, blocks):
+def test_any_routing(routing, run):
     experts, num_experts = ROUTINGS[routing]
-    assert_same_as_portable(experts, num_experts, interpret(experts, num_experts, blocks=blocks))
-
-
-def test_example_of_the_paper():
-    out = interpret(np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32), 4, blocks=2)
-    tokens = np.asarray(out.expert_token_indices)
-    start = np.array([0, 8, 16, 24])
-    assert out.expert_token_offsets.tolist() == [*start, 32]
-    assert [tokens[s : s + n].tolist() for s, n in zip(start, [3, 2, 2, 3], strict=True)] == [
-        [1, 2, 4],
-        [1, 3],
-        [0, 3],
-        [0, 2, 4],
-    ]
-    packed = start - [0, 3, 5, 7]  # how far alignment moved each group
-    moved = [[5, 7], [0, 3], [1, 8], [4, 6], [2, 9]] + packed[[[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]]
-    assert out.token_index_map.tolist() == moved.tolist()
+    assert_same_as_portable(experts, num_experts, run(jnp.asarray(experts), num_experts))
 
 
 @pytest.mark.parametrize("num_experts", [33, 300])
@@ -69,16 +62,6 @@ def test_many_experts(num_experts):
 def test_other_ids_are_empty_slots():
     experts = np.array([[0, 5], [-3, 1], [2, 0]], np.int32)
     assert_same_as_portable(experts, 2, interpret(experts, 2, blocks=2))
-
-
-@pytest.mark.parametrize("blocks", [1, 4])
-def test_counts_known_before(blocks):
-    experts, num_experts = ROUTINGS["empty_slots"]
-    tokens = -(-len(experts) // blocks)
-    runs = [experts[b * tokens : (b + 1) * tokens] for b in range(blocks)]
-    counts = np.stack([np.bincount(run[run >= 0], minlength=num_experts) for run in runs]).astype(np.int32)
-    out = interpret(experts, num_experts, counts=jnp.asarray(counts))
-    assert_same_as_portable(experts, num_experts, out)
 
 
 def test_inside_jit():
@@ -97,13 +80,6 @@ def test_lowers_for_cuda(tokens, slots, num_experts):
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
     assert "moe_dispatch_count" in text
     assert "moe_dispatch_place" in text
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_any_routing_on_the_gpu(routing):
-    experts, num_experts = ROUTINGS[routing]
-    assert_same_as_portable(experts, num_experts, hopper.dispatch(jnp.asarray(experts), num_experts))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,175 @@
+"""Rows found by index, copied to shared memory by `cp.async`, and the barriers that they arrive at."""
+
+# pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from pallas_kernels.hopper import inline_interpreter as forms
+from pallas_kernels.hopper.inline import (
+    CHUNK_BYTES,
+    SCALAR,
+    SWIZZLED,
+    WARPGROUP,
+    c32,
+    global_pointer,
+    int_type,
+    ptx,
+    scalar,
+    shared_address,
+    thread_index,
+)
+from pallas_kernels.mosaic.interpreter import in_interpreter
+
+
+@in_interpreter(forms.landed_barriers)
+def landed_barriers(stages):
+    """Scratch for `stages` mbarriers of the gather, 8 bytes each: Pallas barriers cannot be named in inline code."""
+    return plgpu.SMEM((2 * stages,), jnp.int32)
+
+
+@in_interpreter(forms.init_landed)
+def init_landed(landed, stages):
+    """Makes the mbarriers of `landed_barriers`, each completed by the copies of one warpgroup.
+
+    All threads of the block must call this.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(ctx, landed):
+        first = utils.single_thread_predicate(scope=utils.ThreadSubset.BLOCK)
+        for stage in range(stages):
+            barrier = utils.getelementptr(utils.memref_ptr(landed), [stage], int_type(64))
+            nvvm.mbarrier_init(barrier, c32(WARPGROUP), predicate=first)
+        ptx("fence.mbarrier_init.release.cluster;")
+        ptx("barrier.sync 0;")
+
+    run(landed)
+
+
+@in_interpreter(forms.wait_landed)
+def wait_landed(landed, slot, parity):
+    """Waits until the slot's gathered rows are in shared memory, and orders them before this thread's wgmma."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
+    def run(ctx, landed, slot, parity):
+        barrier = utils.getelementptr(utils.memref_ptr(landed), [scalar(slot)], int_type(64))
+        nvvm.mbarrier_try_wait_parity(barrier, scalar(parity), c32(10000000))
+        ptx("fence.proxy.async.shared::cta;")
+
+    run(landed, slot, parity)
+
+
+class RowGather:
+    """Copies `rows` gathered rows, `columns` wide, into a swizzled tile, 16 bytes a thread at a time.
+
+    Thread t copies chunk `t % c` of rows `t // c + i · (128 / c)`, c chunks to a row. The tile is made of panels
+    (rows, 64) one after the other.
+
+    Args:
+      tokens: the array read from, its width a multiple of 8; rows and columns past its end read zeros.
+      rows: of a tile.
+      columns: of a tile, 64 or a multiple.
+    """
+
+    def __init__(self, tokens: jax.Array, *, rows: int, columns: int):
+        self.rows, self.columns, (self.num_tokens, self.width) = rows, columns, tokens.shape
+        self.chunks = columns // 8
+        self.rows_apart = WARPGROUP // self.chunks
+        self.per_thread = rows // self.rows_apart
+        self.layout = plgpu.Layout.WG_STRIDED((self.per_thread * WARPGROUP,), vec_size=1)
+        self.result = plgpu.ShapeDtypeStruct((self.per_thread * WARPGROUP,), jnp.int32, layout=self.layout)
+
+    def _array(self, registers):
+        vectors = [vector.broadcast(ir.VectorType.get((1,), int_type(32)), r) for r in registers]
+        vectors = np.array(vectors, dtype=object)
+        return mgpu.FragmentedArray(_registers=vectors, _layout=self.layout.to_mgpu(), _is_signed=True)
+
+    @in_interpreter(forms.load_tokens)
+    def load_tokens(self, indices, first_row):
+        """Indices of the rows that this thread copies."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=self.result)
+        def run(ctx, indices, first_row):
+            row = arith.addi(scalar(first_row), arith.divui(thread_index(), c32(self.chunks)))
+            rows = [arith.addi(row, c32(self.rows_apart * i)) for i in range(self.per_thread)]
+            pointer = global_pointer(indices)
+            return self._array([llvm.load(int_type(32), utils.getelementptr(pointer, [r], int_type(32))) for r in rows])
+
+        return run(indices, first_row)
+
+    @in_interpreter(forms.row_chunks)
+    def row_chunks(self, tokens, valid_rows):
+        """First chunk of every row in the source, in units of 16 bytes; -1 for rows that read zeros."""
+
+        @plgpu.inline_mgpu(arg_types=(self.layout, SCALAR), return_type=self.result)
+        def run(ctx, tokens, valid_rows):
+            row = arith.divui(thread_index(), c32(self.chunks))
+            offsets = []
+            for i, register in enumerate(tokens.registers):
+                token = llvm.extractelement(register, c32(0))
+                known = arith.cmpi(arith.CmpIPredicate.ult, token, c32(self.num_tokens))
+                mine = arith.cmpi(
+                    arith.CmpIPredicate.slt, arith.addi(row, c32(self.rows_apart * i)), scalar(valid_rows)
+                )
+                start = arith.muli(token, c32(self.width // 8))
+                offsets.append(arith.select(arith.andi(known, mine), start, c32(-1)))
+            return self._array(offsets)
+
+        return run(tokens, valid_rows)
+
+    @in_interpreter(forms.copy_rows)
+    def copy(self, source, offsets, panel, landed, slot, first_column):
+        """Starts the copies, to the tile whose first panel is `panel`; they arrive on `landed[slot]` as they land."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(SWIZZLED), SCALAR))
+        def run(ctx, source, offsets, panel_ref, first_column):
+            chunk = arith.remui(thread_index(), c32(self.chunks))
+            row = arith.divui(thread_index(), c32(self.chunks))
+            column = arith.addi(scalar(first_column), arith.muli(chunk, c32(8)))
+            panel = arith.shrui(chunk, c32(3))  # of 64 columns
+            in_panel = arith.andi(chunk, c32(7))
+
+            def destination(row_in_tile):
+                swizzled = arith.xori(in_panel, arith.andi(row_in_tile, c32(7)))
+                in_row = arith.addi(arith.muli(panel, c32(self.rows * 128)), arith.muli(swizzled, c32(CHUNK_BYTES)))
+                return arith.addi(arith.muli(row_in_tile, c32(128)), in_row)
+
+            base = utils.getelementptr(global_pointer(source), [arith.muli(column, c32(2))], int_type(8))
+            in_width = arith.cmpi(arith.CmpIPredicate.slt, column, c32(self.width))
+            bytes_here = (
+                arith.select(in_width, c32(CHUNK_BYTES), c32(0)) if self.width % self.columns else c32(CHUNK_BYTES)
+            )
+            for i, register in enumerate(offsets.registers):
+                offset = llvm.extractelement(register, c32(0))
+                reads = arith.cmpi(arith.CmpIPredicate.sge, offset, c32(0))
+                size = arith.select(reads, bytes_here, c32(0))  # of no bytes, no address matters
+                # 64-bit bytes: tokens · width passes 2^31.
+                start = arith.shli(arith.extui(int_type(64), offset), arith.constant(int_type(64), 4))
+                ptx(
+                    "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;",
+                    shared_address(panel_ref, destination(arith.addi(row, c32(self.rows_apart * i)))),
+                    utils.getelementptr(base, [start], int_type(8)),
+                    size,
+                    constraints="r,l,r",
+                )
+
+        run(source, offsets, panel, first_column)
+        self.arrive(landed, slot)
+
+    @in_interpreter(forms.arrive)
+    def arrive(self, landed, slot):
+        """Lets `landed[slot]` complete when the copies that were started have landed."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+        def run(ctx, landed, slot):
+            barrier = shared_address(landed, arith.muli(scalar(slot), c32(8)))
+            ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier, constraints="r")
+
+        run(landed, slot)
