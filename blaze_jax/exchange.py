@@ -62,6 +62,12 @@ class Transport:
         return (*self.expert, *self.tensor)
 
     @property
+    def in_step(self) -> frozenset[str]:
+        """Mesh axes whose devices must transport equally often: XLA's permutation waits for other groups, too."""
+        permutes = self.exchange == "permute" and self.devices > 1
+        return frozenset(jax.sharding.get_abstract_mesh().manual_axes if permutes else self.group)
+
+    @property
     def devices(self) -> int:
         """Of the group."""
         return lax.axis_size(self.group)

@@ -30,6 +30,7 @@ from blaze_jax.activations import Activation
 from blaze_jax.column_blocks import combine_columns
 from blaze_jax.exchange import HERE, Plan, Transport
 from blaze_jax.reverse_mode import differentiated_once
+from pallas_kernels.compat import vary_over
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Kernels
 from pallas_kernels.place_values import place_values
 
@@ -98,8 +99,8 @@ class Settings:
             return dispatch, None
         others = dispatch.expert_token_offsets[-1] - self.row_budget
         turns = jnp.maximum(others + self.turn_rows - 1, 0) // self.turn_rows
-        if axes := self.transport.group:  # all take part in every transport
-            turns = lax.pmax(turns, axes)
+        if axes := self.transport.in_step:  # all take part in every transport
+            turns = lax.pmax(vary_over(turns, axes), tuple(sorted(axes)))
         return self.kernels.row_range(dispatch, 0, self.row_budget), turns
 
     def rows_of_turn(self, dispatch: Dispatch, turn: Int[Array, ""] | int) -> Dispatch:
@@ -152,14 +153,17 @@ def _outputs(settings: Settings, parts: tuple[Tokens, ...], shards: Parameters, 
 def _backward(settings: Settings, residuals, d_outputs):
     parts, shards, kept, gathered = residuals
     transport = settings.transport
-    xs = [part.x for part in parts]
+    xs = [part.x for part in parts] if gathered is None else [x for x, _ in gathered]
+    # Without the barriers XLA would see that what follows was computed before, and keep it.
     if kept is None or gathered is None:
-        # Without the barrier XLA would see that what follows was computed before, and keep it.
-        xs, shards, d_outputs = lax.optimization_barrier((xs, shards, d_outputs))
+        xs, d_outputs = lax.optimization_barrier((xs, d_outputs))
+    if gathered is None:
+        shards = lax.optimization_barrier(shards)
     params, scatter_params = jax.vjp(lambda s: transport.parameters(s, xs[0].dtype), shards)
+    params = params if gathered is None else gathered[0][1]
     dxs, d_params, d_weights = [], None, []
     for i, part in enumerate(parts):
-        x = transport.gather(part.plan, xs[i]) if gathered is None else gathered[i][0]
+        x = transport.gather(part.plan, xs[i]) if gathered is None else xs[i]
         dy = transport.gather(part.plan, d_outputs[i])
         first, turns = settings.turns(part.dispatch)
         pre_activations = kept[i] if kept else _pre_activations_and_hidden(settings, x, params, first)[0]

@@ -20,6 +20,10 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+# XLA ends a process whose virtual devices do not all come to a collective in time, and a busy machine may run one late.
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+os.environ["XLA_FLAGS"] = f"{_PATIENCE} {os.environ.get('XLA_FLAGS', '')}".strip()  # a user's own comes last
+
 # A test's programs serve other processes, too: xdist's workers inherit the folder, and so do subprocesses.
 OWN_CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

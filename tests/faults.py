@@ -116,7 +116,7 @@ FAULTS = [
     Fault(f"{LAYER}/exchange.py", "range(self.devices)]\n            return jnp.concatenate", "range(self.devices)][::-1]\n            return jnp.concatenate", PARALLEL),
     Fault(f"{LAYER}/exchange.py", "unknown = experts >= num_experts * self.expert_devices", "unknown = experts < 0", PARALLEL),
     Fault(f"{LAYER}/experts.py", "given[\"b_down\"] = jnp.where(lax.axis_index(tensor) == 0, given[\"b_down\"], 0)", "given[\"b_down\"] = given[\"b_down\"]", PARALLEL),
-    Fault(f"{LAYER}/experts_vjp.py", "turns = lax.pmax(turns, axes)", "turns = lax.pmin(turns, axes)", PARALLEL),
+    Fault(f"{LAYER}/experts_vjp.py", "turns = lax.pmax(vary_over(turns, axes), tuple(sorted(axes)))", "turns = lax.pmin(vary_over(turns, axes), tuple(sorted(axes)))", PARALLEL),
     Fault(f"{LAYER}/experts_vjp.py", "return _add(gradients, _gradients(", "return _add(_gradients(settings, x, params, part, rows, pre_activations, dy), _gradients(", PARALLEL),
     Fault(f"{LAYER}/routing.py", "counted is None else max(counted, 1)", "counted is None else all_tokens", PARALLEL),
     Fault(f"{LAYER}/layer_over_devices.py", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", PARALLEL),

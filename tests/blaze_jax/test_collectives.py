@@ -64,8 +64,8 @@ def received(text, devices):
     ("axes", "options", "kinds"),
     [
         ({"expert": 4}, {"exchange": "all_gather"}, ("all-gather", "reduce-scatter")),
-        ({"expert": 2}, {"keep_gathered": True, "chunks": 2}, ("all-gather", "reduce-scatter")),
-        ({"tensor": 2}, {"exchange": "permute"}, ("collective-permute",)),
+        ({"expert": 2}, {"keep_gathered": True}, ("all-gather", "reduce-scatter")),
+        ({"tensor": 2}, {"exchange": "permute", "chunks": 2}, ("collective-permute",)),
         ({"fsdp": 2, "expert": 2}, {}, ("all-gather", "reduce-scatter")),
     ],
     ids=str,
@@ -87,8 +87,7 @@ def test_ragged_exchange_lowers_for_gpus():
     with jax.set_mesh(mesh):
         params = {name: jax.ShapeDtypeStruct(p.shape, jnp.float32) for name, p in CONFIG.parameters(16).items()}
         layer = partial(moe, config=CONFIG, parallel=parallel)
-        gradient = jax.jit(jax.grad(lambda params, x: layer(x, params)[0].sum()))
-        traced = gradient.trace(params, jax.ShapeDtypeStruct((64, 16), jnp.float32))
-        text = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")}
-    assert "ragged_all_to_all" in text["cuda"]
-    assert "ragged_all_to_all" not in text["cpu"]
+        traced = jax.jit(lambda params, x: layer(x, params)[0]).trace(
+            params, jax.ShapeDtypeStruct((64, 16), jnp.float32)
+        )
+        assert "ragged_all_to_all" in traced.lower(lowering_platforms=("cuda",)).as_text()
