@@ -93,7 +93,7 @@ def assert_as_one_device(way, tokens, config=CONFIG):
 
 
 def test_all_axes_together():
-    assert_as_one_device((TOGETHER, "auto", {"exchange": "permute", "row_budget": 0.1}), tokens=39, config=SMALL)
+    assert_as_one_device((TOGETHER, "auto", {"exchange": "permute", "row_budget": 0.1}), tokens=119, config=SMALL)
 
 
 @pytest.mark.parametrize("way", WAYS)
