@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -242,6 +241,7 @@ def _load_stack(
     stacked_in = {path: places[stack, *path] for path in of_stack}
     one_in = {path: _without_layers(place) for path, place in stacked_in.items()}
     stacked = {path: jnp.zeros(leaf.shape, leaf.dtype, device=stacked_in[path]) for path, leaf in of_stack.items()}
+    put = jax.jit(_put, donate_argnums=0, out_shardings=stacked_in)
     for at, layer in enumerate(layers):
         one = {
             path: _read(files, entry._replace(name=_prefix(layer) + entry.name), of_stack[path].shape[1:], one_in[path])
@@ -252,11 +252,10 @@ def _load_stack(
             sharding = {path[1]: place for path, place in one_in.items() if path[0] == "moe"}
             loaded = checkpoints.load(files, layer, model.moe, dtype=jnp.float32, sharding=sharding)
             one |= {("moe", name): value for name, value in loaded.params.items()}
-        stacked = _put(stacked, one, at)
+        stacked = put(stacked, one, at)
     return {(stack, *path): value for path, value in stacked.items()}
 
 
-@partial(jax.jit, donate_argnums=0)
 def _put(stacked: dict[Names, Array], one: dict[Names, Array], at) -> dict[Names, Array]:
     return {path: lax.dynamic_update_index_in_dim(stacked[path], value, at, 0) for path, value in one.items()}
 
