@@ -88,7 +88,8 @@ def first_state(setup: Setup) -> TrainState:
     if setup.config.checkpoint:
         params = load_params(setup.config.checkpoint, setup.model, shardings and shardings.params)
         make_moments = jit_once(make_optimizer(setup.config).init, shardings and shardings.optimizer_state)
-        return TrainState(jnp.int32(0), params, {}, make_moments(params))
+        step = jax.device_put(jnp.int32(0), shardings and shardings.step)
+        return TrainState(step, params, {}, make_moments(params))
     return jit_once(init, shardings)()
 
 
