@@ -80,6 +80,16 @@ def test_parameters_are_read_to_the_devices_that_keep_them():
     assert w_up.addressable_shards[0].data.size == w_up.size // 4
 
 
+@pytest.mark.default_sets(0)
+def test_a_mesh_fine_tunes_as_one_device(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    options = f"--checkpoint {folder} --steps 2 --batch-size 4 --sequence-length 16 --dtype float32 --out".split()
+    assert main([*options, str(tmp_path / "alone")]) == 0
+    assert main([*options, str(tmp_path / "split"), "--mesh", "fsdp=2,expert=2"]) == 0
+    alone, split = (tensors_of(tmp_path / name / "model") for name in ("alone", "split"))
+    assert_close(split, alone)
+
+
 def test_blocks_of_one_kind_are_stacked_in_runs():
     assert public_config(FIXTURES / "qwen3_moe").stacks() == {
         "moe_blocks": [0],
