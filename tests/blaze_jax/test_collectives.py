@@ -82,6 +82,7 @@ def test_collectives_and_their_bytes(axes, options, kinds, backward):
         assert set(found["parameters"]) == {"all-gather", "reduce-scatter"} if backward else {"all-gather"}
 
 
+@pytest.mark.default_sets(0)
 def test_ragged_exchange_lowers_for_gpus():
     mesh, parallel = make_mesh({"expert": 4}), Parallelism(expert="expert", exchange="all_to_all")
     with jax.set_mesh(mesh):
