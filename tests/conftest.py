@@ -1,9 +1,11 @@
 """Which tests run, and settings of every test: four CPU devices to shard over, the same hypothesis examples always."""
 
+import itertools
 import os
 import shutil
 import tempfile
 from collections import defaultdict
+from pathlib import Path
 from zlib import crc32
 
 import hypothesis
@@ -19,6 +21,10 @@ os.environ["BLAZE_JAX_TUNING"] = ""
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 jax.config.update("jax_num_cpu_devices", 4)
+
+# A program takes some 15 of the 65,530 mappings that Linux grants a process.
+MAPS = Path("/proc/self/maps")
+TESTS = itertools.count(1)
 
 # A test's programs serve other processes, too: xdist's workers inherit the folder, and so do subprocesses.
 OWN_CACHE = None
@@ -40,6 +46,12 @@ def pytest_configure(config):
     """The default run compiles with little optimisation, which saves a third of its time; GPUs always get all."""
     if not config.getoption("--all") and jax.default_backend() == "cpu":
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+def pytest_runtest_teardown():
+    """Forgets compiled programs before there are too many: then mapping memory fails, and the process ends."""
+    if next(TESTS) % 50 == 0 and MAPS.exists() and len(MAPS.read_bytes().splitlines()) > 20_000:
+        jax.clear_caches()
 
 
 def pytest_runtest_setup(item):
