@@ -135,7 +135,7 @@ FAULTS = [
     Fault(f"{FILES}/folder.py", 'or ".." in path.parts', "", f"{MODULES}/checkpoints/test_errors.py"),
     Fault(f"{FILES}/block.py", "if missing := sorted(names - present):", "if missing := []:", f"{MODULES}/checkpoints/test_errors.py"),
     Fault(f"{FILES}/huggingface.py", "(layer + 1) % step", "layer % step", f"{MODULES}/checkpoints/test_config.py"),
-    Fault(f"{FILES}/writing.py", '_replace(folder / INDEX,', '_replace(folder / "index",', f"{MODULES}/checkpoints/test_save.py"),
+    Fault(f"{FILES}/writing.py", '_complete_file(folder / INDEX)', '_complete_file(folder / "index")', f"{MODULES}/checkpoints/test_save.py"),
     # the layer and its modules
     Fault(f"{LAYER}/shared_experts.py", "names = (\"shared_w_gate\", \"shared_w_up\")", "names = (\"shared_w_up\", \"shared_w_gate\")", f"{MODULES}/test_layer.py"),
     Fault(f"{LAYER}/linen.py", "if state is not None and train and", "if state is not None and", f"{MODULES}/test_linen.py"),

@@ -121,7 +121,7 @@ def _plan(arguments, dtype, on_gpu: bool) -> tuple[Sequence[Any], Callable[[Any,
         return items, lambda item, _: measure_memory(item, dtype, peers=arguments.peers)
     if arguments.kernels:
         return items, lambda item, _: measure_kernels(item, dtype, **common)
-    names = ("peers", "same_experts", "limit_seconds")
+    names = ("peers", "same_experts", "float32_weights", "limit_seconds")
     options = common | {name: getattr(arguments, name) for name in names}
     return items, lambda item, say: compare(item, dtype, progress=say, **options)
 

@@ -36,6 +36,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--implementation", choices=("mosaic_gpu", "xla"), help="of our kernels (the best that can run)")
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="PEER", help=f"of {', '.join(PEERS)} (all)")
     add("--same-experts", action="store_true", help="route all tokens to the same K experts, in the comparison")
+    add("--float32-weights", action="store_true", help="time our layer with float32 weights, too, in the comparison")
     add("--repeats", type=int, default=20, metavar="N", help="timed runs of each, taking turns (20)")
     add(
         "--limit-seconds",
