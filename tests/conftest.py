@@ -1,4 +1,4 @@
-"""Which tests run, and settings of every test: four CPU devices to shard over, the same hypothesis examples always."""
+"""Which tests run, and settings of every test: eight CPU devices to shard over, the same hypothesis examples always."""
 
 import itertools
 import os
@@ -20,7 +20,11 @@ os.environ["BLAZE_JAX_TUNING"] = ""
 # With the extra `compile-only`, jax would complain of every CUDA library that is not there, here and in subprocesses.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
+
+# XLA ends a process whose virtual devices do not all come to a collective in time, and a busy machine may run one late.
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+os.environ["XLA_FLAGS"] = f"{_PATIENCE} {os.environ.get('XLA_FLAGS', '')}".strip()  # a user's own comes last
 
 # A program takes some 15 of the 65,530 mappings that Linux grants a process.
 MAPS = Path("/proc/self/maps")

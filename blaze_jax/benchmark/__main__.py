@@ -15,6 +15,7 @@ from blaze_jax.benchmark.compile_only import measure_memory
 from blaze_jax.benchmark.compile_time import measure_compile_time
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.kernels import measure_kernels
+from blaze_jax.benchmark.mesh import measure_mesh, mesh_text
 from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
 from blaze_jax.benchmark.rounding import measure_rounding
 from blaze_jax.benchmark.routing import measure_routing
@@ -48,6 +49,8 @@ def _draw(results: Sequence[dict[str, Any]], folder) -> None:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.mesh:
+        return _measure_mesh(arguments)
     target = arguments.compile_only or arguments.compile_time
     if target and (reason := missing_compiler()):
         mode = "--compile-only" if arguments.compile_only else "--compile-time"
@@ -71,6 +74,30 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         write(f"{heading}\n{terminal(file.records[-1])}")
     if arguments.scaling:
         print_flatness(file.records)
+    return file.content
+
+
+def _measure_mesh(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Cases in processes of their own: this one leaves the devices to them."""
+    file = ResultsFile(arguments.json, {})
+    sizes = [*arguments.config, *(known.preset(name, arguments.tokens) for name in arguments.preset)]
+    items = [(item, variant) for item in sizes or known.MESH_SIZES for variant in arguments.variant or [{}]]
+    for item, say in counted(items):
+        say(str(item[0]))
+        values, record = measure_mesh(
+            item,
+            arguments.mesh,
+            layers=arguments.layers,
+            dtype=arguments.dtype,
+            repeats=arguments.repeats,
+            implementation=arguments.implementation,
+            limit_seconds=arguments.case_seconds,
+        )
+        if values and not file.environment:
+            file.environment = values
+            write(describe(values))
+        file.add(record)
+        write(mesh_text(record))
     return file.content
 
 
