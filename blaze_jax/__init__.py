@@ -1,6 +1,6 @@
 """A memory-efficient, dropless Mixture-of-Experts layer for JAX."""
 
-from blaze_jax import nnx
+from blaze_jax import checkpoints, nnx
 from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
 from blaze_jax.config import MoEConfig
 from blaze_jax.dispatch import build_dispatch
@@ -8,6 +8,7 @@ from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAMES
 from blaze_jax.layer import auxiliary_losses, init, moe, statistics
 from blaze_jax.linen import MoE
+from blaze_jax.parallelism import Parallelism
 from blaze_jax.router import Router
 from blaze_jax.routing import Routing, route, update_selection_bias
 from blaze_jax.version import __version__
@@ -23,11 +24,13 @@ __all__ = [
     "Dispatch",
     "MoE",
     "MoEConfig",
+    "Parallelism",
     "Router",
     "Routing",
     "__version__",
     "auxiliary_losses",
     "build_dispatch",
+    "checkpoints",
     "clamped_swiglu",
     "expert_ffn",
     "init",

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +46,17 @@ def _relu2(x: Array) -> Array:
     return jnp.square(_relu(x))
 
 
-_gelu = partial(jax.nn.gelu, approximate=False)
-_gelu_tanh = partial(jax.nn.gelu, approximate=True)
+# Functions of this module, which pickle and compare by name; jax.nn's are jitted, and do not.
+def _gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def _gelu_tanh(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def _silu(x: Array) -> Array:
+    return jax.nn.silu(x)
 
 
 @dataclass(frozen=True)
@@ -92,12 +100,12 @@ def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
 _ACTIVATIONS = {
     a.name: a
     for a in (
-        Activation("swiglu", _Gated(jax.nn.silu), gated=True),
+        Activation("swiglu", _Gated(_silu), gated=True),
         Activation("geglu", _Gated(_gelu), gated=True),
         Activation("geglu_tanh", _Gated(_gelu_tanh), gated=True),
         Activation("reglu", _Gated(_relu), gated=True),
         clamped_swiglu(),
-        Activation("silu", jax.nn.silu, gated=False),
+        Activation("silu", _silu, gated=False),
         Activation("gelu", _gelu, gated=False),
         Activation("gelu_tanh", _gelu_tanh, gated=False),
         Activation("relu", _relu, gated=False),

@@ -1,8 +1,10 @@
 """Configuration of a Mixture-of-Experts layer, and the parameters it asks for."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
@@ -80,6 +82,22 @@ class MoEConfig:
         for name in ("shared_width", *weights):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative or infinite")
+
+    @classmethod
+    def from_huggingface(cls, config: Mapping[str, Any] | str | Path) -> "MoEConfig":
+        """The layer that a `config.json` of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or gpt-oss describes.
+
+        `blaze_jax.checkpoints.read_model` says the rest, such as which of the model's layers are dense.
+
+        Args:
+          config: what the file holds, the file, or its folder.
+
+        Raises:
+          CheckpointError: a ValueError; a field is missing, unknown, or contradicts another, and the message names it.
+        """
+        from blaze_jax.checkpoints.huggingface import read_model  # which makes objects of this class
+
+        return read_model(config).layer
 
     @property
     def has_selection_bias(self) -> bool:

@@ -1,6 +1,7 @@
 """The command line."""
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -8,13 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from blaze_jax.benchmark.mesh import parse_mesh
 from blaze_jax.config import Save
 from blaze_jax.implementation import Implementation
 from train_example.attention import AttentionKernel
-from train_example.config import DType, Remat, TrainConfig
+from train_example.config import DType, Remat, TrainConfig, Trained
+from train_example.devices import Cluster
 from train_example.errors import UserError
 from train_example.experts_layer import ExpertsLayer
-from train_example.presets import PRESETS
+from train_example.presets import FINE_TUNING, PRESETS
+from train_example.public_model import public_config
 
 _MAY_CHANGE = ("data", "checkpoint_every")  # in a resumed run; the text itself is compared, not its path
 _MAX_WHOLE = 2**31 - 1
@@ -31,11 +35,17 @@ class Arguments:
     Attributes:
       out: the run's folder.
       resume: whether to go on with the run that is there.
+      compile_only: the GPU for which only the memory is to be planned; None to train.
+      mesh: devices by role; None for one device.
+      cluster: of several processes; None for one.
       options: fields of `TrainConfig` that were given.
     """
 
     out: Path
     resume: bool
+    compile_only: str | None
+    mesh: dict[str, int] | None
+    cluster: Cluster | None
     options: dict[str, Any]
 
 
@@ -46,14 +56,21 @@ def parse_arguments(argv: list[str] | None) -> Arguments:
       UserError: it cannot be read.
     """
     options = vars(_parser().parse_args(argv))
-    out, resume = options.pop("out"), options.pop("resume")
+    out, resume, compile_only = (options.pop(name) for name in ("out", "resume", "compile_only"))
+    mesh, cluster = options.pop("mesh", None), _cluster(options)
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the folder of the run to go on with")
-    if options.get("data") is not None:
-        options["data"] = str(Path(options["data"]).absolute())
+    for name in ("data", "checkpoint"):
+        if options.get(name) is not None:
+            options[name] = str(Path(options[name]).absolute())
+    if "checkpoint" in options and "preset" in options:
+        raise UserError("--checkpoint and --preset exclude each other: both say which model it is")
     if out is None:
-        out = Path("runs") / f"{options.get('preset', 'tiny')}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Arguments(out, resume, options)
+        if cluster is not None:
+            raise UserError("several processes need --out FOLDER, one that all of them reach")
+        name = Path(options["checkpoint"]).name if "checkpoint" in options else options.get("preset", "tiny")
+        out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Arguments(out, resume, compile_only, mesh, cluster, options)
 
 
 def new_config(options: dict[str, Any]) -> TrainConfig:
@@ -62,7 +79,7 @@ def new_config(options: dict[str, Any]) -> TrainConfig:
     Raises:
       UserError: options do not fit each other.
     """
-    return _checked(replace(PRESETS[options.get("preset", "tiny")], **options))
+    return _checked(replace(_start(options), **options))
 
 
 def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) -> TrainConfig:
@@ -71,11 +88,12 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
     Raises:
       UserError: the checkpoint is of another configuration, or of another release's.
     """
-    preset = PRESETS.get(saved.get("preset", ""))
+    known = saved.get("checkpoint") or saved.get("preset") in PRESETS
+    preset = _start({name: saved[name] for name in ("preset", "checkpoint") if saved.get(name)}) if known else None
     if (
         preset is None
         or saved.keys() != {f.name for f in fields(TrainConfig)}
-        or saved["model"] != asdict(preset.model)
+        or json.dumps(saved["model"]) != json.dumps(asdict(preset.model))
     ):
         raise UserError(f"the checkpoint in {out} is of a model that this version does not have; start a new run")
     for name, value in options.items():
@@ -86,6 +104,13 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
                 "or start a new run in another --out"
             )
     return _checked(replace(preset, **{name: saved[name] for name in saved if name != "model"} | options))
+
+
+def _start(options: dict[str, Any]) -> TrainConfig:
+    """What the options change: a preset, or the model of a checkpoint."""
+    if checkpoint := options.get("checkpoint"):
+        return replace(FINE_TUNING, model=public_config(checkpoint))
+    return PRESETS[options.get("preset", "tiny")]
 
 
 def _checked(config: TrainConfig) -> TrainConfig:
@@ -112,16 +137,19 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m train_example",
-        description="Trains a byte-level Mixture-of-Experts language model.",
+        description="Trains a Mixture-of-Experts language model: a small one on bytes, or a public one.",
         epilog="Options left out are the preset's, or with --resume those of the run.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="the model and its defaults (tiny, which takes minutes on two CPU cores)")
+    add("--checkpoint", metavar="FOLDER", help="fine-tune the public model in it, OLMoE or Qwen3-MoE, and save it")
+    add("--trained", choices=get_args(Trained), help="all of the model, or the experts' matrices alone")
     add("--data", metavar="PATH", help="a file or folder of text, of any size (half a megabyte that comes with Python)")
     add("--out", type=Path, default=None, metavar="FOLDER", help="of the run (runs/PRESET-TIME)")
     add("--resume", action="store_true", default=False, help="go on with the run in --out")
+    add("--compile-only", choices=("h200",), default=None, help="print the memory that it needs there, and stop")
     add("--steps", type=_whole(1), metavar="N", help="optimizer steps of the whole run")
     add("--batch-size", type=_whole(1), metavar="N", help="sequences per step")
     add("--sequence-length", type=_whole(1), metavar="N", help="bytes per sequence")
@@ -137,9 +165,31 @@ def _parser() -> argparse.ArgumentParser:
     add("--experts-layer", choices=get_args(ExpertsLayer), help="blaze_jax's, or a conventional one to compare with")
     add("--attention", choices=get_args(AttentionKernel), help="what computes the attention (the best that can run)")
     add("--unroll", action=argparse.BooleanOptionalAction, help="compile every block, not a loop over one")
+    add("--mesh", type=parse_mesh, metavar="ROLE=N,...", help="devices by role, such as fsdp=2,expert=4 (one device)")
+    add(
+        "--cluster",
+        action="store_true",
+        help="one of several processes, as Slurm or another cluster's environment says",
+    )
+    add("--coordinator", metavar="HOST:PORT", help="of process 0, where there is no such environment")
+    add("--processes", type=_whole(2), metavar="N", help="in all")
+    add("--process", type=_whole(0), metavar="I", help="which this one is")
     add("--evaluate-every", type=_whole(1), metavar="STEPS", help="steps between evaluations on held-out text")
     add("--checkpoint-every", type=_whole(1), metavar="STEPS", help="steps between checkpoints")
     return parser
+
+
+def _cluster(options: dict[str, Any]) -> Cluster | None:
+    """Takes the options of several processes out."""
+    given = {name: options.pop(name) for name in ("coordinator", "processes", "process") if name in options}
+    by_environment = options.pop("cluster", False)
+    if by_environment and given:
+        raise UserError("--cluster leaves it to the environment: leave --coordinator, --processes and --process out")
+    if not given:
+        return Cluster() if by_environment else None
+    if len(given) < 3 or given["process"] >= given["processes"]:
+        raise UserError("several processes need --coordinator HOST:PORT, --processes N and --process I, from 0 to N-1")
+    return Cluster(**given)
 
 
 def _whole(least: int) -> Callable[[str], int]:

@@ -8,10 +8,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from train_example.norm import RMSNorm
+
 AttentionKernel = Literal["cudnn", "xla"]
 """What multiplies by scores: cuDNN's flash attention, which keeps no scores, or plain XLA, which runs everywhere."""
 
-_ROTARY_BASE = 10_000.0
+QKNorm = Literal["head", "token"]
+"""What a norm of queries and keys takes together: the numbers of a head, or those of all heads of a token."""
+
 _CUDNN_CAPABILITY = (8, 0)
 _CUDNN_MAX_WIDTH = 128
 
@@ -22,6 +26,11 @@ class Rotation(NamedTuple):
     cos: Float[Array, "S 1 half"]
     sin: Float[Array, "S 1 half"]
 
+    @property
+    def head_width(self) -> int:
+        """Of the heads that it turns."""
+        return 2 * self.cos.shape[-1]
+
 
 class Attention(nn.Module):
     """The layer.
@@ -31,25 +40,34 @@ class Attention(nn.Module):
       num_kv_heads: of keys and values, a divisor of `num_heads`.
       dtype: of the computation.
       kernel: what computes the attention; None for the best that can run here.
+      qk_norm: what the norms of queries and keys take together; None for no norms.
+      norm_epsilon: of these norms.
     """
 
     num_heads: int
     num_kv_heads: int
     dtype: DTypeLike
     kernel: AttentionKernel | None = None
+    qk_norm: QKNorm | None = None
+    norm_epsilon: float = 1e-6
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S d"], rotation: Rotation) -> Float[Array, "B S d"]:
         def project(heads: int, name: str) -> Float[Array, "B S heads h"]:
-            return nn.DenseGeneral((heads, head_width), use_bias=False, dtype=self.dtype, name=name)(x)
+            return nn.DenseGeneral((heads, rotation.head_width), use_bias=False, dtype=self.dtype, name=name)(x)
 
-        head_width = x.shape[-1] // self.num_heads
-        query = rotate(project(self.num_heads, "query"), rotation)
-        key = rotate(project(self.num_kv_heads, "key"), rotation)
+        query = rotate(self._normed(project(self.num_heads, "query"), "query_norm"), rotation)
+        key = rotate(self._normed(project(self.num_kv_heads, "key"), "key_norm"), rotation)
         value = project(self.num_kv_heads, "value")
         kernel = self.kernel or best_kernel(query)
         y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=False, dtype=self.dtype, name="out")(y)
+
+    def _normed(self, x: Float[Array, "B S heads h"], name: str) -> Float[Array, "B S heads h"]:
+        if self.qk_norm is None:
+            return x
+        norm = RMSNorm(self.dtype, self.norm_epsilon, name=name)
+        return norm(x) if self.qk_norm == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
 def best_kernel(query: Float[Array, "B S heads h"]) -> AttentionKernel:
@@ -63,10 +81,10 @@ def best_kernel(query: Float[Array, "B S heads h"]) -> AttentionKernel:
     return "cudnn" if fits and query.dtype.itemsize == 2 and capability >= _CUDNN_CAPABILITY else "xla"
 
 
-def rotation(length: int, head_width: int) -> Rotation:
+def rotation(length: int, head_width: int, base: float = 10_000.0) -> Rotation:
     """The angles of `length` positions, of which all layers use the same."""
     with jax.named_scope("rotation"):
-        frequency = _ROTARY_BASE ** -(jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
+        frequency = base ** -(jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
         angle = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency
         return Rotation(jnp.cos(angle), jnp.sin(angle))
 

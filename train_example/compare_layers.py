@@ -29,7 +29,6 @@ from train_example.errors import UserError
 from train_example.experts_layer import ExpertsLayer, experts_function
 from train_example.loop import microbatches
 from train_example.memory import allow_all_memory, peak_memory_gib
-from train_example.optimizer import make_optimizer
 from train_example.presets import PRESETS
 from train_example.run_once import jit_once
 from train_example.setup import make_model
@@ -91,7 +90,7 @@ def train_briefly(config: TrainConfig) -> dict[str, Any]:
     experts_function(config.experts_layer)  # to tell early if it is missing
     corpus = Corpus(open_text(config.data), config.sequence_length)
     model = make_model(config)
-    state = jit_once(lambda: init_state(model, make_optimizer(config), jax.random.key(config.seed)))()
+    state = jit_once(lambda: init_state(config, model))()
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
     def batch(step: int):

@@ -1,17 +1,21 @@
 """What defines a run: the sizes of the model and how it is trained."""
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal
 
 from blaze_jax import MoEConfig, Router
 from blaze_jax.config import Save
 from blaze_jax.implementation import Implementation
-from train_example.attention import AttentionKernel
+from train_example.attention import AttentionKernel, QKNorm
+from train_example.data import VOCABULARY
 from train_example.experts_layer import ExpertsLayer
 
 Remat = Literal["none", "except-experts", "full"]
 """What the backward pass computes again, block by block: nothing; all but what the experts keep by their own `save`;
 everything."""
+
+Trained = Literal["all", "experts"]
 
 DType = Literal["bfloat16", "float32"]
 
@@ -30,7 +34,14 @@ class ModelConfig:
       expert_width: n, hidden width of an expert.
       shared_width: hidden width of the shared experts; 0 for none.
       num_dense_layers: this many first blocks have a dense feed-forward layer instead of experts.
+      dense_layers: numbers of further blocks that have one, from 0.
       dense_width: its hidden width.
+      head_width: of an attention head; None for `width / num_heads`.
+      qk_norm: what an RMSNorm of queries and keys takes together: a head's numbers (Qwen3), or a token's (OLMoE).
+      rotary_base: of the rotary positions.
+      norm_epsilon: of every RMSNorm.
+      tied_head: whether the embedding is the head, too.
+      vocabulary: how many tokens there are; 256 for bytes.
       router: how experts are chosen and weighted.
       load_balancing_weight: weight of the load-balancing loss.
       z_loss_weight: weight of the router's z-loss.
@@ -46,11 +57,28 @@ class ModelConfig:
     expert_width: int
     shared_width: int = 0
     num_dense_layers: int = 0
+    dense_layers: tuple[int, ...] = ()
     dense_width: int = 0
+    head_width: int | None = None
+    qk_norm: QKNorm | None = None
+    rotary_base: float = 10_000.0
+    norm_epsilon: float = 1e-6
+    tied_head: bool = False
+    vocabulary: int = VOCABULARY
     router: Router = field(default_factory=Router)
     load_balancing_weight: float = 0.01
     z_loss_weight: float = 0.0
     bias_update_rate: float = 0.0
+
+    def stacks(self) -> dict[str, list[int]]:
+        """The blocks in runs of one kind, which is told by how a run's name starts: "dense_blocks" or "moe_blocks"."""
+        dense = {*range(self.num_dense_layers), *self.dense_layers}
+        stacks: dict[str, list[int]] = {}
+        for is_dense, layers in groupby(range(self.num_layers), dense.__contains__):
+            kind = "dense_blocks" if is_dense else "moe_blocks"
+            before = sum(name.startswith(kind) for name in stacks)
+            stacks[f"{kind}_{before}" if before else kind] = list(layers)
+        return stacks
 
     def moe(self, *, save: Save = "pre_activations", implementation: Implementation | None = None) -> MoEConfig:
         """The Mixture-of-Experts layer of a block."""
@@ -78,7 +106,7 @@ class TrainConfig:
       data: file or folder of text; None for the text that comes with Python.
       steps: optimizer steps of the whole run.
       batch_size: sequences per step.
-      sequence_length: bytes per sequence.
+      sequence_length: bytes, or tokens, per sequence.
       accumulate: a step computes its batch in this many parts, one after the other.
       learning_rate: at the peak, after the warm-up.
       weight_decay: of the matrices.
@@ -91,6 +119,8 @@ class TrainConfig:
       experts_layer: what computes the experts: blaze_jax, or a conventional layer to compare it with.
       attention: what computes the attention; None for the best that can run here.
       unroll: whether the program has every block by itself, instead of a loop over one.
+      checkpoint: folder of the public model that the run starts from; None for random parameters.
+      trained: what of the model is trained: all of it, or the experts' matrices.
       evaluate_every: steps between evaluations on the held-out text.
       checkpoint_every: steps between checkpoints.
     """
@@ -113,5 +143,7 @@ class TrainConfig:
     experts_layer: ExpertsLayer = "blaze_jax"
     attention: AttentionKernel | None = None
     unroll: bool = False
+    checkpoint: str | None = None
+    trained: Trained = "all"
     evaluate_every: int
     checkpoint_every: int

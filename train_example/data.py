@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Protocol
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int, UInt8
 
 from train_example.errors import UserError
 
@@ -26,7 +27,14 @@ class ByteStream:
 
     Args:
       parts: the arrays and the paths of files, none empty.
+
+    Attributes:
+      unit: what the stream consists of.
+      bytes_per_unit: of the text.
     """
+
+    unit = "bytes"
+    bytes_per_unit = 1.0
 
     def __init__(self, parts: Sequence[Bytes | Path]):
         self._parts = parts
@@ -48,65 +56,94 @@ class ByteStream:
             part += 1
         return np.concatenate(pieces)
 
+    def decode(self, units: Sequence[int]) -> str:
+        """The text of bytes, with what is no text replaced."""
+        return bytes(units).decode(errors="replace")
+
     def _array(self, part: int) -> Bytes:
         source = self._parts[part]
         return _mapped(source) if isinstance(source, Path) else source
 
 
+class Stream(Protocol):
+    """Text as a sequence of numbers below a vocabulary: bytes, or tokens."""
+
+    @property
+    def unit(self) -> str: ...
+    @property
+    def bytes_per_unit(self) -> float: ...
+    def __len__(self) -> int: ...
+    def read(self, start: int, length: int) -> np.ndarray: ...
+    def decode(self, units: Sequence[int]) -> str: ...
+
+
 class Corpus:
-    """A stream split into a training part and the held-out part that ends it: a tenth, 16 MiB at most.
+    """A stream split into a training part and the held-out part that ends it: a tenth, 16 Mi units at most.
 
     Attributes:
       stream: all of the text.
       sequence_length: S.
-      training_bytes: size of the part that batches are drawn from.
+      vocabulary: one more than the largest number in the stream can be.
+      training_units: size of the part that batches are drawn from.
 
     Raises:
       UserError: a part is shorter than one sequence and the byte after it.
     """
 
-    def __init__(self, stream: ByteStream, sequence_length: int):
+    def __init__(self, stream: Stream, sequence_length: int, vocabulary: int = VOCABULARY):
         window = sequence_length + 1
         if len(stream) < 2 * window:
             raise UserError(
-                f"the text has {len(stream)} bytes, must have at least {2 * window} for sequences of "
+                f"the text has {len(stream)} {stream.unit}, must have at least {2 * window} for sequences of "
                 f"{sequence_length}: give more text or a smaller --sequence-length"
             )
         self.stream = stream
         self.sequence_length = sequence_length
-        self.training_bytes = len(stream) - max(window, min(len(stream) // 10, _MAX_HELD_OUT))
+        self.vocabulary = vocabulary
+        self.training_units = len(stream) - max(window, min(len(stream) // 10, _MAX_HELD_OUT))
 
     def batch(self, seed: int, step: int, batch_size: int) -> UInt8[np.ndarray, "B S+1"]:
         """Windows from anywhere in the training part; the same for the same arguments."""
-        last = self.training_bytes - self.sequence_length - 1
-        starts = np.random.default_rng((seed, step)).integers(last, size=batch_size, dtype=np.int64, endpoint=True)
-        return self._windows(starts)
+        return self.windows(self.batch_starts(seed, step, batch_size))
+
+    def batch_starts(self, seed: int, step: int, batch_size: int) -> Int[np.ndarray, " B"]:
+        """Where they start."""
+        last = self.training_units - self.sequence_length - 1
+        return np.random.default_rng((seed, step)).integers(last, size=batch_size, dtype=np.int64, endpoint=True)
 
     def held_out(self, most: int, multiple: int) -> UInt8[np.ndarray, "N S+1"]:
         """Evenly spaced windows that cover the held-out part, or `most` of them; N is rounded up to a multiple."""
-        count = -(-min(most, math.ceil(self.held_out_bytes / self.sequence_length)) // multiple) * multiple
+        return self.windows(self.held_out_starts(most, multiple))
+
+    def held_out_starts(self, most: int, multiple: int) -> Int[np.ndarray, " N"]:
+        """Where they start."""
+        count = -(-min(most, math.ceil(self.held_out_units / self.sequence_length)) // multiple) * multiple
         last = len(self.stream) - self.sequence_length - 1
-        return self._windows(np.linspace(self.training_bytes, last, count).astype(np.int64))
+        return np.linspace(self.training_units, last, count).astype(np.int64)
 
     @cached_property
     def unigram_bits(self) -> float:
-        """Entropy of the byte frequencies, in bits per byte; of more than 64 MiB, those of 64 evenly spaced MiB."""
+        """Entropy of the frequencies, in bits per byte; of more than 64 Mi units, those of 64 evenly spaced Mi."""
         size = len(self.stream)
         starts = range(0, size, _MIB)
         if size > _MAX_COUNTED:
             starts = np.linspace(0, size - _MIB, _MAX_COUNTED // _MIB).astype(np.int64).tolist()
-        counts = np.zeros(VOCABULARY, np.int64)
+        counts = np.zeros(self.vocabulary, np.int64)
         for start in starts:
-            counts += np.bincount(self.stream.read(start, min(_MIB, size - start)), minlength=VOCABULARY)
+            counts += np.bincount(self.stream.read(start, min(_MIB, size - start)), minlength=self.vocabulary)
         share = counts[counts > 0] / counts.sum()
-        return float(-(share * np.log2(share)).sum())
+        return float(-(share * np.log2(share)).sum()) / self.stream.bytes_per_unit
 
     @property
-    def held_out_bytes(self) -> int:
-        return len(self.stream) - self.training_bytes
+    def held_out_units(self) -> int:
+        return len(self.stream) - self.training_units
 
-    def _windows(self, starts: np.ndarray) -> UInt8[np.ndarray, "B S+1"]:
-        return np.stack([self.stream.read(start, self.sequence_length + 1) for start in starts.tolist()])
+    def windows(self, starts: Int[np.ndarray, "*B"]) -> UInt8[np.ndarray, "*B S+1"]:
+        """A sequence and the byte after it from each start."""
+        length = self.sequence_length + 1
+        return np.stack([self.stream.read(start, length) for start in starts.ravel().tolist()]).reshape(
+            *starts.shape, length
+        )
 
 
 def open_text(path: str | None) -> ByteStream:

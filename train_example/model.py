@@ -6,16 +6,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from blaze_jax import RESIDUAL_NAMES, MoE, MoEConfig
+from blaze_jax import RESIDUAL_NAMES, MoE, MoEConfig, Parallelism
 from train_example.attention import Attention, AttentionKernel, Rotation, rotation
 from train_example.config import ModelConfig, Remat
-from train_example.data import VOCABULARY
 from train_example.experts_layer import ExpertsLayer, experts_function
 from train_example.norm import RMSNorm
 
 
 class Decoder(nn.Module):
-    """A causal language model over bytes.
+    """A causal language model over bytes, or other tokens.
 
     Attributes:
       config: the sizes.
@@ -26,6 +25,7 @@ class Decoder(nn.Module):
       attention: what computes the attention; None for the best that can run here.
       unroll: whether the program has every block by itself, instead of a loop over one: the compiler takes longer, and
         the program copies less.
+      parallel: how the Mixture-of-Experts layers are split over devices.
     """
 
     config: ModelConfig
@@ -35,21 +35,23 @@ class Decoder(nn.Module):
     experts_layer: ExpertsLayer = "blaze_jax"
     attention: AttentionKernel | None = None
     unroll: bool = False
+    parallel: Parallelism | None = None
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B S"], *, train: bool = False) -> Float[Array, "B S V"]:
-        """Float32 logits of the byte that follows each of `tokens`; `train` is that of `blaze_jax.MoE`."""
+        """Float32 logits of the token that follows each of `tokens`; `train` is that of `blaze_jax.MoE`."""
         config = self.config
-        embedding = self.param("embedding", nn.initializers.normal(1.0), (VOCABULARY, config.width))
+        embedding = self.param("embedding", nn.initializers.normal(1.0), (config.vocabulary, config.width))
         with jax.named_scope("embedding"):
             # Not a gather: its gradient is a scatter, and a GPU leaves open in which order that adds up.
-            x = jax.nn.one_hot(tokens, VOCABULARY, dtype=self.dtype) @ embedding.astype(self.dtype)
-        angles = rotation(tokens.shape[1], config.width // config.num_heads)
-        if config.num_dense_layers:
-            x = self._stack("dense_blocks", config.num_dense_layers, None, train)(x, angles)[0]
-        x = self._stack("moe_blocks", config.num_layers - config.num_dense_layers, self.moe, train)(x, angles)[0]
-        x = RMSNorm(self.dtype, name="final_norm")(x)
-        return nn.Dense(VOCABULARY, use_bias=False, dtype=self.dtype, name="head")(x).astype(jnp.float32)
+            x = jax.nn.one_hot(tokens, config.vocabulary, dtype=self.dtype) @ embedding.astype(self.dtype)
+        angles = rotation(tokens.shape[1], config.head_width or config.width // config.num_heads, config.rotary_base)
+        for name, layers in config.stacks().items():
+            x = self._stack(name, len(layers), self.moe if name.startswith("moe") else None, train)(x, angles)[0]
+        x = RMSNorm(self.dtype, config.norm_epsilon, name="final_norm")(x)
+        if config.tied_head:
+            return (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
+        return nn.Dense(config.vocabulary, use_bias=False, dtype=self.dtype, name="head")(x).astype(jnp.float32)
 
     def _stack(self, name: str, length: int, moe: MoEConfig | None, train: bool) -> nn.Module:
         """`length` blocks, one after the other, each variable stacked on a leading axis of layers."""
@@ -62,7 +64,9 @@ class Decoder(nn.Module):
             unroll=length if self.unroll else 1,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        return scanned(self.config, moe, self.dtype, train, self.experts_layer, self.attention, name=name)
+        return scanned(
+            self.config, moe, self.dtype, train, self.experts_layer, self.attention, self.parallel, name=name
+        )
 
 
 class Block(nn.Module):
@@ -75,6 +79,7 @@ class Block(nn.Module):
       train: see `Decoder`.
       experts_layer: see `Decoder`.
       attention: see `Decoder`.
+      parallel: see `Decoder`.
     """
 
     config: ModelConfig
@@ -83,17 +88,27 @@ class Block(nn.Module):
     train: bool
     experts_layer: ExpertsLayer
     attention: AttentionKernel | None
+    parallel: Parallelism | None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S d"], rotation: Rotation) -> tuple[Float[Array, "B S d"], None]:
         """`(y, None)`: the pair that `nn.scan` takes."""
-        heads = (self.config.num_heads, self.config.num_kv_heads)
-        normed = RMSNorm(self.dtype, name="attention_norm")(x)
-        x = x + Attention(*heads, self.dtype, self.attention, name="attention")(normed, rotation)
-        normed = RMSNorm(self.dtype, name="feed_forward_norm")(x)
+        config = self.config
+        attention = Attention(
+            config.num_heads,
+            config.num_kv_heads,
+            self.dtype,
+            self.attention,
+            config.qk_norm,
+            config.norm_epsilon,
+            name="attention",
+        )
+        x = x + attention(RMSNorm(self.dtype, config.norm_epsilon, name="attention_norm")(x), rotation)
+        normed = RMSNorm(self.dtype, config.norm_epsilon, name="feed_forward_norm")(x)
         if self.moe is None:
-            return x + DenseFeedForward(self.config.dense_width, self.dtype, name="feed_forward")(normed), None
-        moe = MoE(self.moe, dtype=self.dtype, experts=experts_function(self.experts_layer), name="moe")
+            return x + DenseFeedForward(config.dense_width, self.dtype, name="feed_forward")(normed), None
+        experts = experts_function(self.experts_layer)
+        moe = MoE(self.moe, dtype=self.dtype, experts=experts, parallel=self.parallel, name="moe")
         return x + moe(normed, train=self.train), None
 
 

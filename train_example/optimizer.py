@@ -24,17 +24,23 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """The optimizer of a run."""
-    return optax.chain(
-        optax.clip_by_global_norm(_CLIP_NORM),
-        optax.adamw(
-            learning_rate_schedule(config),
-            b1=0.9,
-            b2=0.95,
-            mu_dtype=config.momentum_dtype,
-            weight_decay=config.weight_decay,
-            mask=matrices,
-        ),
+    adam = optax.adamw(
+        learning_rate_schedule(config),
+        b1=0.9,
+        b2=0.95,
+        mu_dtype=config.momentum_dtype,
+        weight_decay=config.weight_decay,
+        mask=matrices,
     )
+    if config.trained == "experts":  # moments of the others would be most of the memory that this saves
+        adam = optax.masked(adam, experts_only)
+    return optax.chain(optax.clip_by_global_norm(_CLIP_NORM), adam)
+
+
+def experts_only(params: optax.Params) -> optax.Params:
+    """Marks the experts' matrices."""
+    names = ("w_gate", "w_up", "w_down")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, params)
 
 
 def matrices(params: optax.Params) -> optax.Params:

@@ -1,5 +1,7 @@
 """The models to choose from: one for a laptop's CPU, three for GPUs."""
 
+from dataclasses import replace
+
 from blaze_jax import Router
 from train_example.config import ModelConfig, TrainConfig
 
@@ -90,5 +92,18 @@ _7B_A1B = TrainConfig(
     evaluate_every=1000,
     checkpoint_every=5000,
 )
+
+FINE_TUNING = replace(
+    _TINY,
+    preset="checkpoint",
+    steps=100,
+    batch_size=4,
+    sequence_length=512,
+    learning_rate=1e-5,
+    weight_decay=0.0,
+    evaluate_every=20,
+    checkpoint_every=100,
+)
+"""What `--checkpoint` starts from, but for the model."""
 
 PRESETS = {preset.preset: preset for preset in (_TINY, _100M, _1B, _7B_A1B)}

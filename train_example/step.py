@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Key, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
+from train_example.config import TrainConfig
 from train_example.model import Decoder
+from train_example.optimizer import experts_only, learning_rate_schedule, make_optimizer
 
 type Tree = Any
 
@@ -52,23 +54,26 @@ class StepMetrics(NamedTuple):
     tokens_per_expert: Int[Array, "layers E"]
 
 
-def init_state(model: Decoder, optimizer: optax.GradientTransformation, key: Key[Array, ""]) -> TrainState:
+def init_state(config: TrainConfig, model: Decoder) -> TrainState:
     """The state before the first step."""
-    variables = nn.unbox(model.init(key, jnp.zeros((1, 1), jnp.int32)))
+    variables = nn.unbox(model.init(jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)))
     params = variables["params"]
-    return TrainState(jnp.int32(0), params, variables.get("router_state", {}), optimizer.init(params))
+    return TrainState(jnp.int32(0), params, variables.get("router_state", {}), make_optimizer(config).init(params))
 
 
 def make_train_step(
-    model: Decoder, optimizer: optax.GradientTransformation, schedule: optax.Schedule
+    config: TrainConfig, model: Decoder
 ) -> Callable[[TrainState, UInt8[Array, "A M S+1"]], tuple[TrainState, StepMetrics]]:
     """A step over A microbatches of M sequences, whose gradients are averaged before the one update."""
+    optimizer, schedule = make_optimizer(config), learning_rate_schedule(config)
 
     def train_step(state: TrainState, batch: UInt8[Array, "A M S+1"]) -> tuple[TrainState, StepMetrics]:
         grads, (router_state, report) = _gradients(model, state, batch)
         with jax.named_scope("optimizer"):
             # Where the optimizer reads them, for no float32 gradients in memory.
             grads = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), grads, state.params)
+            if config.trained == "experts":  # the compiler then leaves out what only the others' gradients need
+                grads = jax.tree.map(lambda g, kept: g if kept else jnp.zeros_like(g), grads, experts_only(grads))
             updates, optimizer_state = optimizer.update(grads, state.optimizer_state, state.params)
             params = optax.apply_updates(state.params, updates)
             gradient_norm = optax.tree.norm(grads)
@@ -157,5 +162,6 @@ def _loss(
     logits, sown = model.apply(variables, windows[:, :-1], train=True, mutable=collections)
     loss = cross_entropy(logits, windows)
     auxiliary_loss = sum((leaf.sum() for leaf in jax.tree.leaves(sown.get("losses", {}))), jnp.float32(0))
-    (load,) = sown["intermediates"]["moe_blocks"]["moe"]["tokens_per_expert"]
-    return loss + auxiliary_loss, (sown.get("router_state", {}), _Report(loss, auxiliary_loss, jnp.asarray(load)))
+    stacks = [sown["intermediates"][name]["moe"] for name in model.config.stacks() if name.startswith("moe")]
+    load = jnp.concatenate([jnp.asarray(counts) for stack in stacks for counts in stack["tokens_per_expert"]])
+    return loss + auxiliary_loss, (sown.get("router_state", {}), _Report(loss, auxiliary_loss, load))

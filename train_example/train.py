@@ -11,12 +11,13 @@ from train_example.loop import train
 from train_example.metrics import MetricsLog
 from train_example.plot import plot
 from train_example.progress import Progress
+from train_example.public_model import Params, save_model
 from train_example.sample import generate
-from train_example.setup import Setup, prepare
-from train_example.step import TrainState
+from train_example.setup import Setup, make_model, prepare
+from train_example.step import Tree
 
-_PROMPT_BYTES = 64
-_SAMPLE_BYTES = 512
+_PROMPT = 64
+_SAMPLE = 512
 
 
 def run(arguments: Arguments) -> None:
@@ -27,24 +28,36 @@ def run(arguments: Arguments) -> None:
     """
     setup = prepare(arguments)
     steps = setup.config.steps
-    with closing(setup.checkpoints), MetricsLog(setup.out / "metrics.jsonl", setup.first_step) as log:
+    metrics = setup.out / "metrics.jsonl" if jax.process_index() == 0 else None
+    with closing(setup.checkpoints), MetricsLog(metrics, setup.first_step) as log:
         print(_introduction(setup), flush=True)
         with Interrupt() as interrupt, Progress(setup.first_step, steps) as progress:
             state = train(setup, log, progress, interrupt)
         done = int(state.step)
         if done == steps:
-            _report(setup, state, log)
+            variables = setup.devices.whole({"params": state.params, "router_state": state.router_state})
+            if jax.process_index() == 0:
+                _report(setup, variables, log)
+                if setup.config.checkpoint:
+                    _save(setup, setup.config.checkpoint, variables["params"])
         else:
             command = f"python -m train_example --resume --out {shlex.quote(str(setup.out))}"
             print(f"stopped after step {done} of {steps}; go on with: {command}")
 
 
+def _save(setup: Setup, origin: str, params: Params) -> None:
+    out = setup.out / "model"
+    if not out.exists():  # as after --resume of a run that was done
+        save_model(out, origin, setup.model, params)
+    print(f"the model is in {out}, in the format that it came in")
+
+
 def _introduction(setup: Setup) -> str:
-    config = setup.config
+    config, corpus = setup.config, setup.corpus
     start = f"from step {setup.first_step} " if setup.first_step else ""
     return (
         f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters in {config.dtype} arithmetic\n"
-        f"text: {len(setup.corpus.stream):,} bytes, the last {setup.corpus.held_out_bytes:,} of them held out\n"
+        f"text: {len(corpus.stream):,} {corpus.stream.unit}, the last {corpus.held_out_units:,} of them held out\n"
         f"training {start}to step {config.steps}, losses in bits per byte, results in {setup.out}"
     )
 
@@ -53,21 +66,21 @@ def _title(setup: Setup) -> str:
     config = setup.config
     return (
         f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters, "
-        f"{config.steps:,} steps of {config.batch_size} × {config.sequence_length:,} bytes"
+        f"{config.steps:,} steps of {config.batch_size} × {config.sequence_length:,} {setup.corpus.stream.unit}"
     )
 
 
-def _report(setup: Setup, state: TrainState, log: MetricsLog) -> None:
+def _report(setup: Setup, variables: Tree, log: MetricsLog) -> None:
     """The figure, a sample, and the final line."""
     corpus, config = setup.corpus, setup.config
     plot(log.records, corpus.unigram_bits, _title(setup), setup.out / "training.png")
 
-    prompt = corpus.stream.read(corpus.training_bytes, min(_PROMPT_BYTES, config.sequence_length)).tobytes()
-    variables = {"params": state.params, "router_state": state.router_state}
+    prompt = corpus.stream.read(corpus.training_units, min(_PROMPT, config.sequence_length))
     key = jax.random.key(config.seed)
-    text = generate(setup.model, variables, prompt, _SAMPLE_BYTES, config.sequence_length, key)
+    model = make_model(config)  # of one device
+    text = generate(model, variables, prompt, _SAMPLE, config.sequence_length, key, corpus.stream.decode)
     (setup.out / "sample.txt").write_text(text, encoding="utf-8")
 
     held_out = log.records[-1]["held_out"]
-    print(f"sample, after the first {len(prompt)} bytes:\n{text}\n")
+    print(f"sample, after the first {len(prompt)} {corpus.stream.unit}:\n{text}\n")
     print(f"final: held-out {held_out:.3f} bits/byte, unigram {corpus.unigram_bits:.3f} bits/byte")

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.inputs import expert_inputs
-from blaze_jax.benchmark.progress import counted, write
 from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.progress import counted, write
 from blaze_jax.tune.cases import Case, Operands, make_operands, tuning_cases
 from blaze_jax.tune.measure import Found, tune
 from pallas_kernels import hopper

@@ -52,8 +52,8 @@ def missing_compiler() -> str | None:
 
 
 @cache
-def absent(gpu: str = "h200") -> jax.Device:
-    """A GPU of `GPUS` that need not be there: lowering and compiling for it give its program.
+def absent(gpu: str = "h200") -> Any:
+    """The `jax.Device` of a GPU of `GPUS` that need not be there: lowering and compiling for it give its program.
 
     Works before and after jax has started, and changes neither the devices that jax computes on nor the environment.
     Where a GPU is visible but only one of these extras is installed, set `JAX_PLATFORMS=cpu`: jax would start that

@@ -117,7 +117,9 @@ def _weights(values, selected_values, common, rule):
         weights = jnp.exp(log_scores - largest) / jnp.where(total == 0, 1, total)
     else:
         weights = jnp.exp(log_scores)
-    return rule.scale * jnp.where(values == -jnp.inf, 0, weights)
+    # Once more at the end: XLA's minima and maxima on a CPU may lose a NaN on the way.
+    poison = jnp.where(jnp.isnan(common[0]), jnp.nan, 0.0).astype(weights.dtype)
+    return rule.scale * jnp.where(values == -jnp.inf, 0, weights + poison)
 
 
 def _select(logits, bias, rule) -> Int[Array, "T K"]:

@@ -17,7 +17,7 @@ from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import random_experts
 
-MESH = jax.make_mesh((4,), ("data",))
+MESH = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])  # a GPU may be the only one
 SPLIT, WHOLE, NOWHERE = P("data"), P(), None
 PLACES = [(SPLIT, WHOLE), (SPLIT, NOWHERE), (WHOLE, WHOLE), (NOWHERE, WHOLE), (NOWHERE, NOWHERE)]
 over_places = pytest.mark.parametrize(("tokens", "parameters"), PLACES, ids=str)
@@ -39,6 +39,7 @@ def total(outputs):
 
 
 @over_places
+@pytest.mark.default_sets(0)
 def test_experts(tokens, parameters):
     problem = make_problem(random_experts(32, 2, range(6)), 6)
 
@@ -94,6 +95,7 @@ def test_tokens_split_in_any_way(spec):
     assert_close(np.asarray(y), np.asarray(layer(x, params, config)[0]))
 
 
+@pytest.mark.default_sets(0)
 def test_parameters_split_in_any_way():
     x = random_tokens(8)
     config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=8)
@@ -134,6 +136,7 @@ def test_router_and_dispatch_by_themselves(spec):
 
 
 @pytest.mark.parametrize("spec", [SPLIT, WHOLE])
+@pytest.mark.default_sets(0)  # functions and nnx run by default
 def test_linen(spec):
     config, x = CONFIGS["everything"], random_tokens(8)
     module = MoE(config, use_bias=True, train=True)

@@ -1,6 +1,7 @@
 """What a reader pastes from the documents runs, and does what the text around it says."""
 
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 
 import blaze_jax
 from docs.write_benchmarks import DOCS, README, RESULTS, recorded_results, written
-from tests.numerics import assert_close
+from tests.blaze_jax.checkpoints.models import FIXTURES
+from tests.numerics import assert_close, assert_same_bits
 
 PAGES = {path.stem: path for path in (README, *DOCS.glob("*.md"))}
 WITH_CODE = {name for name, path in PAGES.items() if "```python" in path.read_text(encoding="utf-8")}
-WITH_OWN_TEST = {"README", "memory", "routers", "sharding", "tutorial"}
+WITH_OWN_TEST = {"README", "checkpoints", "memory", "routers", "sharding", "tutorial"}
 
 
 @cache
@@ -56,11 +58,12 @@ def test_the_tutorial_trains(folder):
 
 
 @pytest.mark.default_sets(0)
-def test_both_ways_to_shard_give_the_gradient_of_one_device(folder):
+def test_all_ways_to_shard_give_the_gradient_of_one_device(folder):
     names = run("sharding", folder)
     assert names["mesh"].size == jax.device_count() > 1
     expected = jax.jit(jax.value_and_grad(names["whole_loss"]))(names["params"], names["x"])
     assert_close((names["value"], names["gradient"]), expected)
+    assert_close((names["value_over_devices"], names["gradient_over_devices"]), expected)
     assert names["split"].sharding.spec[0] == "data"
     with jax.set_mesh(names["split"].sharding.mesh):
         assert_close(jax.jit(jax.value_and_grad(names["whole_loss"]))(names["shared"], names["split"]), expected)
@@ -84,6 +87,15 @@ def test_the_routers_page_moves_the_bias(folder):
     names = run("routers", folder)
     assert names["routing"].experts.shape == (512, 4)
     assert abs(names["bias"]).max() > 0
+
+
+@pytest.mark.default_sets(0)
+def test_the_checkpoints_page_reads_and_writes_a_layer(folder):
+    shutil.copytree(FIXTURES / "qwen3_moe", folder / "Qwen3-30B-A3B")
+    names = run("checkpoints", folder)
+    written = blaze_jax.checkpoints.load(folder / "my-layers", 0, names["config"])
+    assert_same_bits(written.params, names["trained"].params)
+    assert names["y"].shape == names["x"].shape
 
 
 def test_the_two_commands_of_the_readme_are_single_lines():

@@ -12,7 +12,6 @@ import numpy as np
 import train_example
 from train_example.config import ModelConfig
 from train_example.model import Decoder
-from train_example.optimizer import learning_rate_schedule, make_optimizer
 from train_example.presets import PRESETS
 from train_example.run_once import jit_once
 from train_example.step import init_state, make_train_step
@@ -45,6 +44,4 @@ def initial_variables(config=MODEL):
 @lru_cache
 def train_step(config, model):
     """A jitted step and the state before the first."""
-    optimizer = make_optimizer(config)
-    state = jit_once(partial(init_state, model, optimizer))(jax.random.key(0))
-    return jax.jit(make_train_step(model, optimizer, learning_rate_schedule(config))), state
+    return jax.jit(make_train_step(config, model)), jit_once(partial(init_state, config, model))()

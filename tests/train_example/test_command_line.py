@@ -33,6 +33,9 @@ from train_example.presets import PRESETS
         ("--implementation mosaic_gpu", "needs a Hopper GPU, the device here is cpu: choose xla"),
         ("--step 3", "unrecognized arguments: --step 3"),
         ("--resume", "nothing to resume"),
+        ("--checkpoint {tmp}/missing", "missing/config.json: cannot be read: No such file"),
+        ("--checkpoint {tmp} --preset tiny", "--checkpoint and --preset exclude each other"),
+        ("--trained routers", "choose from"),
     ],
 )
 def test_bad_input_is_told_in_one_line(options, message, tmp_path, capsys):

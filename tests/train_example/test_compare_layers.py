@@ -23,6 +23,7 @@ from train_example.presets import PRESETS
 CONFIG = replace(PRESETS["tiny"], model=FULL_MODEL, steps=8, batch_size=4, sequence_length=16)
 
 
+@pytest.mark.default_sets(0)
 def test_the_same_parameters_outputs_and_router_state():
     ours, theirs = (
         Decoder(FULL_MODEL, FULL_MODEL.moe(), jnp.float32, "none", layer) for layer in ("blaze_jax", "sort+ragged_dot")

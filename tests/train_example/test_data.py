@@ -73,7 +73,7 @@ def test_held_out_part_is_never_trained_on(size):
     held_out = max(21, size // 10)
     text = np.concatenate([np.zeros(size - held_out, np.uint8), np.ones(held_out, np.uint8)])
     corpus = Corpus(ByteStream([text]), 20)
-    assert corpus.training_bytes == size - held_out
+    assert corpus.training_units == size - held_out
     assert not any(corpus.batch(0, step, 16).any() for step in range(200))
     windows = corpus.held_out(most=100, multiple=4)
     assert windows.all()
@@ -88,9 +88,10 @@ def test_held_out_windows_cover_the_held_out_part():
 
 def test_held_out_part_is_bounded():
     corpus = Corpus(ByteStream([np.zeros(300 * MIB, np.uint8)]), 20)
-    assert corpus.held_out_bytes == 16 * MIB
+    assert corpus.held_out_units == 16 * MIB
 
 
+@pytest.mark.default_sets(0)
 def test_offsets_past_two_to_the_31(tmp_path):
     end = random_bytes(1000)
     with (tmp_path / "big").open("wb") as file:  # sparse, takes no room
@@ -104,7 +105,7 @@ def test_offsets_past_two_to_the_31(tmp_path):
     starts, read = [], stream.read
     stream.read = lambda start, length: (starts.append(start), read(start, length))[1]
     corpus.batch(0, 0, 64)
-    assert 2**31 < max(starts) <= corpus.training_bytes - 65
+    assert 2**31 < max(starts) <= corpus.training_units - 65
     assert min(starts) < 2**31
     assert corpus.unigram_bits < 0.01
 

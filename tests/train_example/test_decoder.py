@@ -101,6 +101,7 @@ def test_recomputation_changes_no_gradient(save, remat):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.default_sets(0)
 def test_unrolled_blocks_compute_the_same(remat):
     (loss, grads), (expected_loss, expected) = gradients("inputs", remat, unroll=True), gradients("inputs", remat)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
@@ -130,6 +131,7 @@ def test_recomputation_saves_memory():
     assert except_experts - full >= pre_activations
 
 
+@pytest.mark.default_sets(0)
 def test_the_selection_bias_moves_in_training_only():
     model, tokens = decoder(FULL_MODEL), windows(2, 12)
     variables = initial_variables(FULL_MODEL)
@@ -140,6 +142,7 @@ def test_the_selection_bias_moves_in_training_only():
     assert not jax.tree.leaves(evaluated["router_state"])[0].any()
 
 
+@pytest.mark.default_sets(0)
 def test_bfloat16_arithmetic_keeps_float32_parameters():
     model, tokens = decoder(dtype=jnp.bfloat16), windows(2, 12)
     variables = initial_variables()

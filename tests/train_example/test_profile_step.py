@@ -10,10 +10,10 @@ import pytest
 
 from blaze_jax.benchmark.ceilings import Ceilings
 from blaze_jax.benchmark.device_trace import Kernel
-from tests.train_example.small import CONFIG, FULL_MODEL, windows
+from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, windows
 from train_example.compile_step import compile_step
 from train_example.config import Remat
-from train_example.optimizer import make_optimizer
+from train_example.presets import PRESETS
 from train_example.profile_step import measure
 from train_example.profile_step.__main__ import main
 from train_example.profile_step.bounds import step_work
@@ -91,7 +91,7 @@ def test_parts_add_up_to_the_time_in_which_anything_ran():
 @pytest.fixture(scope="module")
 def program_text():
     model = make_model(CONFIG)
-    state = jax.eval_shape(lambda: init_state(model, make_optimizer(CONFIG), jax.random.key(0)))
+    state = jax.eval_shape(lambda: init_state(CONFIG, model))
     return compile_step(CONFIG, model, state, windows(1, 8, 17)).as_text()
 
 
@@ -101,6 +101,7 @@ def as_if_run(text):
     return [Kernel(name, "jit_train_step", 30.0 * i, 20.0, name) for i, name in enumerate(names)]
 
 
+@pytest.mark.default_sets(0)
 def test_every_part_of_the_model_is_found_in_its_program(program_text):
     kernels = as_if_run(program_text)
     parts = by_part(kernels, instructions(program_text))
@@ -109,6 +110,7 @@ def test_every_part_of_the_model_is_found_in_its_program(program_text):
     assert parts[OTHER].ns < 0.1 * 20 * len(kernels)
 
 
+@pytest.mark.default_sets(0)
 def test_the_record_accounts_for_the_whole_step(program_text):
     kernels, ceilings = as_if_run(program_text), Ceilings(tflops=800.0, gbs=4000.0)
     record = measure.profile_record(kernels, 2, instructions(program_text), CONFIG, 10_000, ceilings)
@@ -137,14 +139,16 @@ def test_the_optimizer_reads_and_writes_parameters_and_moments():
     assert work.bytes == 100 * (2 * 4 + 4 * 4 + 2 * 2)
 
 
+@pytest.mark.default_sets(0)
 def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
     def trace(run):
         run()
         return [Kernel("moe_combine", "", 0, 3e6), Kernel("mystery", "", 4e6, 1e6)]
 
     monkeypatch.setattr(measure, "trace", trace)
+    monkeypatch.setitem(PRESETS, "tiny", replace(CONFIG, model=MODEL))
     file, figure = tmp_path / "new" / "profile.json", tmp_path / "figures" / "profile.png"
-    options = "--preset tiny --batch-size 2 --sequence-length 16 --traced 1"
+    options = "--preset tiny --traced 1"
     assert main([*options.split(), "--json", str(file), "--plot", str(figure)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^experts +3\.00 +60\.0%", shown, re.M)
@@ -156,16 +160,18 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_gpu_the_command_says_so(capsys):
+@pytest.mark.default_sets(0)
+def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", replace(CONFIG, model=MODEL))
     if jax.default_backend() == "cpu":
-        assert main(["--preset", "tiny", "--batch-size", "2", "--sequence-length", "16"]) == 2
+        assert main(["--preset", "tiny"]) == 2
         assert "the trace has no plane of a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
 def test_the_floor_of_memory_holds_the_whole_state(momentum_dtype):
     config = replace(CONFIG, momentum_dtype=momentum_dtype)
-    state = jax.eval_shape(lambda: init_state(make_model(config), make_optimizer(config), jax.random.key(0)))
+    state = jax.eval_shape(lambda: init_state(config, make_model(config)))
     parameters, moments = (sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in (state.params, state[3]))
     floor = memory_floor(config, parameters // 4)
     assert floor["float32 parameters"] == parameters

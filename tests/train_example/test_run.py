@@ -1,5 +1,7 @@
 """Whole runs of the program, as a user starts and stops them."""
 
+import contextlib
+import io
 import json
 import re
 import signal
@@ -50,11 +52,11 @@ def small_preset(monkeypatch):
 def finished(tmp_path_factory):
     """Folder and standard output of a run that nothing disturbed."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    process = start(out, *OPTIONS)
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 0, stderr
-    assert stderr == ""
-    return out, stdout
+    stdout = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stdout):
+        patch.setitem(PRESETS, "tiny", CONFIG)
+        assert main(["--out", str(out), *OPTIONS]) == 0
+    return out, stdout.getvalue()
 
 
 def test_last_line_says_how_good_the_model_is(finished):

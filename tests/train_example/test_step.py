@@ -13,6 +13,7 @@ from train_example.optimizer import learning_rate_schedule, matrices
 from train_example.step import cross_entropy, make_evaluation, working_copy
 
 
+@pytest.mark.default_sets(0)
 def test_accumulation_gives_what_the_whole_batch_gives():
     # The load-balancing loss is of a microbatch, not a mean over tokens, so it is left out here.
     model = decoder(replace(MODEL, load_balancing_weight=0.0))
@@ -104,6 +105,7 @@ def test_products_get_a_16_bit_copy_of_their_matrices_and_routers_and_norms_do_n
 
 
 @pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
+@pytest.mark.default_sets(0)
 def test_16_bit_arithmetic_learns_what_float32_learns(momentum_dtype):
     def losses(dtype, momentum_dtype):
         step, state = train_step(replace(CONFIG, momentum_dtype=momentum_dtype), decoder(FULL_MODEL, dtype=dtype))

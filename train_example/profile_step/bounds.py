@@ -33,7 +33,7 @@ def step_work(config: TrainConfig, num_parameters: int) -> Mapping[str, list[Wor
 
     kernels = kernel_work(Sizes(tokens, d, model.expert_width, model.num_experts, model.experts_per_token), item)
     dispatch = [work for name, work in kernels.items() if "dispatch" in name]
-    experts = [work.times(2 if "combine" in name else 1) for name, work in kernels.items() if "dispatch" not in name]
+    experts = [work for name, work in kernels.items() if "dispatch" not in name]
     scores = Work(0.0, 4.0 * _FLOAT32 * tokens * model.num_experts)
     query, pair = item * tokens * d, item * tokens * heads_width
     forward = Work(2.0 * tokens * config.sequence_length * d, 2 * query + 2 * pair)

@@ -15,7 +15,6 @@ from train_example.config import TrainConfig
 from train_example.data import Corpus, open_text
 from train_example.loop import microbatches
 from train_example.memory import peak_memory_gib
-from train_example.optimizer import make_optimizer
 from train_example.profile_step.bounds import step_work
 from train_example.profile_step.memory_floor import memory_floor
 from train_example.profile_step.parts import by_part
@@ -40,7 +39,7 @@ def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
     del calls
     model = make_model(config)
     corpus = Corpus(open_text(config.data), config.sequence_length)
-    state = jit_once(lambda: init_state(model, make_optimizer(config), jax.random.key(config.seed)))()
+    state = jit_once(lambda: init_state(config, model))()
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     batch = jax.device_put(microbatches(config, corpus.batch(config.seed, 0, config.batch_size)))
     start = time.perf_counter()

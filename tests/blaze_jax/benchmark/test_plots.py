@@ -1,5 +1,7 @@
 """Figures hold what they are for, and are small."""
 
+import pytest
+
 from blaze_jax.benchmark import plots
 from blaze_jax.benchmark.plots import draw
 from docs.write_benchmarks import RESULTS, recorded_results
@@ -7,6 +9,7 @@ from docs.write_benchmarks import RESULTS, recorded_results
 SIZES = {"num_tokens": 8, "model_width": 16, "expert_width": 8, "num_experts": 2, "experts_per_token": 1}
 
 
+@pytest.mark.default_sets(0)
 def test_every_recorded_figure_is_drawn_of_the_recorded_files_and_is_small(tmp_path):
     recorded = draw(recorded_results(), tmp_path)
     assert sorted(file.name for file in recorded) == sorted(path.name for path in RESULTS.glob("*.png"))

@@ -28,7 +28,7 @@ def array(*shape):
 def test_without_the_plugin_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(compile_only, "find_spec", lambda name: None)
     absent.cache_clear()
-    with pytest.raises(NotImplementedError, match=r"cannot compile for the H200: .*blaze_jax\[compile-only\]"):
+    with pytest.raises(NotImplementedError, match=r"cannot compile for the h200: .*blaze_jax\[compile-only\]"):
         on_gpu(jnp.zeros(3))
 
 

@@ -1,0 +1,52 @@
+"""Compressed formats of public checkpoints, and what their numbers are. Pure functions of arrays, for any device."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+MXFP4_BLOCK = 32
+"""Values of MXFP4 that share a scale."""
+
+FLOAT8_BLOCK = 128
+"""Rows, and columns, of float8 that share a scale in DeepSeek-V3's files."""
+
+
+def decode_mxfp4(
+    blocks: UInt8[Array, "bytes n"], scales: UInt8[Array, "blocks n"], dtype: DTypeLike = jnp.bfloat16
+) -> Float[Array, "values n"]:
+    """The numbers of MXFP4, exactly: two 4-bit numbers (E2M1) a byte, the lower bits first, times 2^(scale - 127).
+
+    A scale of 255 is NaN, as the Open Compute Project defines it. bfloat16 has room for every such number, also those
+    smaller than its normal ones. They are put together from bits, because devices may take such small ones for zero.
+
+    Args:
+      blocks: 16 bytes, 32 numbers, for each scale, along the first axis.
+      scales: the exponents.
+      dtype: of the result; bfloat16 and float32 are exact.
+    """
+    pairs = jnp.stack([blocks & 15, blocks >> 4], axis=1)
+    codes = pairs.reshape(-1, MXFP4_BLOCK, *blocks.shape[1:]).astype(jnp.int32)
+    sign, power, half = codes >> 3, codes >> 1 & 3, codes & 1
+    scale = scales[:, None].astype(jnp.int32)
+    # 0.5 is half of 1: without a leading one, but with the same exponent as 1 and 1.5.
+    exponent = jnp.where(power == 0, scale - 1, scale + power - 1)
+    fraction = jnp.where(power == 0, 0, half << 6)
+    too_small = (128 | fraction) >> jnp.clip(1 - exponent, 0, 8)
+    bits = jnp.where(exponent > 0, exponent << 7 | fraction, too_small)
+    bits = jnp.where(exponent > 254, 0x7F80, bits)
+    bits = jnp.where(codes & 7 == 0, 0, bits) | sign << 15
+    bits = jnp.where(scale == 255, 0x7FC0, bits).reshape(-1, *blocks.shape[1:])
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32).astype(dtype)
+
+
+def decode_float8(
+    values: Float[Array, "rows columns"], scales: Float[Array, "row_blocks column_blocks"], dtype: DTypeLike
+) -> Float[Array, "rows columns"]:
+    """`values · scale` of each block of 128 × 128, computed in float32 and rounded once to `dtype`."""
+    for axis, size in enumerate(values.shape):
+        scales = jnp.repeat(scales, FLOAT8_BLOCK, axis)
+        scales = lax.slice_in_dim(scales, 0, size, axis=axis)
+    return (values.astype(jnp.float32) * scales).astype(dtype)

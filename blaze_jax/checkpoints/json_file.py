@@ -1,0 +1,46 @@
+"""JSON of a checkpoint: `config.json`, the index of its files, and their headers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from blaze_jax.checkpoints.errors import CheckpointError
+
+LARGEST = 100 << 20
+"""Bytes of JSON, the limit of safetensors; the index of the largest public model has a tenth of it."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+      CheckpointError: no such file, none of JSON, no object, a name twice, or too large a file.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(text) > LARGEST:
+        raise CheckpointError(f"{path}: has more than {LARGEST} bytes")
+    return parse_json(text, path)
+
+
+def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    """The object in `text`, which comes from `path`; CheckpointError where there is none."""
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+    return value
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{repeated!r} stands there twice")
+    return value

@@ -1,0 +1,127 @@
+"""`save`: layers of Mixture-of-Experts in a public format."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from blaze_jax.checkpoints.block import PLAIN, PREFIXES, block_names
+from blaze_jax.checkpoints.folder import DTYPES
+from blaze_jax.checkpoints.layer import Layer
+from blaze_jax.checkpoints.layouts import LAYOUTS, SELECTION_BIAS, Layout, Tensor, entries
+from blaze_jax.checkpoints.writing import NewTensor, write_tensors
+from blaze_jax.checks import check_integers
+from blaze_jax.config import MoEConfig, Parameter, check_config
+
+
+def save(
+    folder: str | Path, layers: Mapping[int, Layer], config: MoEConfig, *, dtype: DTypeLike | None = None
+) -> list[Path]:
+    """Writes layers in the public formats that they name.
+
+    Each call adds files, and their tensors to the folder's `model.safetensors.index.json`. One expert's matrix is
+    fetched from the devices at a time. What was read compressed is written in the type that it has now.
+
+    Args:
+      folder: to write into; made where it is missing.
+      layers: by their numbers in the model.
+      config: what they are.
+      dtype: of the tensors, float32, float16 or bfloat16; None for that of each array. A selection bias stays float32.
+
+    Returns:
+      The files written.
+
+    Raises:
+      ValueError: a layer is not what the configuration says, does not fit its layout, or lies on devices of several
+        processes.
+      CheckpointError: the folder holds tensors of one of the layers' blocks already.
+    """
+    check_config(config)
+    check_integers(**{f"layers[{number!r}]": number for number in layers})
+    tensors = [tensor for number, layer in layers.items() for tensor in layer_tensors(number, layer, config, dtype)]
+    starts = [block for number in layers for prefix in PREFIXES for block in block_names(prefix.format(layer=number))]
+    stem = "-".join(["layers", *(f"{number:05}" for number in layers)][:9])
+    return write_tensors(Path(folder), tensors, stem, tuple(starts))
+
+
+def layer_tensors(number: int, layer: Layer, config: MoEConfig, dtype: DTypeLike | None = None) -> list[NewTensor]:
+    """The tensors of one layer, as `save` writes them; for the arguments and errors see there."""
+    layout = _layout(layer.layout)
+    values = dict(layer.params)
+    if layer.selection_bias is not None:
+        values[SELECTION_BIAS] = layer.selection_bias
+    expected = _checked_entries(values, layout, config)
+    tensors = []
+    for tensor in layout.of(expected):
+        parameter = expected[tensor.parameters[0]]
+        arrays = tuple(values[name] for name in tensor.parameters)
+        kind = _dtype(arrays[0], tensor, dtype)
+        for expert in range(config.num_experts if tensor.of_one_expert else 1):
+            name = PREFIXES[0].format(layer=number) + f"{layout.block}." + tensor.name.format(expert=expert)
+            experts = [expert] if tensor.of_one_expert else list(range(config.num_experts))
+            parts = partial(_parts, arrays, experts, tensor, parameter, kind)
+            tensors.append(NewTensor(name, kind, tensor.shape(parameter), parts))
+    return tensors
+
+
+def _parts(
+    arrays: tuple[Array, ...], experts: list[int], tensor: Tensor, parameter: Parameter, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    turned = tensor.outputs_first and parameter.kind != "bias"
+    of_experts = parameter.kind == "kernel" and len(parameter.shape) == 3
+    for expert in experts if of_experts else [None]:
+        yield np.asarray(_as_stored(arrays, expert, turned, tensor.alternating, dtype))
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _as_stored(arrays: tuple[Array, ...], expert, turned: bool, alternating: bool, dtype: np.dtype) -> Array:
+    """The matrix of one expert, or the whole entry, joined and turned as the file has it."""
+    if expert is not None:
+        arrays = tuple(lax.dynamic_index_in_dim(array, expert, keepdims=False) for array in arrays)
+    if alternating:
+        joined = jnp.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1)
+    else:
+        joined = jnp.concatenate(arrays, axis=-1)
+    return (joined.T if turned else joined).astype(dtype)
+
+
+def _layout(name: str) -> Layout:
+    writable = [name for name, layout in LAYOUTS.items() if not any(tensor.mxfp4 for tensor in layout.tensors)]
+    if name not in writable:
+        raise ValueError(f"layout={name!r} must be one of {', '.join(writable)}")
+    return LAYOUTS[name]
+
+
+def _checked_entries(values: Mapping[str, Array], layout: Layout, config: MoEConfig) -> dict[str, Parameter]:
+    """What the layer must have; ValueError unless it has that, and the layout has room for it."""
+    if getattr(values.get("w_router"), "ndim", 0) != 2:
+        raise ValueError("the layer has no matrix 'w_router'")
+    expected = entries(config, values["w_router"].shape[0], "b_down" in values)
+    if wrong := sorted(expected.keys() ^ values.keys()):
+        raise ValueError(f"the layer has {', '.join(values)}, must have {', '.join(expected)}: {wrong[0]}")
+    for name, parameter in expected.items():
+        if values[name].shape != parameter.shape:
+            raise ValueError(f"the layer's {name} has shape {values[name].shape}, must be {parameter.shape}")
+        if not getattr(values[name], "is_fully_addressable", True):
+            raise ValueError(f"the layer's {name} lies on devices of several processes, must be gathered in one")
+    room = {name for tensor in layout.tensors for name in tensor.parameters}
+    joined = {name for tensor in layout.of(expected) for name in tensor.parameters}
+    if wrong := sorted((expected.keys() - room) | (joined - expected.keys())):
+        raise ValueError(f"the layout {layout.name!r} does not fit a layer with {', '.join(expected)}: {wrong[0]}")
+    return expected
+
+
+def _dtype(array: Array, tensor: Tensor, dtype: DTypeLike | None) -> np.dtype:
+    if tensor.parameters == (SELECTION_BIAS,):
+        return np.dtype(np.float32)
+    chosen = np.dtype(array.dtype if dtype is None else dtype)
+    allowed = [DTYPES[name] for name in PLAIN]
+    if chosen not in allowed:
+        raise ValueError(f"dtype={chosen} must be one of {', '.join(map(str, allowed))}")
+    return chosen

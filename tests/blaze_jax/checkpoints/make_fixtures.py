@@ -1,0 +1,210 @@
+"""Writes the fixtures of this folder: small random models in each public format, and what transformers computes.
+
+Run it with torch and transformers 5.23 on a CPU, in an environment of its own:
+`python tests/blaze_jax/checkpoints/make_fixtures.py`. No test runs it, and none needs either library.
+
+A folder holds a model as transformers saves it, and `expected.safetensors`: tokens x, output y and gradient dx of its
+last block of experts for the gradient dy; of whole models also token ids, logits and loss. The folder with `-gradients`
+has the gradient of each weight under the weight's own name, so that it can be read as a checkpoint. Other folders hold
+the same models in other formats.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+FOLDER = Path(__file__).parent / "fixtures"
+
+COMMON = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+COMMON |= {"max_position_embeddings": 64, "num_experts_per_tok": 2}
+CONFIGS = {
+    "mixtral": MixtralConfig(**COMMON, intermediate_size=16, num_hidden_layers=1, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(
+        **COMMON,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        head_dim=8,
+        intermediate_size=20,
+        moe_intermediate_size=8,
+        num_experts=6,
+        norm_topk_prob=True,
+        rms_norm_eps=1e-4,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
+    "olmoe": OlmoeConfig(
+        **COMMON,
+        num_hidden_layers=2,
+        intermediate_size=8,
+        num_experts=6,
+        norm_topk_prob=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **COMMON,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        intermediate_size=20,
+        moe_intermediate_size=8,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+    ),
+    "gpt_oss": GptOssConfig(
+        **(COMMON | {"hidden_size": 32}), num_hidden_layers=1, intermediate_size=32, num_local_experts=4, head_dim=4
+    ),
+}
+
+
+def random_model(config, seed=0):
+    """A model whose weights are large enough for each to matter."""
+    torch.manual_seed(seed)
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            if value.ndim > 1:
+                inputs = value.shape[1] if "experts.gate_up_proj" in name and "Oss" in type(model).__name__ else None
+                value.normal_(std=(inputs or value.shape[-1]) ** -0.5)
+            elif "norm" in name:
+                value.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                value.normal_(std=0.1)
+            if name.endswith("gate_up_proj_bias"):
+                value.mul_(60)  # so that the clamps of gpt-oss take part
+    return model.eval()
+
+
+def block_of(model):
+    return model.model.layers[-1].mlp
+
+
+def expected_of_block(model, tokens=11):
+    """Tokens, output, and gradients of the last layer's block of experts."""
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, tokens, model.config.hidden_size, generator=generator, requires_grad=True)
+    dy = torch.randn(x.shape, generator=generator)
+    y = block_of(model)(x)
+    y = y[0] if isinstance(y, tuple) else y
+    (y * dy).sum().backward()
+    return {"x": x.detach(), "dy": dy, "y": y.detach(), "dx": x.grad}
+
+
+def expected_of_model(model):
+    """Ids, logits, loss, and gradients of a whole model."""
+    model.zero_grad()
+    ids = torch.randint(0, model.config.vocab_size, (2, 13), generator=torch.Generator().manual_seed(2))
+    result = model(input_ids=ids, labels=ids, use_cache=False)
+    result.loss.backward()
+    return {"ids": ids.int(), "logits": result.logits.detach(), "loss": result.loss.detach()}
+
+
+def gradients(model, prefix=""):
+    """Gradient of each weight; a selection bias has none, and stands for itself."""
+    found = {name: value.grad for name, value in model.named_parameters() if name.startswith(prefix)}
+    found |= {name: value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return {name: value.detach().contiguous() for name, value in found.items()}
+
+
+def save_tensors(folder, name, tensors):
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+
+
+def save_family(name, config):
+    model = random_model(config)
+    layer = f"model.layers.{config.num_hidden_layers - 1}.mlp."
+    model.save_pretrained(FOLDER / name, max_shard_size="12KB" if name == "qwen3_moe" else "1GB")
+    expected = expected_of_block(model)
+    save_tensors(FOLDER / f"{name}-gradients", "model.safetensors", gradients(model, layer))
+    if name in ("qwen3_moe", "olmoe"):
+        expected |= expected_of_model(model)
+        save_tensors(FOLDER / f"{name}-model-gradients", "model.safetensors", gradients(model))
+    save_tensors(FOLDER / name, "expected.safetensors", expected)
+    if name != "gpt_oss":
+        state = {key: value for key, value in model.state_dict().items() if key.startswith(layer)}
+        save_tensors(FOLDER / f"{name}-fused", "model.safetensors", state)
+        random_model(config).to(torch.bfloat16).save_pretrained(FOLDER / f"{name}-bfloat16")
+
+
+def save_mxfp4():
+    """The model of gpt-oss with compressed experts, and the same experts after transformers decoded them."""
+    generator = torch.Generator().manual_seed(3)
+    model = random_model(CONFIGS["gpt_oss"])
+    compressed, plain = {}, {}
+    for key, value in model.state_dict().items():
+        if ".mlp." not in key:
+            continue
+        if not key.endswith(("gate_up_proj", "down_proj")):
+            compressed[key] = plain[key] = value.to(torch.bfloat16)
+            continue
+        experts, inputs, outputs = value.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(119, 126, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        compressed |= {key + "_blocks": blocks, key + "_scales": scales}
+        plain[key] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
+    save_tensors(FOLDER / "gpt_oss-mxfp4", "model.safetensors", compressed)
+    save_tensors(FOLDER / "gpt_oss-mxfp4-decoded", "model.safetensors", plain)
+
+
+def save_float8():
+    """A layer of DeepSeek-V3 in float8, wider than a block, and what it computes with the numbers meant."""
+    config = DeepseekV3Config(**(CONFIGS["deepseek_v3"].to_dict() | {"hidden_size": 136, "n_routed_experts": 4}))
+    config.n_group, config.topk_group = 2, 1
+    model = random_model(config, seed=4)
+    layer = model.model.layers[-1].mlp
+    compressed = {"gate.weight": layer.gate.weight.to(torch.bfloat16)}
+    compressed["gate.e_score_correction_bias"] = layer.gate.e_score_correction_bias
+    with torch.no_grad():
+        layer.gate.weight.copy_(compressed["gate.weight"])
+        matrices = {}
+        for expert in range(config.n_routed_experts):
+            gate, up = layer.experts.gate_up_proj[expert].chunk(2)
+            for name, value in (("gate", gate), ("up", up), ("down", layer.experts.down_proj[expert])):
+                matrices[f"experts.{expert}.{name}_proj.weight"] = value
+        for name in ("gate", "up", "down"):
+            matrices[f"shared_experts.{name}_proj.weight"] = getattr(layer.shared_experts, f"{name}_proj").weight
+        for key, value in matrices.items():
+            scales = torch.stack(
+                [torch.stack([block.abs().max() / 448 for block in rows.split(128, 1)]) for rows in value.split(128, 0)]
+            )
+            spread = scales.repeat_interleave(128, 0)[: len(value)].repeat_interleave(128, 1)[:, : value.shape[1]]
+            compressed[key] = (value / spread).to(torch.float8_e4m3fn)
+            compressed[key.replace(".weight", ".weight_scale_inv")] = scales
+            value.copy_(compressed[key].float() * spread)  # a view of the model's weights
+    config.quantization_config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    folder = FOLDER / "deepseek_v3-float8"
+    compressed = {"model.layers.1.mlp." + key: value.detach().contiguous() for key, value in compressed.items()}
+    save_tensors(folder, "model.safetensors", compressed)
+    config.to_json_file(folder / "config.json")
+    expected = expected_of_block(model, tokens=3)
+    save_tensors(folder, "expected.safetensors", expected)
+
+
+if __name__ == "__main__":
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for name, config in CONFIGS.items():
+        save_family(name, config)
+    save_mxfp4()
+    save_float8()
+    for path in FOLDER.rglob("generation_config.json"):
+        path.unlink()
+    print(sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) // 1024, "KiB")

@@ -1,0 +1,174 @@
+"""What is loaded: the same weights from each format, on any devices, in little memory."""
+
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from blaze_jax import MoEConfig, checkpoints
+from blaze_jax.checkpoints import folder, pieces
+from blaze_jax.checkpoints.layouts import LAYOUTS
+from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, load, model, tensors_of, write
+from tests.numerics import assert_same_bits
+
+KERNELS = ("w_gate", "w_up", "w_down")
+
+
+@pytest.mark.default_sets(4)
+@pytest.mark.parametrize("family", FAMILIES[:4])
+def test_a_fused_layout_holds_the_same_layer(family):
+    assert_same_bits(load(f"{family}-fused")[:2], load(family)[:2])
+
+
+def test_matrices_are_turned():
+    stored = tensors_of(FIXTURES / "olmoe")
+    gate = stored["model.layers.1.mlp.experts.3.gate_proj.weight"]
+    np.testing.assert_array_equal(load("olmoe").params["w_gate"][3], gate.T)
+
+
+def test_gpt_oss_has_the_gate_in_even_columns():
+    stored = tensors_of(FIXTURES / "gpt_oss")["model.layers.0.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(load("gpt_oss").params["w_gate"], stored[..., 0::2])
+    np.testing.assert_array_equal(load("gpt_oss").params["w_up"], stored[..., 1::2])
+
+
+def test_mxfp4_is_what_transformers_decodes():
+    loaded = load("gpt_oss-mxfp4")
+    assert loaded.params["w_up"].dtype == jnp.bfloat16
+    assert_same_bits(loaded.params, load("gpt_oss-mxfp4-decoded").params)
+
+
+def test_float8_is_scaled_by_blocks():
+    stored = checkpoints.Folder(FIXTURES / "deepseek_v3-float8")
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    numbers, scales = stored[name].read().astype(np.float32), stored[name + "_scale_inv"].read()
+    assert scales.shape == (2, 1)
+    numbers[:128] *= scales[0]
+    numbers[128:] *= scales[1]
+    assert_same_bits(load("deepseek_v3-float8", dtype="float32").params["w_down"][2], numbers.T)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_parameters_have_the_type_asked_for(dtype):
+    plain, converted = load("deepseek_v3"), load("deepseek_v3", dtype=dtype)
+    assert_same_bits(converted.params, {name: value.astype(dtype) for name, value in plain.params.items()})
+    assert converted.selection_bias.dtype == jnp.float32
+
+
+SPECS = {
+    "experts": P("a"),
+    "inputs": P(None, "a"),
+    "outputs": P(None, None, "b"),
+    "all": P("a", None, "b"),
+    "replicated": P(),
+}
+
+
+@pytest.mark.default_sets(3)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    "name", ["mixtral", "mixtral-fused", "gpt_oss", "gpt_oss-mxfp4", "qwen3_moe-bfloat16", "deepseek_v3-float8"]
+)
+def test_each_device_gets_its_part(name, spec):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    sharding = NamedSharding(mesh, SPECS[spec])
+    loaded = load(name, sharding=dict.fromkeys(KERNELS, sharding))
+    assert all(loaded.params[kernel].sharding == sharding for kernel in KERNELS)
+    assert_same_bits(loaded[:2], load(name)[:2])
+
+
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "deepseek_v3-float8"])
+def test_blocks_of_compressed_numbers_are_cut(name):
+    """Two devices share each block of numbers that have one scale, along inputs and along outputs."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    loaded = load(name, sharding=dict.fromkeys(KERNELS, NamedSharding(mesh, P(None, "a", "b"))))
+    assert_same_bits(loaded[:2], load(name)[:2])
+
+
+def test_one_sharding_serves_all():
+    second = SingleDeviceSharding(jax.devices()[1])
+    loaded = load("deepseek_v3", sharding=second)
+    assert {value.sharding for value in (*loaded.params.values(), loaded.selection_bias)} == {second}
+
+
+def wide_layer(path, *, experts=6):
+    """A layer of several pieces to a matrix, in float32, and its configuration."""
+    config = MoEConfig(num_experts=experts, experts_per_token=2, expert_width=300)
+    rng = np.random.default_rng(0)
+    names = {
+        f"experts.{e}.{name}_proj.weight": shape
+        for e in range(experts)
+        for name, shape in (("gate", (300, 520)), ("up", (300, 520)), ("down", (520, 300)))
+    }
+    tensors = {f"model.layers.0.mlp.{name}": rng.random(shape, np.float32) for name, shape in names.items()}
+    tensors["model.layers.0.mlp.gate.weight"] = rng.random((experts, 520), np.float32)
+    return write(path, tensors), config, tensors
+
+
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_less_than_two_experts_are_held_at_a_time(tmp_path, monkeypatch, sharded):
+    path, config, tensors = wide_layer(tmp_path)
+    if sharded:
+        monkeypatch.setattr(pieces, "PIECE_BYTES", 100_000)
+    held, largest = 0, 0
+
+    def read(self, tensor, index, plain=folder.TensorFile.read):
+        nonlocal held, largest
+        values = plain(self, tensor, index)
+        held += values.nbytes
+        largest = max(largest, held)
+
+        def forget(size=values.nbytes):
+            nonlocal held
+            held -= size
+
+        weakref.finalize(values, forget)
+        return values
+
+    monkeypatch.setattr(folder.TensorFile, "read", read)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("a",))
+    sharding = dict.fromkeys(KERNELS, NamedSharding(mesh, P(None, "a"))) if sharded else None
+    layer = checkpoints.load(path, 0, config, sharding=sharding)
+    assert largest < 2 * sum(value.nbytes for name, value in tensors.items() if "experts.0." in name)
+    for expert in (0, 5):
+        np.testing.assert_array_equal(
+            layer.params["w_down"][expert], tensors[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"].T
+        )
+
+
+def test_memory_that_is_filled_becomes_the_array(tmp_path, monkeypatch):
+    from blaze_jax.checkpoints import shards
+
+    filled = []
+    plain = shards._aligned_empty
+    monkeypatch.setattr(shards, "_aligned_empty", lambda *a: filled.append(plain(*a)) or filled[-1])
+    path, config, _ = wide_layer(tmp_path)
+    params = checkpoints.load(path, 0, config).params
+    pointers = {values.ctypes.data for values in filled}
+    assert pointers == {params[kernel].unsafe_buffer_pointer() for kernel in KERNELS}
+
+
+def test_accelerators_are_filled_in_place(monkeypatch):
+    """What a GPU does, on a CPU: pieces turned by the device, and a donated array."""
+    from blaze_jax.checkpoints import shards
+
+    plain = load("gpt_oss-mxfp4")
+    monkeypatch.setattr(shards, "_HostPart", shards._DevicePart)
+    assert_same_bits(load("gpt_oss-mxfp4").params, plain.params)
+
+
+def test_a_layer_of_a_model_without_head(tmp_path):
+    stored = {name.removeprefix("model."): value for name, value in tensors_of(FIXTURES / "olmoe").items()}
+    layer = checkpoints.load(write(tmp_path, stored), 1, model("olmoe").layer)
+    assert_same_bits(layer.params, load("olmoe").params)
+
+
+def test_every_layout_says_how_it_is_written():
+    names = {load(name).layout for name in ("mixtral", "olmoe", "olmoe-fused", "gpt_oss", "gpt_oss-mxfp4")}
+    assert names == LAYOUTS.keys() - {"gpt_oss_mxfp4"}

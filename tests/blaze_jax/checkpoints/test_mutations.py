@@ -1,0 +1,263 @@
+"""Files with something wrong in them: each ends in a clear error, or holds the weights that it says it holds.
+
+Folders with something wrong in them are written into, too: all of a layer is there afterwards, or nothing has changed.
+"""
+
+import json
+import random
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import checkpoints
+from blaze_jax.checkpoints.folder import DTYPES
+from tests.blaze_jax.checkpoints.models import FIXTURES, load, model
+from tests.numerics import assert_same_bits
+
+FILES_OF_A_TEST = 100
+BASES = ("mixtral-bfloat16", "qwen3_moe", "olmoe-fused", "gpt_oss", "gpt_oss-mxfp4", "deepseek_v3-float8")
+FILE = "model.safetensors"
+
+
+def parsed(content):
+    """Header and body of a file, by the format's definition."""
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def joined(header, body, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + body
+
+
+def truncated(rng, content):
+    return content[: rng.randrange(len(content))]
+
+
+def flipped_bits(rng, content):
+    """Of the header, where they have a meaning."""
+    content, end = bytearray(content), 8 + int.from_bytes(content[:8], "little")
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        content[rng.randrange(end)] ^= 1 << rng.randrange(8)
+    return bytes(content)
+
+
+def swapped_names(rng, content):
+    header, body = parsed(content)
+    one, other = rng.sample(sorted(header.keys() - {"__metadata__"}), 2)
+    header[one], header[other] = header[other], header[one]
+    return joined(header, body)
+
+
+def other_name(rng, content):
+    header, body = parsed(content)
+    name = rng.choice(sorted(header.keys() - {"__metadata__"}))
+    new = rng.choice([name + "x", name.replace("experts", "expert"), name.replace(".0.", ".99."), "", "\0", name[:-1]])
+    return joined({new if key == name else key: value for key, value in header.items()}, body)
+
+
+def other_field(rng, content):
+    """Another type, shape, or place."""
+    header, body = parsed(content)
+    entry = header[rng.choice(sorted(header.keys() - {"__metadata__"}))]
+    start, end = entry["data_offsets"]
+    shape = entry["shape"]
+    changes = {
+        "dtype": ["F32", "BF16", "F16", "I8", "U8", "F64", "F8_E4M3", "F8_E5M2", "BOOL", "I64", "F4", "x", None, 7],
+        "shape": [
+            shape[::-1],
+            [*shape, 1],
+            shape[1:],
+            [-1, *shape[1:]],
+            [0],
+            [2**63, 2],
+            [2**40, 2**40],
+            "8",
+            None,
+            [[]],
+        ],
+        "data_offsets": [
+            [start + 1, end + 1],
+            [start, end - 1],
+            [end, start],
+            [0, end - start],
+            [start, 2**62],
+            [-8, end],
+            [start],
+            [start, end, end],
+            None,
+        ],
+    }
+    field = rng.choice(sorted(changes))
+    entry[field] = rng.choice(changes[field])
+    return joined(header, body)
+
+
+def other_tensors(rng, content):
+    """One less, or one more."""
+    header, body = parsed(content)
+    name = rng.choice(sorted(header.keys() - {"__metadata__"}))
+    if rng.random() < 0.5:
+        del header[name]
+        return joined(header, body)
+    more = name.replace("weight", "more")
+    header[more] = {"dtype": "F32", "shape": [1], "data_offsets": [len(body), len(body) + 4]}
+    return joined(header, body + rng.choice([b"", bytes(4), bytes(5)]))
+
+
+def twice(rng, content):
+    """Two entries of one name."""
+    header, body = parsed(content)
+    one, other = rng.sample(sorted(header.keys() - {"__metadata__"}), 2)
+    text = json.dumps(header).encode()
+    return joined(text.replace(json.dumps(one).encode(), json.dumps(other).encode()), body)
+
+
+def other_header(rng, content):
+    header, body = parsed(content)
+    text = json.dumps(header).encode()
+    length = rng.choice([0, 1, len(text) - 1, len(text) + 1, len(content), 2**31, 2**40, 2**63, 2**64 - 1])
+    replaced = rng.choice(
+        [b"", b"{}", b"[]", b"null", b"{" * 1000, b"[" * 50_000, b'{"a":' * 2000, bytes(64), text[::-1]]
+    )
+    return joined(text, body, length) if rng.random() < 0.5 else joined(replaced, body)
+
+
+def longer(rng, content):
+    return content + bytes(rng.choice([1, 8, 100]))
+
+
+MUTATIONS = (
+    truncated,
+    flipped_bits,
+    swapped_names,
+    other_name,
+    other_field,
+    other_field,
+    other_tensors,
+    twice,
+    other_header,
+    longer,
+)
+
+
+def other_index(rng, content):
+    """Of the names of tensors and files."""
+    index = json.loads(content)
+    names = index["weight_map"]
+    one = rng.choice(sorted(names))
+    changes = (
+        lambda: names.pop(one),
+        lambda: names.update({one: "missing.safetensors"}),
+        lambda: names.update({one: rng.choice(["../model.safetensors", "/etc/passwd", "", 7, None, FILE])}),
+        lambda: names.update({one + "x": names[one]}),
+        lambda: index.pop(rng.choice(sorted(index))),
+        lambda: index.update(weight_map=rng.choice([None, [], {}, "x"])),
+    )
+    rng.choice(changes)()
+    return json.dumps(index).encode()
+
+
+def stated(folder, prefix):
+    """What the files say of a layer's tensors, read by the format's definition; files of other layers may be broken."""
+    found = {}
+    for path in folder.glob("model*.safetensors"):
+        content = path.read_bytes()
+        if prefix.encode() not in content:
+            continue
+        header, body = parsed(content)
+        for name, entry in header.items():
+            if name.startswith(prefix):
+                start, end = entry["data_offsets"]
+                found[name] = np.frombuffer(body[start:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return found
+
+
+def decoded(tensors, name):
+    """A tensor as plain numbers."""
+    if name + "_blocks" in tensors:
+        blocks, scales = tensors[name + "_blocks"], tensors[name + "_scales"].astype(np.float64)
+        values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        pairs = np.stack([values[blocks & 15], values[blocks >> 4]], -1).reshape(*blocks.shape[:-1], 32)
+        numbers = pairs * 2 ** (scales[..., None] - 127)
+        return numbers.reshape(*blocks.shape[:2], -1).swapaxes(1, 2).astype(jnp.bfloat16)
+    value = tensors[name]
+    if value.dtype != DTYPES["F8_E4M3"]:
+        return value
+    scales = np.kron(tensors[name + "_scale_inv"], np.ones((128, 128), np.float32))
+    return (value.astype(np.float32) * scales[: value.shape[0], : value.shape[1]]).astype(jnp.bfloat16)
+
+
+def reference(tensors, described, number):
+    """The gate's, up and down weights that the tensors hold."""
+    mlp = f"model.layers.{number}.mlp."
+    if mlp + "router.weight" in tensors:
+        both = decoded(tensors, mlp + "experts.gate_up_proj")
+        return both[..., 0::2], both[..., 1::2], decoded(tensors, mlp + "experts.down_proj")
+    if mlp + "experts.gate_up_proj" in tensors:
+        gate, up = np.split(tensors[mlp + "experts.gate_up_proj"], 2, axis=1)
+        return gate.swapaxes(1, 2), up.swapaxes(1, 2), tensors[mlp + "experts.down_proj"].swapaxes(1, 2)
+    names = ("gate_proj", "up_proj", "down_proj")
+    if f"model.layers.{number}.block_sparse_moe.gate.weight" in tensors:
+        mlp, names = f"model.layers.{number}.block_sparse_moe.", ("w1", "w3", "w2")
+    experts = range(described.layer.num_experts)
+    return tuple(np.stack([decoded(tensors, f"{mlp}experts.{e}.{name}.weight").T for e in experts]) for name in names)
+
+
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("part", range(10))
+def test_mutated_files(tmp_path, part):
+    messages = []
+    for seed in range(part * FILES_OF_A_TEST, (part + 1) * FILES_OF_A_TEST):
+        rng = random.Random(seed)
+        base = rng.choice(BASES)
+        described = model(base if base == "deepseek_v3-float8" else base.partition("-")[0])
+        number = described.num_layers - 1
+        folder = shutil.copytree(FIXTURES / base, tmp_path / str(seed))
+        file = rng.choice(sorted(path for path in folder.glob("model*.safetensors")))
+        mutation = rng.choice(MUTATIONS)
+        file.write_bytes(mutation(rng, file.read_bytes()))
+        try:
+            layer = checkpoints.load(folder, number, described.layer)
+        except checkpoints.CheckpointError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+            wanted = reference(stated(folder, f"model.layers.{number}."), described, number)
+            assert_same_bits([layer.params[f"w_{name}"] for name in ("gate", "up", "down")], list(wanted))
+        shutil.rmtree(folder)
+    assert all(str(tmp_path) in message for message in messages if message)
+    assert sum(map(bool, messages)) > FILES_OF_A_TEST // 2
+
+
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("part", range(10))
+def test_writing_into_mutated_folders(tmp_path, part):
+    described = model("qwen3_moe")
+    layer = load("qwen3_moe")
+    written = tmp_path / "written"
+    checkpoints.save(written, {0: layer}, described.layer)
+    checkpoints.save(written, {1: layer}, described.layer)
+    messages = []
+    for seed in range(part * FILES_OF_A_TEST, (part + 1) * FILES_OF_A_TEST):
+        rng = random.Random(seed)
+        folder = shutil.copytree(rng.choice([written, FIXTURES / "qwen3_moe"]), tmp_path / str(seed))
+        file = rng.choice(sorted([*folder.glob("*.safetensors"), *folder.glob("*.index.json")] * 2))
+        mutation = rng.choice((other_index, truncated) if file.suffix == ".json" else MUTATIONS)
+        file.write_bytes(mutation(rng, file.read_bytes()))
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        number = rng.choice([0, 1, 7])
+        try:
+            checkpoints.save(folder, {number: layer}, described.layer)
+        except checkpoints.CheckpointError as error:
+            messages.append(str(error))
+            assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        else:
+            messages.append("")
+            assert_same_bits(checkpoints.load(folder, number, described.layer).params, layer.params)
+            assert all(path.read_bytes() == content for path, content in before.items() if path.suffix != ".json")
+        shutil.rmtree(folder)
+    assert all(str(tmp_path) in message for message in messages if message)
+    assert FILES_OF_A_TEST // 4 < sum(map(bool, messages)) < FILES_OF_A_TEST

@@ -1,0 +1,119 @@
+"""Layers that are written: the same tensors, bit for bit, and files that other programs read."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors import safe_open
+
+import blaze_jax
+from blaze_jax import checkpoints
+from blaze_jax.checkpoints import writing
+from tests.blaze_jax.checkpoints.models import FIXTURES, load, model, tensors_of
+from tests.numerics import assert_same_bits
+
+
+def raw(folder):
+    """Every tensor's type and bytes, as safetensors gives them."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        if path.name != "expected.safetensors":
+            with safe_open(path, framework="numpy") as file:
+                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.default_sets(6)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral-bfloat16",
+        "qwen3_moe-bfloat16",
+        "olmoe-bfloat16",
+        "deepseek_v3-bfloat16",
+        "deepseek_v3-fused",
+        "gpt_oss-mxfp4-decoded",
+    ],
+)
+def test_what_was_read_is_written_bit_for_bit(tmp_path, name):
+    described = model(name.partition("-")[0])
+    number = described.num_layers - 1
+    checkpoints.save(tmp_path, {number: load(name)}, described.layer)
+    block = f"model.layers.{number}." + ("block_sparse_moe." if name.startswith("mixtral-b") else "mlp.")
+    stored = {key: value for key, value in raw(FIXTURES / name).items() if key.startswith(block)}
+    written = raw(tmp_path)
+    if "deepseek_v3-bfloat16" in name:  # transformers wrote the selection bias in bfloat16, too
+        bias = block + "gate.e_score_correction_bias"
+        stored[bias] = stored[bias].astype(np.float32)
+    assert_same_bits(written, stored)
+    assert_same_bits(checkpoints.load(tmp_path, number, described.layer)[:2], load(name)[:2])
+
+
+def test_layers_are_added_to_a_folder(tmp_path):
+    described = model("qwen3_moe")
+    layers = {n: checkpoints.load(FIXTURES / "qwen3_moe", n, described.layer) for n in (0, 2)}
+    for number, layer in layers.items():
+        checkpoints.save(tmp_path, {number: layer}, described.layer)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {"layers-00000.safetensors", "layers-00002.safetensors"}
+    assert index["metadata"]["total_size"] > 0
+    for number, layer in layers.items():
+        assert_same_bits(checkpoints.load(tmp_path, number, described.layer).params, layer.params)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(checkpoints.CheckpointError, match=r"has the tensor 'model\.layers\.2\..*already"):
+        checkpoints.save(tmp_path, {1: layers[0], 2: layers[2]}, described.layer)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_many_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "LARGEST_FILE", 2000)
+    described = model("mixtral")
+    files = checkpoints.save(tmp_path, {0: load("mixtral")}, described.layer, dtype="bfloat16")
+    assert len(files) > 3
+    assert files[0].name.startswith("layers-00000-00001-of-")
+    assert_same_bits(checkpoints.load(tmp_path, 0, described.layer).params, load("mixtral", dtype="bfloat16").params)
+
+
+def test_sharded_arrays_are_written(tmp_path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    sharding = {"w_up": NamedSharding(mesh, P("a", None, "b")), "w_down": NamedSharding(mesh, P(None, "b"))}
+    checkpoints.save(tmp_path, {1: load("olmoe", sharding=sharding)}, model("olmoe").layer)
+    stored = {name: value for name, value in tensors_of(FIXTURES / "olmoe").items() if "layers.1.mlp" in name}
+    assert_same_bits(tensors_of(tmp_path), stored)
+
+
+def test_a_module_of_nnx_is_written(tmp_path):
+    described = model("deepseek_v3")
+    module = blaze_jax.nnx.MoE(described.width, described.layer, rngs=nnx.Rngs(0))
+    checkpoints.save(tmp_path, {1: checkpoints.Layer.of(load("deepseek_v3").put_into(module))}, described.layer)
+    assert_same_bits(checkpoints.load(tmp_path, 1, described.layer)[:2], load("deepseek_v3")[:2])
+
+
+@pytest.mark.default_sets(8)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": "onnx"}, "layout='onnx' must be one of mixtral, by_expert, fused, gpt_oss"),
+        ({"layout": "gpt_oss"}, "the layout 'gpt_oss' does not fit"),
+        ({"layout": "mixtral"}, "the layout 'mixtral' does not fit a layer with .*: selection_bias"),
+        ({"selection_bias": None}, "must have .*: selection_bias"),
+        ({"params": {}}, "no matrix 'w_router'"),
+        ({"w_up": np.zeros((2, 3))}, r"w_up has shape \(2, 3\), must be"),
+        ({"w_up": np.zeros((8, 16, 8), np.int32)}, "dtype=int32 must be one of float32, float16, bfloat16"),
+        ({"w_up": SimpleNamespace(shape=(8, 16, 8), is_fully_addressable=False)}, "w_up lies on devices of several"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, change, message):
+    layer = load("deepseek_v3")
+    changed = {name: value for name, value in change.items() if name in layer._fields}
+    layer = layer._replace(params=layer.params | {k: v for k, v in change.items() if k not in changed})._replace(
+        **changed
+    )
+    with pytest.raises(ValueError, match=message):
+        checkpoints.save(tmp_path / "new", {1: layer}, model("deepseek_v3").layer)
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,197 @@
+"""Whole public models: logits and gradients are transformers', and what is saved is what was read."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pydoc_data.topics import topics
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from tests.blaze_jax.checkpoints.models import FIXTURES, expected, tensors_of, write
+from tests.numerics import assert_close, assert_same_bits
+from tests.train_example.small import ROOT
+from tests.train_example.tiny_checkpoint import VOCABULARY, write_tiny_checkpoint
+from train_example.__main__ import main
+from train_example.data import ByteStream
+from train_example.devices import Devices
+from train_example.errors import UserError
+from train_example.metrics import read_metrics
+from train_example.model import Decoder
+from train_example.public_model import load_params, public_config, save_model
+from train_example.step import cross_entropy
+from train_example.tokens import TokenStream
+
+
+def decoder(folder):
+    config = public_config(folder)
+    return Decoder(config, config.moe(), jnp.float32)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
+def test_loss_logits_and_gradients_are_those_of_transformers(family):
+    model, wanted = decoder(FIXTURES / family), expected(family)
+    params = load_params(FIXTURES / family, model)
+
+    @jax.jit
+    def run(params):
+        def loss(params):
+            logits = model.apply({"params": params}, wanted["ids"])
+            return cross_entropy(logits[:, :-1], wanted["ids"]), logits
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (loss, logits), gradients = run(params)
+    assert_close(logits, wanted["logits"], 1e-5)
+    np.testing.assert_allclose(loss, wanted["loss"], rtol=1e-5)
+    assert_close(gradients, load_params(FIXTURES / f"{family}-model-gradients", model), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "olmoe-bfloat16", "qwen3_moe", "qwen3_moe-bfloat16"])
+def test_what_is_saved_is_what_was_read(tmp_path, name):
+    origin = shutil.copytree(FIXTURES / name, tmp_path / "origin", ignore=shutil.ignore_patterns("expected*"))
+    (origin / "tokenizer.json").write_text("{}")
+    (origin / "pytorch_model.bin").write_text("no weights twice")
+    model = decoder(origin)
+    params = load_params(origin, model)
+    assert all(value.dtype == jnp.float32 for value in jax.tree.leaves(params))
+    save_model(tmp_path / "saved", origin, model, params)
+    assert_same_bits(tensors_of(tmp_path / "saved"), tensors_of(origin))
+    assert_same_bits(load_params(tmp_path / "saved", model), params)
+    others = {path.name for path in (tmp_path / "saved").iterdir() if path.suffix != ".safetensors"}
+    assert others == {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    with pytest.raises(UserError, match="saved is there already"):
+        save_model(tmp_path / "saved", origin, model, params)
+
+
+def test_parameters_are_read_to_the_devices_that_keep_them():
+    model = decoder(FIXTURES / "olmoe")
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
+    shardings = Devices.of({"fsdp": 2, "expert": 2}).shardings(shapes, model.moe, model.config.width)
+    split = load_params(FIXTURES / "olmoe", model, shardings)
+    assert_same_bits(split, load_params(FIXTURES / "olmoe", model))
+    assert jax.tree.map(lambda array: array.sharding, split) == shardings
+    w_up = split["moe_blocks"]["moe"]["w_up"]
+    assert w_up.addressable_shards[0].data.size == w_up.size // 4
+
+
+@pytest.mark.default_sets(0)
+def test_a_mesh_fine_tunes_as_one_device(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    options = f"--checkpoint {folder} --steps 2 --batch-size 4 --sequence-length 16 --dtype float32 --out".split()
+    assert main([*options, str(tmp_path / "alone")]) == 0
+    assert main([*options, str(tmp_path / "split"), "--mesh", "fsdp=2,expert=2"]) == 0
+    alone, split = (tensors_of(tmp_path / name / "model") for name in ("alone", "split"))
+    assert_close(split, alone)
+
+
+def test_blocks_of_one_kind_are_stacked_in_runs():
+    assert public_config(FIXTURES / "qwen3_moe").stacks() == {
+        "moe_blocks": [0],
+        "dense_blocks": [1],
+        "moe_blocks_1": [2],
+    }
+
+
+@pytest.mark.default_sets(5)
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gpt_oss", {}, "is a model of gpt_oss, must be one of olmoe, qwen3_moe"),
+        ("olmoe", {"clip_qkv": 8.0}, "has clip_qkv=8.0, must be None"),
+        ("olmoe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn, must be default"),
+        ("olmoe", {"hidden_size": None}, "config.json: hidden_size=None must be an integer"),
+        ("qwen3_moe", {"rms_norm_eps": "small"}, "lacks or misstates a field"),
+    ],
+)
+def test_models_that_the_decoder_is_not(tmp_path, family, change, message):
+    config = json.loads((FIXTURES / family / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        public_config(tmp_path)
+
+
+@pytest.mark.default_sets(3)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.0.self_attn.q_proj.bias": np.zeros(16, np.float32)}, "q_proj.bias' has no place in the model"),
+        ({"model.norm.weight": np.zeros(17, np.float32)}, r"'model.norm.weight' has shape \(17,\), must have \(16,\)"),
+        ({"lm_head.weight": None}, "tensor 'lm_head.weight' is missing"),
+    ],
+)
+def test_tensors_that_do_not_fit(tmp_path, change, message):
+    tensors = tensors_of(FIXTURES / "olmoe") | change
+    write(tmp_path, {name: value for name, value in tensors.items() if value is not None})
+    with pytest.raises(UserError, match=message):
+        load_params(tmp_path, decoder(FIXTURES / "olmoe"))
+
+
+def test_tokens_are_the_tokenizers_and_the_text_comes_back(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    text = "\n".join(topics[name] for name in sorted(topics)[:40])
+    stream = TokenStream(ByteStream([np.frombuffer(text.encode(), np.uint8)]), folder, VOCABULARY)
+    assert stream.decode(stream.read(0, len(stream)).tolist()) == text
+    assert stream.bytes_per_unit == len(text.encode()) / len(stream) > 1.1
+    with pytest.raises(UserError, match=r"has the token \d+, but the model only 100"):
+        TokenStream(ByteStream([np.frombuffer(text.encode(), np.uint8)]), folder, 100)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer.json cannot be read"):
+        TokenStream(ByteStream([np.frombuffer(b"text", np.uint8)]), folder, VOCABULARY)
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("trained", ["all", "experts"])
+def test_the_memory_of_a_step_is_planned_without_weights(tmp_path, capsys, trained):
+    shutil.copy(FIXTURES / "olmoe" / "config.json", tmp_path)
+    arguments = ["--checkpoint", str(tmp_path), "--compile-only", "h200", "--trained", trained]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert f"4 × 512 tokens a step, trained: {trained}: 0 GB" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+OPTIONS = "--steps 4 --batch-size 2 --sequence-length 16 --learning-rate 0.01 --dtype float32 --evaluate-every 2"
+
+
+@pytest.mark.default_sets(0)
+def test_the_experts_alone_are_trained(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "model", "olmoe")
+    text = tmp_path / "text"
+    text.write_text(topics["lambda"] + topics["lists"])
+    arguments = [
+        "--checkpoint",
+        str(folder),
+        "--data",
+        str(text),
+        "--out",
+        str(tmp_path / "out"),
+        "--trained",
+        "experts",
+    ]
+    assert main([*arguments, *OPTIONS.split()]) == 0
+    before, after = tensors_of(folder), tensors_of(tmp_path / "out" / "model")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
+    assert changed
+    assert all(".mlp.experts." in name for name in changed)
+    assert len(changed) > 0.9 * sum(".mlp.experts." in name for name in before)
+
+
+@pytest.mark.default_sets(0)
+def test_the_program_runs_from_a_checkpoint_to_a_saved_file(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "train_example", "--checkpoint", str(folder), "--out", str(out), *OPTIONS.split()]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"the model is in {out / 'model'}" in run.stdout
+    records = read_metrics(out / "metrics.jsonl")
+    assert [("held_out" in record) for record in records] == [False, True, False, True]
+    assert (out / "sample.txt").stat().st_size > 64
+    model = decoder(out / "model")
+    trained, fresh = (flatten_dict(load_params(path, model)) for path in (out / "model", folder))
+    assert all((trained[path] != fresh[path]).any() for path in fresh)

@@ -1,0 +1,35 @@
+"""A public model small enough for tests: random weights, and a tokenizer of its own."""
+
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from tests.blaze_jax.checkpoints.models import FIXTURES, tensors_of
+
+VOCABULARY = 300
+
+
+def write_tiny_checkpoint(folder: Path, family: str = "qwen3_moe") -> Path:
+    """The fixture of that family with a larger vocabulary, in float32."""
+    rng = np.random.default_rng(0)
+    tensors = tensors_of(FIXTURES / family)
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys():
+        tensors[name] = rng.standard_normal((VOCABULARY, tensors[name].shape[1]), np.float32) / 4
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((FIXTURES / family / "config.json").read_text()) | {"vocab_size": VOCABULARY}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    trainer = BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator([topics["lists"], topics["strings"]], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
