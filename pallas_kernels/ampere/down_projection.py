@@ -44,7 +44,7 @@ def down_projection(
     (rows,) = row_matmul(
         "moe_down_projection",
         groups.tiles,
-        hidden,
+        (hidden,),
         None,
         (w_down,),
         first_column=weight_column.reshape(1),

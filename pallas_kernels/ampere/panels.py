@@ -5,7 +5,7 @@ elements, a whole one of float32.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pallas_kernels.ampere.tile import THREADS, Tile, WarpPart
 from pallas_kernels.simt.matrices import chunk_size, load_matrices, multiply, tensor_operand
@@ -93,27 +93,44 @@ class Panels(NamedTuple):
             registers += [panels[word + (step * 8 + upper) * ROW_WORDS] for upper in (0, 4)]
         return tensor_operand(registers, self.kind)
 
-    def multiply(
-        self, sums: Sums, left: Sequence[list[Int]], operand: Pointer, tile: Tile, part: WarpPart, step: int
-    ) -> None:
-        """Adds the products of a step to `sums`: `left`, of each 16 rows, with the warp's columns of the right operand.
 
-        Args:
-          sums: of the thread, changed.
-          left: left operands of `matrices.multiply`.
-          operand: the right one's panels in a slot.
-          tile: of the block.
-          part: of the tile, the warp's.
-          step: which product's rows.
-        """
-        for half in range(2):
-            unit = part.unit + half * (tile.columns // 2 // UNIT)
-            for pair in range(2):
-                right = self.load(operand, unit, pair, step, part.lane)
-                for of_rows, a in zip(sums, left, strict=True):
-                    for i in range(2):
-                        own = of_rows[half]
-                        own[2 * pair + i] = multiply(own[2 * pair + i], a, right[2 * i : 2 * i + 2], self.kind)
+class RightOperand(Protocol):
+    """How a right operand lies in a slot."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def load(self, operand: Pointer, unit: Int, pair: int, step: int, lane: Int, /) -> list[Int]: ...
+
+
+def multiply_columns(
+    sums: Sums,
+    left: Sequence[list[Int]],
+    right: RightOperand,
+    operand: Pointer,
+    tile: Tile,
+    part: WarpPart,
+    step: int,
+) -> None:
+    """Adds the products of a step to `sums`: `left`, of each 16 rows, with the warp's columns of the right operand.
+
+    Args:
+      sums: of the thread, changed.
+      left: left operands of `matrices.multiply`.
+      right: how the right operand lies.
+      operand: the right one in a slot.
+      tile: of the block.
+      part: of the tile, the warp's.
+      step: which product's part of the contracted dimension.
+    """
+    for half in range(2):
+        unit = part.unit + half * (tile.columns // 2 // UNIT)
+        for pair in range(2):
+            loaded = right.load(operand, unit, pair, step, part.lane)
+            for of_rows, a in zip(sums, left, strict=True):
+                for i in range(2):
+                    own = of_rows[half]
+                    own[2 * pair + i] = multiply(own[2 * pair + i], a, loaded[2 * i : 2 * i + 2], right.kind)
 
 
 def no_sums(tile: Tile) -> Sums:

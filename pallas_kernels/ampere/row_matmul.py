@@ -10,20 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ampere.panels import CHUNKS, ROW_WORDS, Panels, Sums, copied, no_sums
+from pallas_kernels.ampere.operands import Columns, Steps, copy_columns, copy_panels, copy_rows
+from pallas_kernels.ampere.panels import Panels, Sums, copied, multiply_columns, no_sums
 from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart
 from pallas_kernels.mosaic.row_groups import TileSchedule
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.language import loop, when
-from pallas_kernels.simt.matrices import (
-    chunk_size,
-    commit_copies,
-    load_matrices,
-    start_copy,
-    tensor_operand,
-    wait_for_copies,
-)
-from pallas_kernels.simt.values import Int, Long, Pointer
+from pallas_kernels.simt.matrices import commit_copies, load_matrices, tensor_operand, wait_for_copies
+from pallas_kernels.simt.values import Int, Pointer
 
 
 class Where(NamedTuple):
@@ -44,83 +38,87 @@ class Where(NamedTuple):
     lane: Int
 
 
+class RingEnd(NamedTuple):
+    """The end of a tile that has other operands to read. They come through the ring, behind those of the products.
+
+    Attributes:
+      pieces: that the tile's end is done in, one a slot.
+      start: `(operands, where, piece, slot)` starts the warp's copies of a piece, an `Int`.
+      begin: `(extra, where)`, what all pieces need.
+      finish: `(begun, results, where, sums, piece, slot)`, the end of a piece, an `int`.
+    """
+
+    pieces: int
+    start: Callable
+    begin: Callable
+    finish: Callable
+
+
 def row_matmul(
     name: str,
     schedule: TileSchedule,
-    lhs: jax.Array,
+    lhs: Sequence[jax.Array],
     token_indices: jax.Array | None,
     weights: Sequence[jax.Array],
     *,
+    transposed: bool = False,
     first_column: jax.Array | None = None,
     num_columns: int,
     extra: Any = (),
-    results: Any,
-    end: Callable,
+    in_place: Sequence[jax.Array] = (),
+    results: Sequence[jax.ShapeDtypeStruct],
+    end: Callable | RingEnd,
     tile: Tile,
-) -> Any:
+) -> list:
     """Runs a row kernel over the whole schedule and returns its results.
 
     Args:
       name: of the kernel in profiles.
       schedule: the row tiles.
-      lhs: `(T, k)`, with `token_indices`; else `(R, k)`; k is a multiple of 8. Of float32, products round to tf32.
+      lhs: one `(T, k)`, with `token_indices`; else `(R, k)`; k is a multiple of 8. Of float32, products round to tf32.
       token_indices: `(R,)` int32, of the rows in `lhs`; rows outside of it are zero. None: they are in order.
       weights: one or two of `(E, k, columns)`, in the dtype of `lhs`; a tile has equal parts of each.
+      transposed: weights are `(E, columns, k)`, as many as there are `lhs`, and the products of all pairs are summed.
       first_column: `(1,)` int32, of the columns wanted, a multiple of 8; None: 0.
       num_columns: of each of the weights, a multiple of 8.
       extra: other operands of `end`.
-      results: shapes and dtypes.
-      end: `(extra, results, where, sums)`, the end of a tile.
+      in_place: what a `RingEnd` reads in pieces; the first results take their memory if XLA can do so without a copy.
+      results: shapes and dtypes of the others.
+      end: `(extra, results, where, sums)`, the end of a tile, or one in pieces.
       tile: its shape.
     """
-    num_lhs_rows, depth = lhs.shape
-    weight_columns = weights[0].shape[2]
-    width = tile.columns // len(weights)  # of a projection's part of a tile
+    num_lhs_rows, depth = lhs[0].shape
+    projections = 1 if transposed else len(weights)  # side by side in a tile
+    weight_columns = weights[0].shape[1 if transposed else 2]
+    width = tile.columns // projections
     column_tiles = -(-num_columns // width)
-    kind = jnp.dtype(lhs.dtype).name
-    elements, panels = chunk_size(kind), Panels.of(tile, kind)
-    steps = -(-depth // panels.rows)
+    kind = jnp.dtype(lhs[0].dtype).name
+    panels = Panels.of(tile, kind)
+    right_operand = Columns(kind, tile) if transposed else panels
+    of_pair = Steps(kind, depth, panels.rows)
+    steps = of_pair.count * len(lhs)
 
     def place(column: int) -> tuple[int, int]:
         """The projection of a column of the tile, and its place in that projection's part."""
         return divmod(column, width)
 
-    def lhs_copies(lhs, token_indices, first_row, valid_rows) -> Callable:
-        """`copy(k, slot)` starts this thread's copies of rows."""
-        row, chunk, passes, apart = tile.lhs_copies(simt.thread())
-        rows = []
-        for i in range(passes):
-            mine = row + i * apart
-            source = first_row + mine if token_indices is None else token_indices[first_row + mine]
-            known = (mine < valid_rows) & (source >= 0) & (source < num_lhs_rows)
-            rows.append((lhs.at(Long(source) * depth + chunk * elements), known))
-        word = tile.lhs_word(row, chunk)
+    def copies(lhs, token_indices, weights, expert, first_row, valid_rows, offset: Int, column: Int) -> Callable:
+        """`copy(step, slot)` starts this thread's copies; `column` is the tile's first one of those wanted."""
+        rows = [copy_rows(left, num_lhs_rows, token_indices, first_row, valid_rows, tile, of_pair) for left in lhs]
+        if transposed:
+            wanted = (weight_columns, expert, offset, column, num_columns)
+            columns = [copy_columns(w, *wanted, tile, of_pair) for w in weights]
+        else:
+            places = [place(first) for first in range(0, tile.columns, panels.columns)]
+            parts = [(weights[projection], column + start) for projection, start in places]
+            columns = [copy_panels(parts, weight_columns, expert, offset, num_columns, panels, tile, of_pair)]
 
-        def copy(k, slot: Pointer):
-            inside = k * panels.rows + chunk * elements < depth
-            for i, (source, known) in enumerate(rows):
-                start_copy(slot, word + i * apart * (tile.k_step // 2), source, k * panels.rows, known & inside)
-
-        return copy
-
-    def rhs_copies(weights, expert, first_column, column) -> Callable:
-        """`copy(k, slot)` starts this thread's copies of weights; `column` is the tile's first one."""
-        row, chunk = simt.thread() // CHUNKS, simt.thread() % CHUNKS
-        parts = []
-        for panel in range(tile.columns // panels.columns):
-            projection, start = place(panel * panels.columns)
-            mine = column + start + chunk * elements
-            source = (Long(expert) * depth + row) * weight_columns + (first_column + mine)
-            parts.append((weights[projection].at(source), mine < num_columns))
-        word = panels.word(row, chunk) + tile.lhs_words
-
-        def copy(k, slot: Pointer):
-            for i in range(0, panels.rows, panels.apart):
-                step_row = k * panels.rows + i
-                inside = step_row + row < depth
-                for panel, (source, known) in enumerate(parts):
-                    target = word + (panel * panels.words + i * ROW_WORDS)
-                    start_copy(slot, target, source, step_row * weight_columns, known & inside)
+        def copy(step: Int, slot: Pointer):
+            for i, (of_rows, of_columns) in enumerate(zip(rows, columns, strict=True)):
+                own = step - i * of_pair.count
+                with when((own >= 0) & (own < of_pair.count)):
+                    of_rows(own, slot)
+                    of_columns(own, slot)
 
         return copy
 
@@ -133,48 +131,63 @@ def row_matmul(
                 load_matrices(rows, tile.lhs_word(own_row, side + 2 * step) + m * 16 * (tile.k_step // 2))
                 for m in range(tile.warp_rows // 16)
             ]
-            panels.multiply(sums, [tensor_operand(a, kind) for a in left], right, tile, part, step)
+            left = [tensor_operand(a, kind) for a in left]
+            multiply_columns(sums, left, right_operand, right, tile, part, step)
         return sums
 
-    def body(schedule, lhs, token_indices, weights, first_column, extra, *results_and_ring):
-        *out, ring = results_and_ring
+    def body(schedule, lhs, token_indices, weights, first_column, extra, *others):
+        operands, out, ring = others[: len(in_place)], others[len(in_place) : -1], others[-1]
         row_tile, column_tile = simt.block() // column_tiles, simt.block() % column_tiles
         expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in schedule)
         with when(valid_rows > 0):
-            copy_lhs = lhs_copies(lhs, token_indices, first_row, valid_rows)
             column = column_tile * width
-            copy_rhs = rhs_copies(weights, expert, first_column[0] if first_column else Int(0), column)
-
-            def copy(k):
-                slot = ring.at(k % tile.stages * tile.slot_words)
-                copy_lhs(k, slot)
-                copy_rhs(k, slot)
-
-            for k in range(tile.stages - 1):
-                if k < steps:
-                    copy(Int(k))
-                commit_copies()
+            offset = first_column[0] if first_column else Int(0)
+            copy = copies(lhs, token_indices, weights, expert, first_row, valid_rows, offset, column)
             part = WarpPart.of(tile)
-
-            def step(k, *flat):
-                wait_for_copies(tile.stages - 2)
-                simt.block_barrier()
-                following = k + (tile.stages - 1)
-                with when(following < steps):
-                    copy(following)
-                commit_copies()
-                slot = ring.at(k % tile.stages * tile.slot_words)
-                return jax.tree.leaves(multiply_slot(slot, part, jax.tree.unflatten(tree, flat)))
-
-            flat, tree = jax.tree.flatten(no_sums(tile))
-            sums = jax.tree.unflatten(tree, loop(0, steps, 1, step, flat))
-
             halves = []
             for half in range(2):
                 projection, start = place(half * (tile.columns // 2))
                 halves.append((projection, column + start + part.panel * PANEL + part.half * HALF))
             where = Where(expert, first_row + part.row, valid_rows - part.row, tuple(halves), part.lane)
-            end(extra, out, where, sums)
+
+            def slot_of(step) -> Pointer:
+                return ring.at(step % tile.stages * tile.slot_words)
+
+            def start_piece(piece: Int):
+                if isinstance(end, RingEnd):
+                    with when((piece >= 0) & (piece < end.pieces)):
+                        end.start(operands, where, piece, slot_of(piece + steps))
+
+            def start(step: Int):
+                copy(step, slot_of(step))
+                start_piece(step - steps)
+                commit_copies()
+
+            def wait():
+                wait_for_copies(tile.stages - 2)
+                simt.block_barrier()
+
+            for k in range(tile.stages - 1):
+                start(Int(k))
+
+            def step(k, *flat):
+                wait()
+                start(k + (tile.stages - 1))
+                sums = multiply_slot(slot_of(k), part, jax.tree.unflatten(tree, flat))
+                return jax.tree.leaves(sums)
+
+            flat, tree = jax.tree.flatten(no_sums(tile))
+            sums = jax.tree.unflatten(tree, loop(0, steps, 1, step, flat))
+            if not isinstance(end, RingEnd):
+                end(extra, out, where, sums)
+                return
+            begun = end.begin(extra, where)
+            for piece in range(end.pieces):
+                wait()
+                if piece + tile.stages - 1 < end.pieces:
+                    start_piece(Int(piece + tile.stages - 1))
+                commit_copies()
+                end.finish(begun, out, where, sums, piece, slot_of(Int(steps + piece)))
 
     return simt.simt_kernel(
         body,
@@ -183,4 +196,5 @@ def row_matmul(
         blocks=schedule.num_tiles * column_tiles,
         warpgroups=WARPGROUPS,
         shared=[tile.stages * tile.slot_words],
-    )(schedule, lhs, token_indices, tuple(weights), first_column, extra)
+        updated=len(in_place),
+    )(schedule, tuple(lhs), token_indices, tuple(weights), first_column, extra, *in_place)

@@ -56,7 +56,7 @@ def up_projection(
     *pre_activations, hidden = row_matmul(
         "moe_up_projection",
         groups.tiles,
-        x,
+        (x,),
         groups.expert_token_indices,
         weights,
         num_columns=n,

@@ -11,7 +11,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.ampere.panels import CHUNKS, ROW_WORDS, UNIT, Panels, Sums, as_left, copied, no_sums
+from pallas_kernels.ampere.panels import (
+    CHUNKS,
+    ROW_WORDS,
+    UNIT,
+    Panels,
+    Sums,
+    as_left,
+    copied,
+    multiply_columns,
+    no_sums,
+)
 from pallas_kernels.ampere.row_matmul import Where
 from pallas_kernels.ampere.store import for_rows, store_half
 from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart
@@ -188,7 +198,7 @@ def _row_contraction(
         sums = copied(sums)
         for step in range(panels.steps):
             rows = [as_left(panels.load(slot, first + m // 2, m % 2, step, part.lane)) for m in range(len(sums))]
-            panels.multiply(sums, rows, second, tile, part, step)
+            multiply_columns(sums, rows, panels, second, tile, part, step)
         return sums
 
     def body(offsets, token_indices, left_array, right_arrays, *results_and_ring):

@@ -17,6 +17,7 @@ from pallas_kernels.hopper.ragged_store import ragged_copy
 from pallas_kernels.hopper.ring import PANELS
 from pallas_kernels.hopper.row_matmul import RingEnd, row_matmul
 from pallas_kernels.hopper.stores import load_columns, store_columns
+from pallas_kernels.mosaic.bias_part import bias_part
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, rows_of_tiles
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
@@ -106,15 +107,5 @@ def down_backward(
     )
     d_row_weights = rows_of_tiles(out.d_row_weights.sum(1), groups.tiles, num_rows)
     if b_down is not None:
-        d_row_weights += _bias_part(dy, b_down, groups)
+        d_row_weights += bias_part(dy, b_down, groups)
     return out.d_pre, out.weighted_hidden, d_row_weights
-
-
-def _bias_part(
-    dy: Float[Array, "T d"], b_down: Float[Array, "E d"], groups: Dispatch[TileSchedule]
-) -> Float[Array, " R"]:
-    """`⟨dy, b_down⟩` of every row: a product for all experts is cheaper than gathering rows of dy for it."""
-    products = jnp.dot(dy, b_down.astype(dy.dtype).T, preferred_element_type=jnp.float32)
-    of_tiles = jnp.broadcast_to(groups.tiles.expert[:, None], (groups.tiles.num_tiles, TILE_ROWS))
-    expert = rows_of_tiles(of_tiles, groups.tiles, groups.num_rows)
-    return products.at[groups.expert_token_indices, expert].get(mode="fill", fill_value=0)

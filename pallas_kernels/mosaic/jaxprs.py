@@ -11,11 +11,15 @@ _CALLS = ("jit", "pjit", "custom_jvp_call", "custom_vjp_call")
 def evaluate(
     function: Callable, shapes: Sequence[jax.ShapeDtypeStruct], arguments: Sequence, ours: Callable, otherwise: Callable
 ) -> list:
-    """Results of `function` at `arguments`, traced at `shapes`.
+    """Results of `function` at `arguments`, of these shapes and dtypes; see `evaluate_traced`."""
+    return evaluate_traced(jax.make_jaxpr(function)(*shapes), arguments, ours, otherwise)
+
+
+def evaluate_traced(closed: core.ClosedJaxpr, arguments: Sequence, ours: Callable, otherwise: Callable) -> list:
+    """Results at `arguments` of a function that was traced.
 
     Args:
-      function: of arrays.
-      shapes: of its arguments, and their dtypes.
+      closed: what tracing gave.
       arguments: what it is evaluated at.
       ours: `(name, inputs)`, the result of the primitive or of the called function of that name, None for others.
       otherwise: `(equation, inputs)`, the results of a primitive that `ours` does not have.
@@ -42,5 +46,4 @@ def evaluate(
             environment.update(zip(equation.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    closed = jax.make_jaxpr(function)(*shapes)
     return run(closed.jaxpr, closed.consts, arguments)

@@ -70,6 +70,12 @@ class CodeOfMatrices:
         text = f"cvt.rn.{_PTX[kind]}x2.f32 $0, $1, $2;"
         return llvm.inline_asm(_int32(), [high, low], text, "=r,f,f")
 
+    def unpack(self, word, kind):
+        elements = {"bfloat16": ir.BF16Type, "float16": ir.F16Type}[kind].get()
+        pair = llvm.bitcast(ir.VectorType.get((2,), elements), word)
+        pair = arith.extf(ir.VectorType.get((2,), ir.F32Type.get()), pair)
+        return [llvm.extractelement(pair, arith.constant(_int32(), i)) for i in range(2)]
+
     def store_words(self, pointer, index, words):
         vector = llvm.mlir_undef(ir.VectorType.get((len(words),), _int32()))
         for i, word in enumerate(words):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.mosaic.jaxprs import evaluate
+from pallas_kernels.mosaic.jaxprs import evaluate, evaluate_traced
 from pallas_kernels.simt.values import Bool, Float, Int, exp2, log2, machine, maximum, reciprocal, select
 
 
@@ -21,6 +21,26 @@ def value(function: Callable, arguments: Sequence[Float]) -> Float:
     """
     shapes = [jax.ShapeDtypeStruct((), np.float32)] * len(arguments)
     return evaluate(function, shapes, arguments, _ours, _others)[0]
+
+
+def with_gradients(function: Callable, arguments: int) -> Callable[[Sequence[Float], Float], tuple[Float, list[Float]]]:
+    """`(numbers, cotangent)` to `function(*numbers)` and its vjp at the cotangent, traced once for all.
+
+    Raises:
+      NotImplementedError: when called, as `value` does.
+    """
+
+    def run(cotangent, *numbers):
+        out, vjp = jax.vjp(function, *numbers)
+        return out, *vjp(cotangent)
+
+    traced = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct((), np.float32)] * (1 + arguments))
+
+    def call(numbers, cotangent):
+        out, *gradients = evaluate_traced(traced, [cotangent, *numbers], _ours, _others)
+        return _constant(out), [_constant(g) for g in gradients]
+
+    return call
 
 
 def _ours(name: str, inputs: Sequence) -> Any:

@@ -90,6 +90,10 @@ class InterpreterOfMatrices:
         pair = np.stack(np.broadcast_arrays(low, high), 1).astype(_KINDS[kind])
         return pair.view(np.int32)[:, 0]
 
+    def unpack(self, word, kind):
+        pairs = np.ascontiguousarray(word).view(_KINDS[kind]).reshape(-1, 2).astype(np.float32)
+        return [np.ascontiguousarray(pairs[:, i]) for i in range(2)]
+
     def store_words(self, pointer, index, words):
         values = np.stack([np.broadcast_to(w, self.index.shape) for w in words], 1)
         values = np.ascontiguousarray(values).view(pointer.memory.array.dtype)

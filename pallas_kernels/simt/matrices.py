@@ -59,6 +59,11 @@ def multiply(sums: Sequence[Float], a: Sequence[Int], b: Sequence[Int], kind: st
     return [Float(x) for x in machine().multiply(*([v.value for v in values] for values in (sums, a, b)), kind)]
 
 
+def unpack(word: Int, kind: str) -> list[Float]:
+    """The two numbers of a 16-bit `kind` in a register."""
+    return [Float(x) for x in machine().unpack(word.value, kind)]
+
+
 def pack(low: Float, high: Float, kind: str) -> Int:
     """Two numbers, rounded to a 16-bit `kind`, in one register."""
     return Int(machine().pack(low.value, high.value, kind))
