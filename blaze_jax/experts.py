@@ -172,7 +172,7 @@ def _compute(
     params = jax.eval_shape(lambda p: transport.parameters(p, x.dtype), shards)
     biases = params.up_biases if params.b_down is None else (*params.up_biases, params.b_down)
     implementation = choose_implementation(implementation, x, (*params.up_weights, params.w_down), biases)
-    kernels = kernels_of(implementation)
+    kernels = kernels_of(implementation, dtype=x.dtype)
     tell_observers(TracedLayer.of(x, params.up_weights, params.w_down, experts, activation, save, implementation))
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
     num_experts = params.w_down.shape[0]
@@ -181,7 +181,7 @@ def _compute(
     def part(x, weights, experts) -> Tokens:
         plan = transport.plan(experts, num_experts)
         experts = transport.experts_here(plan, experts, num_experts)
-        if grouped and grouped.kernels is kernels:
+        if grouped and grouped.kernels.dispatch is kernels.dispatch:
             dispatch = grouped.dispatch
         else:
             dispatch = group_by_expert(kernels, experts, num_experts)

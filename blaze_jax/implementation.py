@@ -5,16 +5,20 @@ from functools import partial
 from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array
 
 from blaze_jax.warn import warn_once
-from pallas_kernels import hopper, xla
+from pallas_kernels import ampere, hopper, xla
 from pallas_kernels.compat import has_symbolic_sizes, varying_axes
 from pallas_kernels.contract import Kernels
-from pallas_kernels.tuning.parameters import hopper_gpu
+from pallas_kernels.mosaic.device import compute_capability
 
 Implementation = Literal["mosaic_gpu", "xla"]
+
+CHOSEN_UNASKED = (hopper,)
+"""Families of kernels for GPUs that serve whoever names no implementation: those that were measured."""
 
 
 def check_implementation(implementation: Implementation | None) -> None:
@@ -28,16 +32,19 @@ def choose_implementation(
 ) -> Implementation:
     """The implementation demanded, or for None the best that can run here.
 
-    Demanded by name, the Hopper kernels ask for no device: the call lowers and compiles on a machine without one. With
-    None, an accelerator that has to do without them gets a warning, once for each reason.
+    Demanded by name, kernels ask for no device: the call lowers and compiles on a machine without one. With None,
+    an accelerator that has to do without them gets a warning, once for each reason.
 
     Raises:
       ValueError: there is no implementation of that name.
       NotImplementedError: the implementation demanded cannot do this.
     """
     arrays = (x, weights, biases)
-    chosen = _choose(implementation, partial(hopper.unsupported, *arrays), arrays)
-    if chosen == "mosaic_gpu" and (reason := hopper.why_kernels_spill()):
+    family = _gpu_family(x.dtype)
+    if implementation is None and family not in CHOSEN_UNASKED:
+        family = hopper  # which says what it lacks
+    chosen = _choose(implementation, partial(family.unsupported, *arrays), arrays)
+    if chosen == "mosaic_gpu" and family is hopper and (reason := hopper.why_kernels_spill()):
         warn_once(reason)
     return chosen
 
@@ -57,7 +64,7 @@ def choose_dispatch_implementation(
 
 
 def _choose(implementation: Implementation | None, unsupported: Callable[[], str | None], arrays) -> Implementation:
-    """The choice; `unsupported` says why the Hopper kernels cannot do it, or None."""
+    """The choice; `unsupported` says why the kernels cannot do it, or None."""
     check_implementation(implementation)
     if varying_axes(arrays):
         reason = "inside jax.shard_map the kernels need check_vma=False"
@@ -72,7 +79,7 @@ def _choose(implementation: Implementation | None, unsupported: Callable[[], str
     backend = jax.default_backend()
     if backend == "cpu":
         return "xla"
-    if hopper_gpu() is None:
+    if backend != "gpu" or _gpu_family() not in CHOSEN_UNASKED:
         reason = f"they are for NVIDIA Hopper GPUs, and this is {jax.devices()[0].device_kind}"
     if reason is None:
         return "mosaic_gpu"
@@ -83,9 +90,18 @@ def _choose(implementation: Implementation | None, unsupported: Callable[[], str
     return "xla"
 
 
-def kernels_of(implementation: Implementation, num_tokens: int = 1) -> Kernels:
-    """The family of kernels; the portable one where there are no tokens, since no kernel is launched without work."""
-    return hopper if implementation == "mosaic_gpu" and num_tokens else xla
+def kernels_of(implementation: Implementation, num_tokens: int = 1, dtype=jnp.bfloat16) -> Kernels:
+    """The family of kernels for tokens of `dtype`, which routers and dispatches do not ask for.
+
+    The portable one where there are no tokens, since no kernel is launched without work.
+    """
+    return _gpu_family(dtype) if implementation == "mosaic_gpu" and num_tokens else xla
+
+
+def _gpu_family(dtype=jnp.bfloat16):
+    """The kernels for the GPU that jax computes on, or for an H200 elsewhere."""
+    on_hopper = compute_capability() in (None, "9.0")
+    return hopper if on_hopper and dtype in (jnp.bfloat16, jnp.float16) else ampere
 
 
 def one_by_one(kernels: Kernels, function: Callable) -> Callable:

@@ -7,8 +7,17 @@ they take.
 
 from pallas_kernels.ampere.down_backward import down_backward as down_backward
 from pallas_kernels.ampere.down_projection import down_projection as down_projection
+from pallas_kernels.ampere.support import unsupported as unsupported
 from pallas_kernels.ampere.up_backward import up_backward as up_backward
 from pallas_kernels.ampere.up_projection import up_projection as up_projection
 from pallas_kernels.ampere.weight_gradients import down_weight_gradients as down_weight_gradients
 from pallas_kernels.ampere.weight_gradients import up_weight_gradients as up_weight_gradients
+from pallas_kernels.mosaic.interpreter import interpreted as interpreted
+from pallas_kernels.simt.combine import combine as combine
 from pallas_kernels.simt.dispatch import dispatch as dispatch
+from pallas_kernels.simt.dispatch import row_range as row_range
+from pallas_kernels.simt.router import router as router
+from pallas_kernels.simt.token_selection import experts_added as experts_added
+from pallas_kernels.simt.token_selection import token_cutoffs as token_cutoffs
+from pallas_kernels.xla.column_block import column_block as column_block
+from pallas_kernels.xla.router import router_backward as router_backward

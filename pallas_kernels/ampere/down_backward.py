@@ -15,6 +15,7 @@ from pallas_kernels.ampere.tuning import default_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.bias_part import bias_part
 from pallas_kernels.mosaic.row_groups import TileSchedule
+from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.elementwise import with_gradients
 from pallas_kernels.simt.language import when
 from pallas_kernels.simt.matrices import CHUNK
@@ -23,6 +24,7 @@ from pallas_kernels.simt.values import Long, minimum, select
 from pallas_kernels.simt.warp import combine_lanes
 
 
+@traced_once("activation", "tile")
 def down_backward(
     dy: Float[Array, "T d"],
     w_down: Float[Array, "E n d"],

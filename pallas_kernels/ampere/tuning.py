@@ -1,8 +1,7 @@
 """Which tile a GPU gets. So far one of two, by the shared memory of a block; no table was measured yet."""
 
-import jax
-
 from pallas_kernels.ampere.tile import Tile
+from pallas_kernels.mosaic.device import compute_capability
 
 LARGE = Tile(columns=256, k_step=64, stages=3)
 """144 KiB, for 8.0, 9.0 and 10.0."""
@@ -23,8 +22,7 @@ def default_tile(capability: str | None = None, *, kind: str = "bfloat16") -> Ti
       capability: of the GPU.
       kind: dtype of the operands.
     """
-    if capability is None and jax.default_backend() == "gpu":
-        capability = jax.devices()[0].compute_capability
+    capability = capability or compute_capability()
     if capability not in (None, *_SMALL_CAPABILITIES):
         return LARGE
     return SMALL_FLOAT32 if kind == "float32" else SMALL

@@ -11,8 +11,10 @@ from pallas_kernels.ampere.tile import Tile
 from pallas_kernels.ampere.tuning import default_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TileSchedule
+from pallas_kernels.mosaic.traced_once import traced_once
 
 
+@traced_once("num_columns", "tile")
 def up_backward(
     d_pre_activations: tuple[Float[Array, "R n"], ...],
     weights: tuple[Float[Array, "E d n"], ...],

@@ -12,9 +12,11 @@ from pallas_kernels.ampere.tile import Tile
 from pallas_kernels.ampere.tuning import default_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TileSchedule
+from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.elementwise import value
 
 
+@traced_once("activation", "keep_pre_activations", "tile")
 def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],

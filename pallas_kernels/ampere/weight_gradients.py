@@ -28,6 +28,7 @@ from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart
 from pallas_kernels.ampere.tuning import default_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
+from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.expert_sums import expert_sums
 from pallas_kernels.simt.language import loop, when
@@ -38,6 +39,7 @@ STRIPE = 8
 """Tiles of rows across a stripe of an expert's tiles: blocks that run together then share most of what they read."""
 
 
+@traced_once("dtypes", "bias_dtypes", "tile", "stripe")
 def up_weight_gradients(
     x: Float[Array, "T d"],
     d_pre_activations: tuple[Float[Array, "R n"], ...],
@@ -67,6 +69,7 @@ def up_weight_gradients(
     return tuple(gradients), tuple(biases)
 
 
+@traced_once("dtype", "bias_dtype", "tile", "stripe")
 def down_weight_gradients(
     weighted_hidden: Float[Array, "R n"],
     dy: Float[Array, "T d"],

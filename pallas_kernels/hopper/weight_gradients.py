@@ -22,9 +22,9 @@ from pallas_kernels.hopper.launch import Share, launch
 from pallas_kernels.hopper.ragged_store import store_buffers, store_through
 from pallas_kernels.hopper.ring import PANELS, Ring
 from pallas_kernels.hopper.stores import zero_rows
-from pallas_kernels.hopper.support import WIDTH_MULTIPLE
 from pallas_kernels.hopper.wgmma import wgmma
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
+from pallas_kernels.mosaic.support import WIDTH_MULTIPLE
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 

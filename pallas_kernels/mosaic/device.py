@@ -8,3 +8,8 @@ H200_SMS = 132
 def num_sms() -> int:
     """Streaming multiprocessors of the GPU that jax computes on; an H200's where a program is made elsewhere."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else H200_SMS
+
+
+def compute_capability() -> str | None:
+    """That of the GPU that jax computes on, such as "9.0"; None without one."""
+    return jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else None

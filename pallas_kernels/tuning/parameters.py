@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic.device import compute_capability
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.tuning import files as tuning_files
 
@@ -134,10 +135,7 @@ def shape_key(rows: int, dtype, **sizes: int) -> str:
 
 def hopper_gpu() -> str | None:
     """Name of the Hopper GPU that jax computes on, None if it is another device."""
-    if jax.default_backend() != "gpu":
-        return None
-    device = jax.devices()[0]
-    return device.device_kind if device.compute_capability == "9.0" else None
+    return jax.devices()[0].device_kind if compute_capability() == "9.0" else None
 
 
 def _gpu() -> str:

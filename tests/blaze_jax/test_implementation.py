@@ -6,7 +6,7 @@ import pytest
 
 from blaze_jax.implementation import choose_implementation, kernels_of
 from blaze_jax.warn import warn_once
-from pallas_kernels import hopper, xla
+from pallas_kernels import ampere, hopper, xla
 
 
 def operands(*, dtype=jnp.bfloat16, d=256, n=256, num_experts=4, biases=0):
@@ -22,12 +22,16 @@ def operands(*, dtype=jnp.bfloat16, d=256, n=256, num_experts=4, biases=0):
 def test_every_name_has_its_kernels():
     assert kernels_of("xla") is xla
     assert kernels_of("mosaic_gpu") is hopper
+    assert kernels_of("mosaic_gpu", dtype=jnp.float32) is ampere
+    assert kernels_of("mosaic_gpu", num_tokens=0) is xla
 
 
-def test_both_modules_offer_the_same_operations():
-    operations, of_hopper = ({n for n, value in vars(kernels).items() if callable(value)} for kernels in (xla, hopper))
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("family", [ampere, hopper], ids=lambda family: family.__name__)
+def test_all_families_offer_the_same_operations(family):
+    operations, own = ({n for n, value in vars(kernels).items() if callable(value)} for kernels in (xla, family))
     assert operations
-    assert operations <= of_hopper
+    assert operations <= own
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
@@ -68,6 +72,15 @@ def test_an_accelerator_without_the_kernels_is_told_once(monkeypatch, backend, d
     assert choose_implementation(None, *operands(**changes)) == "xla"
 
 
+@pytest.mark.default_sets(4)
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
+def test_other_gpus_get_their_kernels_if_asked(monkeypatch, capability):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA", capability)])
+    assert choose_implementation("mosaic_gpu", *operands()) == "mosaic_gpu"
+    assert kernels_of("mosaic_gpu") is kernels_of("mosaic_gpu", dtype=jnp.float32) is ampere
+
+
 def test_hopper_gets_its_kernels(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA H200", "9.0")])
@@ -89,7 +102,7 @@ def test_kernels_that_spill_say_so_once(monkeypatch, implementation):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": jnp.float32}, "x has dtype float32, the tensor cores take"),
+        ({"dtype": jnp.int8}, "x has dtype int8, the tensor cores take bfloat16, float16 or float32"),
         ({"d": 100}, "d=100 must be a multiple of 8"),
         ({"n": 100}, "n=100 must be a multiple of 8"),
         ({"num_experts": 2049}, "num_experts=2049 must be at most 2048"),

@@ -1,8 +1,7 @@
-"""Weight gradients: the tests of all families, tiles of every shape, and every GPU that they are compiled for."""
+"""Weight gradients: tiles of every shape, and every GPU that they are compiled for."""
 
 import multiprocessing
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,36 +13,8 @@ from pallas_kernels.ampere.tuning import LARGE, SMALL, SMALL_FLOAT32, default_ti
 from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.compile_only.gpus import GPUS
 from pallas_kernels.simt.dispatch import dispatch
-from pallas_kernels.simt.language import interpreted
 from tests.numerics import assert_same_bits
-from tests.pallas_kernels.conftest import AMPERE
 from tests.pallas_kernels.rows import D, N, Rows
-from tests.pallas_kernels.test_weight_gradients import (
-    test_down_weight_gradients,
-    test_gradients_of_an_unused_expert_are_zero,
-    test_rows_of_no_expert_do_not_count,
-    test_sums_are_accumulated_wide_and_rounded_once,
-    test_up_weight_gradients,
-)
-
-__all__ = [
-    "test_down_weight_gradients",
-    "test_gradients_of_an_unused_expert_are_zero",
-    "test_rows_of_no_expert_do_not_count",
-    "test_sums_are_accumulated_wide_and_rounded_once",
-    "test_up_weight_gradients",
-]
-
-
-@pytest.fixture(params=[AMPERE])
-def kernels():
-    with interpreted():
-        yield SimpleNamespace(
-            dispatch=dispatch,
-            up_weight_gradients=weight_gradients.up_weight_gradients,
-            down_weight_gradients=weight_gradients.down_weight_gradients,
-        )
-
 
 TILES = [("bfloat16", t) for t in (LARGE, SMALL, Tile(128, 32, 2))] + [("float32", t) for t in (LARGE, SMALL_FLOAT32)]
 
