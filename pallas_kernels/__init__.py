@@ -4,8 +4,9 @@ Nothing here knows of Flax, of autodiff rules or of routing policy. `contract` s
 
 - `xla`: the portable family, which runs wherever XLA does and whose docstrings define every operation.
 - `hopper`: the family for NVIDIA Hopper, and its kernels with tensor cores.
+- `ampere`: the family for every NVIDIA GPU since Ampere, and its kernels with tensor cores.
 - `simt`: router, dispatch, combine and token selection, which need no tensor cores.
 - `mosaic`: what kernels in Pallas Mosaic GPU share.
 - `tuning`: their free parameters.
-- `compile_only`: compiling for an H200 that need not be there.
+- `compile_only`: compiling for GPUs that need not be there.
 """

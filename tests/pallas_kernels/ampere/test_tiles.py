@@ -70,12 +70,17 @@ def test_every_activation(kernels, name):
 def compiled(gpu: str, name: str, dtype: str):
     """Names of the kernels and what they spill."""
 
-    def both(x, w_up, b_up, w_down, b_down, experts):
+    def kernels(x, w_up, b_up, w_down, b_down, row_weights, experts):
         tile = default_tile(".".join(map(str, GPUS[gpu].capability)), kind=dtype)
         assert tile.shared_bytes <= GPUS[gpu].block_kib * 1024
         groups = ampere.dispatch(experts, 16)
         pre, hidden = ampere.up_projection(x, w_up, b_up, groups, activation=activation.function, tile=tile)
-        return pre, ampere.down_projection(hidden, w_down, b_down, groups, 128, 256, tile=tile)
+        out = ampere.down_projection(hidden, w_down, b_down, groups, 128, 256, tile=tile)
+        function = activation.function
+        d_pre, *others = ampere.down_backward(
+            x, w_down, b_down, pre, row_weights, groups, activation=function, tile=tile
+        )
+        return out, others, ampere.up_backward(d_pre, w_up, groups, 128, 256, tile=tile)
 
     def array(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -84,8 +89,9 @@ def compiled(gpu: str, name: str, dtype: str):
     projections = 1 + activation.gated
     up, up_bias = (array(16, 1024, 512),) * projections, (array(16, 512),) * projections
     down, down_bias = array(16, 512, 1024), array(16, 1024)
-    arrays = (array(8192, 1024), up, up_bias, down, down_bias, array(8192, 4, dtype="int32"))
-    program = compile_for_gpu(both, *arrays, gpu=gpu)
+    row_weights, experts = array(33024, dtype="float32"), array(8192, 4, dtype="int32")
+    arrays = (array(8192, 1024), up, up_bias, down, down_bias, row_weights, experts)
+    program = compile_for_gpu(kernels, *arrays, gpu=gpu)
     return sorted(kernel.name for kernel in program.kernels), program.spill_bytes
 
 
@@ -95,6 +101,7 @@ def compiled(gpu: str, name: str, dtype: str):
 @pytest.mark.parametrize("name", ACTIVATION_NAMES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_compiles_for_every_gpu_without_spills(gpu, name, dtype):
-    kernels = ["moe_dispatch_count", "moe_dispatch_place", "moe_down_projection", "moe_up_projection"]
+    kernels = ["moe_dispatch_count", "moe_dispatch_place"]
+    kernels += [f"moe_{which}_{what}" for which in ("down", "up") for what in ("backward", "projection")]
     with multiprocessing.get_context("spawn").Pool(1) as process:
         assert process.apply(compiled, (gpu, name, dtype)) == (kernels, {})

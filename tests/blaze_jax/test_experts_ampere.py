@@ -1,0 +1,40 @@
+"""The layer on the kernels for every GPU since Ampere, in their interpreter."""
+
+import jax.numpy as jnp
+import pytest
+
+from blaze_jax import expert_ffn
+from blaze_jax.oracle import dense_expert_ffn
+from pallas_kernels import ampere
+from tests.blaze_jax.test_experts_hopper import KERNELS
+from tests.expert_problems import lowered, make_problem, results
+from tests.numerics import assert_close, assert_same_bits
+from tests.routings import ROUTINGS
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """An A100, as far as the choice of the kernels goes."""
+    monkeypatch.setattr("blaze_jax.implementation.compute_capability", lambda: "8.0")
+
+
+def problem_of(dtype, **options):
+    case = ROUTINGS["empty_slots"]
+    return make_problem(case.experts, case.num_experts, d=24, n=40, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 2e-3), ("bfloat16", 2e-2), ("float16", 5e-3)])
+@pytest.mark.parametrize(("save", "biases"), [("pre_activations", True), ("inputs", False)])
+def test_layer_matches_the_oracle_with_the_same_bits_twice(gpu, dtype, limit, save, biases):
+    problem = problem_of(dtype, biases=biases)
+    with ampere.interpreted():
+        out, again = (results(expert_ffn, problem, implementation="mosaic_gpu", save=save) for _ in range(2))
+    assert_same_bits(out, again)
+    for name, value in results(dense_expert_ffn, problem.cast(jnp.float32)).items():
+        assert_close(out[name], value, limit)
+
+
+def test_float32_lowers_for_cuda():
+    text = lowered("cuda", problem_of("float32"), implementation="mosaic_gpu")
+    for kernel in KERNELS:
+        assert kernel in text, kernel
