@@ -121,6 +121,7 @@ _OPERATIONS: dict[str, Callable] = {
     "ne": lambda a, b: ~a.equals(b),
     "neg": _negative,
     "not": lambda x: ~x,
+    "one_minus_square": lambda x: (x * -1.0 + 1.0) * (x + 1.0),
     "or": lambda a, b: a | b,
     "pow": lambda a, b: exp2(log2(a) * b),
     "rsqrt": _of_machine("rsqrt"),
