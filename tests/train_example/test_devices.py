@@ -50,12 +50,20 @@ def assert_same_training(out, other):
         np.testing.assert_allclose(numbers, others, rtol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Folder of a run on one device."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    process = start(out, *OPTIONS)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return out
+
+
 @ON_CPU
 @pytest.mark.default_sets(0)
-def test_a_lost_process_ends_the_run_and_another_mesh_goes_on(tmp_path):
-    alone, split = tmp_path / "alone", tmp_path / "split"
-    finished = start(alone, *OPTIONS)
-    assert finished.communicate(timeout=300)
+def test_a_lost_process_ends_the_run_and_another_mesh_goes_on(alone, tmp_path):
+    split = tmp_path / "split"
     first, second = start_two(split, *OPTIONS, "--mesh", "fsdp=2,expert=2")
     deadline = time.monotonic() + 300
     while len(metrics(split)) < 6:
@@ -80,10 +88,8 @@ def test_a_lost_process_ends_the_run_and_another_mesh_goes_on(tmp_path):
 
 @ON_CPU
 @pytest.mark.default_sets(0)
-def test_two_processes_train_as_one(tmp_path):
-    alone, split = tmp_path / "alone", tmp_path / "split"
-    one = start(alone, *OPTIONS)
-    assert one.communicate(timeout=300)
+def test_two_processes_train_as_one(alone, tmp_path):
+    split = tmp_path / "split"
     processes = start_two(split, *OPTIONS, "--mesh", "fsdp=2,tensor=2")
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
