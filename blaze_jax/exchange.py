@@ -76,8 +76,7 @@ class Transport:
         """The group's tokens: `T` of each device, in the order of the devices; zeros where one sent fewer."""
         if self.devices == 1:
             return tokens
-        if self.exchange == "all_to_all":
-            assert plan is not None
+        if plan is not None:
             return _send(self.group, plan, tokens)
         if self.exchange == "permute":
             parts = [_rotated(tokens, self.group, shift) for shift in range(self.devices)]
@@ -88,8 +87,7 @@ class Transport:
         """The transpose of `gather`: each token's sum over the devices it went to, on its own device."""
         if self.devices == 1:
             return tokens
-        if self.exchange == "all_to_all":
-            assert plan is not None
+        if plan is not None:
             return _send_back(self.group, plan, tokens)
         if self.exchange == "permute":
             parts = jnp.split(tokens, self.devices)

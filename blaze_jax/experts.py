@@ -147,11 +147,10 @@ def experts_over_devices(
     _check_closure(act, x, params.up_weights)
     if x.shape[0] == 0:
         return x
-    slots, devices = experts.shape[1], lax.axis_size(parallel.group)
     transport = Transport(
         expert=parallel.axes_of("expert"),
         tensor=tensor,
-        exchange=parallel.exchange or ("all_gather" if devices <= slots else "all_to_all"),
+        exchange=parallel.exchange_for(experts.shape[1], lax.axis_size(parallel.group)),
         fsdp=parallel.axes_of("fsdp"),
         specs=tuple(jax.tree.leaves(in_order({name: specs[name] for name in names}))),
         keep=parallel.keep_gathered,

@@ -74,6 +74,10 @@ class Parallelism:
                 raise ValueError(f"row_budget={self.row_budget} must be above 0 and finite, or None")
         check_booleans(keep_gathered=self.keep_gathered)
 
+    def exchange_for(self, experts_per_token: int, devices: int) -> Exchange:
+        """How tokens travel in a group of so many devices."""
+        return self.exchange or ("all_gather" if devices <= experts_per_token else "all_to_all")
+
     def axes_of(self, role: str) -> tuple[str, ...]:
         """The axes with that role."""
         return _names(getattr(self, role))

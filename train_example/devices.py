@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from jax import P
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from blaze_jax import MoEConfig, Parallelism
+from blaze_jax.benchmark.mesh import mesh_of
 from train_example.errors import UserError
 
 _STACKS = ("dense_blocks", "moe_blocks")
@@ -72,10 +73,8 @@ class Devices:
         needed, present = math.prod(mesh.values()), jax.device_count()
         if needed > present or (needed < present and jax.process_count() > 1):
             raise UserError(f"--mesh asks for {needed} devices, there are {present}")
-        devices = np.array(jax.devices()[:needed]).reshape(tuple(mesh.values()))
-        axes = Mesh(devices, tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
         roles: dict[str, Any] = {role: role for role in mesh}
-        return Devices(Parallelism(axes, **roles))
+        return Devices(Parallelism(mesh_of(mesh), **roles))
 
     @property
     def count(self) -> int:

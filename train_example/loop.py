@@ -99,13 +99,13 @@ def _batch(setup: Setup, step: int) -> UInt8[Array, "A M S+1"]:
 
 def _split(setup: Setup, starts: Int[np.ndarray, " N"]) -> UInt8[Array, "A M S+1"]:
     """The windows from there, by microbatch, on the devices that compute with them."""
-    by_microbatch = microbatches(setup.config, starts[:, None])[..., 0]
+    by_microbatch = microbatches(setup.config, starts)
     return setup.devices.split(by_microbatch, setup.corpus.windows, setup.config.sequence_length + 1)
 
 
-def microbatches(config: TrainConfig, windows: Shaped[np.ndarray, "N _"]) -> Shaped[np.ndarray, "A M _"]:
-    """Windows by the microbatch that they are computed in."""
-    return windows.reshape(-1, config.batch_size // config.accumulate, windows.shape[-1])
+def microbatches(config: TrainConfig, windows: Shaped[np.ndarray, "N *_"]) -> Shaped[np.ndarray, "A M *_"]:
+    """Windows, or where they start, by the microbatch that they are computed in."""
+    return windows.reshape(-1, config.batch_size // config.accumulate, *windows.shape[1:])
 
 
 def _due(config: TrainConfig, step: int, every: int) -> bool:

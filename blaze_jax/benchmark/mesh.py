@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
 from blaze_jax.benchmark.results_file import Record
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.parallelism import ROLES
@@ -27,6 +31,12 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"{text!r} must be like fsdp=2,expert=4, of {', '.join(ROLES)}, each once")
         axes[role] = int(devices)
     return axes
+
+
+def mesh_of(axes: dict[str, int]) -> Mesh:
+    """The first devices, with an axis for each role."""
+    devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def parse_variant(text: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Experts over the devices of a mesh, and the same work per device on one of them,
 
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -17,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from blaze_jax.benchmark.device_trace import Kernel, TraceError, busy_ns, trace
 from blaze_jax.benchmark.environment import environment
 from blaze_jax.benchmark.inputs import BOTH, FORWARD, expert_inputs
+from blaze_jax.benchmark.mesh import mesh_of
 from blaze_jax.benchmark.plan import MIB, plan_of
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.traffic import traffic
@@ -46,14 +48,10 @@ def measure(
     """The record of a case: `axes` by role, `options` of `Parallelism`."""
     sizes = Sizes(*sizes)
     dtype = dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    devices = int(np.prod(list(axes.values())))
+    devices = math.prod(axes.values())
     if len(jax.devices()) < devices:
         raise ValueError(f"{len(jax.devices())} devices are too few for a mesh of {devices}")
-    mesh = Mesh(
-        np.array(jax.devices()[:devices]).reshape(tuple(axes.values())),
-        tuple(axes),
-        axis_types=(AxisType.Auto,) * len(axes),
-    )
+    mesh = mesh_of(axes)
     parallel = Parallelism(mesh, **{role: role for role in axes}, **options)
     config = MoEConfig(
         num_experts=sizes.num_experts, experts_per_token=sizes.experts_per_token, expert_width=sizes.expert_width

@@ -47,7 +47,7 @@ def traffic(
     expert, tensor, fsdp = (math.prod(axes[a] for a in parallel.axes_of(r)) for r in ("expert", "tensor", "fsdp"))
     again = 0 if parallel.keep_gathered else 1
     others = expert * tensor - 1
-    if (parallel.exchange or ("all_gather" if expert * tensor <= slots else "all_to_all")) == "all_to_all":
+    if parallel.exchange_for(slots, expert * tensor) == "all_to_all":
         # Of the experts' devices, those with one of K different experts at least; a share of them is the device itself.
         missed = math.comb(num_experts - num_experts // expert, slots) / math.comb(num_experts, slots)
         others = others * expert * (1 - missed) / expert

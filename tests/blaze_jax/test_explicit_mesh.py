@@ -60,8 +60,11 @@ def test_experts(tokens, parameters):
         assert spec_of(out[0][1]) == spec_of(out[1][0]) == (["data"] if tokens == SPLIT else [])
 
 
-@pytest.mark.parametrize("name", ["everything", "limited", "rounded"])
-@over_places
+@pytest.mark.parametrize(
+    ("tokens", "parameters", "name"),
+    [*((*place, "everything") for place in PLACES), (SPLIT, WHOLE, "limited"), (SPLIT, WHOLE, "rounded")],
+    ids=str,
+)
 def test_layer(tokens, parameters, name):
     config, x = CONFIGS[name], random_tokens(8, 4)
     params = random_parameters(config, use_bias=True)
