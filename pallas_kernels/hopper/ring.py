@@ -63,10 +63,12 @@ class Ring(NamedTuple):
         """The warpgroup that calls has read the slot of `step`."""
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.stages)])
 
-    def fill(self, step, count, load: Callable, carry=None):
+    def fill(self, step, count, load: Callable, carry=None, under: Sequence[Callable] = ()):
         """The producer's loop: `load(k, slot, carry) -> carry` starts the copies of each of `count` steps from `step`.
 
-        Returns the step after the last, and the carry.
+        The functions `under` are called before the last steps, one after the other, each with what the one before it
+        returned: whatever they wait for, the slots that are filled give them time. Returns the step after the last, the
+        carry, and what the last function returned.
         """
 
         def fill_one(k, loop):
@@ -76,13 +78,21 @@ class Ring(NamedTuple):
             carry = load(k, slot, carry)
             return step + 1, carry
 
-        return lax.fori_loop(0, count, fill_one, (step, carry))
+        least, most = (max, min) if isinstance(count, int) else (jnp.maximum, jnp.minimum)
+        apart = most(least(count // (len(under) + 1), 1), 2)
+        filled, found = 0, None
+        for i, work in enumerate(under):
+            upto = least(count - (len(under) - i) * apart, 0)
+            step, carry = lax.fori_loop(filled, upto, fill_one, (step, carry))
+            filled, found = upto, work(found)
+        return *lax.fori_loop(filled, count, fill_one, (step, carry)), found
 
-    def multiply(self, step, count, product: Callable, carry=None, under: Sequence[Callable] = ()):
+    def multiply(self, step, count, product: Callable, carry=None, under: Sequence[Callable] = (), last=lambda: None):
         """The consumers' loop: a tile's chain of products over the slots of `count` steps, one or more, from `step`.
 
         `product(slot, carry, accumulator, first) -> carry, accumulator` starts one. The functions `under` share out the
-        time that the tensor cores take. Returns the step after the last, and the tile's (64, 256) part in float32.
+        time that the tensor cores take, and `last` has that of the last product. Returns the step after the last, the
+        tile's (64, 256) part in float32, and what `last` returned.
         """
 
         def one(step, carry, accumulator, first=False):
@@ -109,6 +119,7 @@ class Ring(NamedTuple):
                 products = several(most(apart, least(count - 1 - i * apart, 0)), products)
             left = least(count - 1 - len(under) * apart, 0)
         step, _, accumulator = several(left, products)
+        found = last()
         accumulator = wgmma.finish_wgmma(accumulator)
         self.release(step + self.stages - 1)
-        return step, accumulator
+        return step, accumulator, found
