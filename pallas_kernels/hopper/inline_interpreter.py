@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import interpreter
 
-
 COUNTED = -1
 """In the place of a number that a block took."""
 

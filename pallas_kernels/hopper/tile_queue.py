@@ -4,9 +4,9 @@ Blocks that start late, because a collective's own blocks hold their SMs, find t
 waits for them. Tile n is the same whoever computes it, so no result depends on who does.
 
 One thread of the producer counts, finds out what the tile is, and writes that to shared memory, for its own warpgroup
-too. It does so under the last steps of the tile before: not earlier, so that no block takes two of few tiles. The counter has to be zero when a kernel starts. A kernel of `tiles` tiles and `blocks` blocks takes `tiles + blocks`
-numbers, since each block takes one that is no tile's, and `atom.inc` begins again at zero after that many: so the kernel
-leaves the counter as it found it.
+too. It does so under the last steps of the tile before, where nobody waits for it; not earlier, or one block would have
+two tiles while another has none. A launch takes `tiles + blocks` numbers, one for each tile and one for each block that
+learns that none is left; after so many `atom.inc` begins again. The counter is zero when a kernel starts and ends.
 """
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
@@ -40,7 +40,7 @@ FIELDS = 8
 """Words in shared memory that describe a tile, at most."""
 
 PLACES = 4
-"""Tiles that the producer may be ahead of the consumers: as many as the ring has slots, since a tile may have one step."""
+"""Tiles that the producer may be ahead of the consumers: as many as slots of the ring, for tiles of one step."""
 
 
 def memory() -> dict[str, Any]:
@@ -70,7 +70,7 @@ class TileQueue(NamedTuple):
     refs: Any
 
     def number(self, turn) -> jax.Array:
-        """Of the block's tile of `turn`; `tiles` or more if there is none. Only in the thread that `hand` reads it from."""
+        """Of the block's tile of `turn`, in the producer's first thread; `tiles` or more if there is none."""
         if self.dynamic:
             return count(self.refs.counter, self, turn)
         return self.block + turn * self.blocks
@@ -84,8 +84,9 @@ class TileQueue(NamedTuple):
         plgpu.barrier_arrive(self.refs.handed.at[place])
 
     def ahead(self, turn, find: Callable, take: Callable) -> tuple[Callable, ...]:
-        """The producer's work for the tile of `turn`, in parts with time between them: each takes what the one before
-        returned. `find(number)` says what tile it is, and `take(turn)` waits for it and returns what the last part does.
+        """The producer's work for the tile of `turn`, in parts: each is given what the one before it returned.
+
+        `find(number)` says what tile it is, and `take(turn)` waits for it and returns what the last part does.
         """
 
         def hand(found):
@@ -119,11 +120,16 @@ def new_counter(tiles: int, blocks: int) -> jax.Array:
     return jnp.zeros(1, jnp.int32)
 
 
+def last_number(tiles: int, blocks: int) -> int:
+    """The last that a launch takes; after it, the counter is zero again."""
+    return tiles + blocks - 1
+
+
 @in_interpreter(forms.count)
 def count(counter, queue: TileQueue, turn):
     """The counter's next number, in the first thread, and 0 in the others."""
     del turn
-    last = queue.tiles + queue.blocks - 1  # then it is zero again
+    last = last_number(queue.tiles, queue.blocks)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def run(ctx, counter):

@@ -38,8 +38,8 @@ def interpreted(*, detect_races: bool = True, blocks: int = FEW_BLOCKS, takers: 
     Args:
       detect_races: whether kernels that work on tiles are watched, which takes longer; the others always are.
       blocks: of those kernels, at most.
-      takers: which of them takes each tile. On a GPU that is chance, and here, where blocks run one after the other, the
-        first would take all.
+      takers: which of them takes each tile. On a GPU it is chance; here blocks run one after the other, and the first
+        would take all.
     """
     parameters = plgpu.InterpretGPUParams(detect_races=detect_races)
     settings = (_parameters, parameters), (_blocks, blocks), (_takers, takers)

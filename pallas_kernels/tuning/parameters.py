@@ -43,8 +43,8 @@ class TileTuning:
         one the tensor cores would wait for themselves.
       minor_dim: 0 or 1, the stripes cut the tiles' rows or columns.
       tile_width: tiles across a stripe, a power of two, so that finding a tile takes no slow division.
-      shares: "dynamic", a block takes the next tile when it is done with one, so that blocks may start late; or "fixed",
-        block b takes tiles b, b + blocks and so on. Files of tuned parameters may leave it out.
+      shares: "dynamic", a block takes the next tile when it is done with one, so that blocks may start late; or
+        "fixed", block b takes tiles b, b + blocks and so on. Files of tuned parameters may leave it out.
 
     Raises:
       ValueError: a value is none of these.
