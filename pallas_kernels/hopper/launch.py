@@ -61,7 +61,7 @@ def launch(
     if dynamic:
         counter = tile_queue.new_counter(tiles, blocks)
         operands = {**operands, "counter": counter}
-        results = {**results, "counter_after": jax.typeof(counter)}
+        results = {**results, "counter_after": jax.ShapeDtypeStruct(counter.shape, counter.dtype)}
         aliases = [*aliases, ("counter", "counter_after")]
     memory = {
         **tile_queue.memory(),

@@ -78,11 +78,10 @@ class Ring(NamedTuple):
             carry = load(k, slot, carry)
             return step + 1, carry
 
-        least, most = (max, min) if isinstance(count, int) else (jnp.maximum, jnp.minimum)
-        apart = most(least(count // (len(under) + 1), 1), 2)
+        apart = jnp.clip(count // (len(under) + 1), 1, 2)
         filled, found = 0, None
         for i, work in enumerate(under):
-            upto = least(count - (len(under) - i) * apart, 0)
+            upto = jnp.maximum(count - (len(under) - i) * apart, 0)
             step, carry = lax.fori_loop(filled, upto, fill_one, (step, carry))
             filled, found = upto, work(found)
         return *lax.fori_loop(filled, count, fill_one, (step, carry)), found
