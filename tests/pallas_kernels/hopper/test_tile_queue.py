@@ -105,7 +105,7 @@ def counters(monkeypatch):
 
 
 @needs_interpreter
-@pytest.mark.default_sets(4)
+@pytest.mark.default_sets(2)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_the_bits_of_fixed_shares(kernel, order, counters):
