@@ -64,27 +64,30 @@ class Ring(NamedTuple):
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.stages)])
 
     def fill(self, step, count, load: Callable, carry=None, under: Sequence[Callable] = ()):
-        """The producer's loop: `load(k, slot, carry) -> carry` starts the copies of each of `count` steps from `step`.
+        """The producer's loop: `load(k, slot, carry, found) -> carry` starts the copies of `count` steps from `step`.
 
         The functions `under` are called before the last steps, one after the other, each with what the one before it
-        returned: whatever they wait for, the slots that are filled give them time. Returns the step after the last, the
-        carry, and what the last function returned.
+        returned: whatever they wait for, the slots that are filled give them time. `found` is what the last of them
+        returned, and None before. Returns the step after the last, the carry, and `found`.
         """
 
-        def fill_one(k, loop):
-            step, carry = loop
-            slot = self.slot(step)
-            pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot.number]))
-            carry = load(k, slot, carry)
-            return step + 1, carry
+        def fill_some(first, upto, loop, found=None):
+            def fill_one(k, loop):
+                step, carry = loop
+                slot = self.slot(step)
+                pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot.number]))
+                carry = load(k, slot, carry, found)
+                return step + 1, carry
+
+            return lax.fori_loop(first, upto, fill_one, loop)
 
         apart = jnp.clip(count // (len(under) + 1), 1, 2)
-        filled, found = 0, None
+        loop, filled, found = (step, carry), 0, None
         for i, work in enumerate(under):
             upto = jnp.maximum(count - (len(under) - i) * apart, 0)
-            step, carry = lax.fori_loop(filled, upto, fill_one, (step, carry))
+            loop = fill_some(filled, upto, loop)
             filled, found = upto, work(found)
-        return *lax.fori_loop(filled, count, fill_one, (step, carry)), found
+        return *fill_some(filled, count, loop, found), found
 
     def multiply(self, step, count, product: Callable, carry=None, under: Sequence[Callable] = (), last=lambda: None):
         """The consumers' loop: a tile's chain of products over the slots of `count` steps, one or more, from `step`.

@@ -113,12 +113,12 @@ def row_matmul(
             offsets = gather.row_chunks(tokens, tile.valid_rows) if gather else None
             following = queue.ahead(turn + 1, partial(find_tile, refs), take)
 
-            def load_step(k, slot, _):
+            def load_step(k, slot, *_):
                 load(refs, where, k, slot)
                 if gather:
                     gather.copy(refs.tokens, offsets, slot.lhs, ring.landed, slot.number, k * K_STEP)
 
-            def load_panel(end: RingEnd, panel, slot, _):
+            def load_panel(end: RingEnd, panel, slot, *_):
                 end.load(refs, where, panel, slot)
                 if gather:
                     gather.arrive(ring.landed, slot.number)

@@ -156,16 +156,13 @@ def _row_contraction(
 
     def produce(refs, ring: Ring, queue: TileQueue):
         find, tokens_of = partial(find_tile, refs), partial(gather.load_tokens, refs.token_indices)
+        take = partial(queue.wait, kind=_Tile)
 
         def produce_tile(carry):
             turn, step, tokens, tile, _ = carry
             steps = tile.steps
-            following = []  # when the tile's last step is loaded, it is known
 
-            def take(turn):
-                following.extend(queue.wait(turn, _Tile))
-
-            def load_step(k, slot, tokens):
+            def load_step(k, slot, tokens, following):
                 row = tile.start + k * K_STEP
                 for panel in range(PANELS):
                     source, column = refs.stored[panel * PANEL // width], panel * PANEL % width
@@ -174,15 +171,18 @@ def _row_contraction(
                 offsets = gather.row_chunks(tokens, tile.end - row)
                 gather.copy(refs.tokens, offsets, slot.lhs, ring.landed, slot.number, tile.row_tile * TILE_ROWS)
                 row += K_STEP
-                return tokens_of(jnp.where(k + 1 < steps, row, following[0].start) if following else row)
+                if following:  # the last step is among those after which it is known
+                    row = jnp.where(k + 1 < steps, row, following[0].start)
+                return tokens_of(row)
 
-            step, tokens, _ = ring.fill(step, steps, load_step, tokens, under=queue.ahead(turn + 1, find, take))
+            ahead = queue.ahead(turn + 1, find, take)
+            step, tokens, following = ring.fill(step, steps, load_step, tokens, under=ahead)
             # An empty expert has no step to load the next tile's first tokens in.
             tokens = lax.cond(steps > 0, lambda t: t, lambda _: tokens_of(following[0].start), tokens)
             return turn + 1, step, tokens, *following
 
         zero, first = jnp.int32(0), None
-        for part in queue.ahead(zero, find, lambda turn: queue.wait(turn, _Tile)):
+        for part in queue.ahead(zero, find, take):
             first = part(first)
         carry = (zero, zero, tokens_of(first[0].start), *first)
         lax.while_loop(lambda carry: carry[-1], produce_tile, carry)
