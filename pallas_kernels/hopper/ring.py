@@ -82,7 +82,8 @@ class Ring(NamedTuple):
             return lax.fori_loop(first, upto, fill_one, loop)
 
         apart = jnp.clip(count // (len(under) + 1), 1, 2)
-        loop, filled, found = (step, carry), 0, None
+        loop, filled = (step, carry), 0
+        found: Any = None
         for i, work in enumerate(under):
             upto = jnp.maximum(count - (len(under) - i) * apart, 0)
             loop = fill_some(filled, upto, loop)

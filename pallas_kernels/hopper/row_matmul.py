@@ -99,7 +99,8 @@ def row_matmul(
         shape = (schedule.num_tiles, column_tiles)
         place = plgpu.planar_snake(number, shape, tuning.minor_dim, tuning.tile_width)
         row_tile = jnp.clip(place[0], 0, schedule.num_tiles - 1)
-        return _Tile(*(of_tiles[row_tile] for of_tiles in refs.schedule), row_tile, place[1])
+        expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in refs.schedule)
+        return _Tile(expert, first_row, valid_rows, row_tile, place[1])
 
     def produce(refs, ring: Ring, queue: TileQueue):
         def take(turn):
@@ -133,7 +134,8 @@ def row_matmul(
                 step, _, found = ring.fill(step, steps(k_steps), load_step, under=following)
             return turn + 1, step, *found
 
-        zero, first = jnp.int32(0), None
+        zero = jnp.int32(0)
+        first: Any = None
         for part in queue.ahead(zero, partial(find_tile, refs), take):
             first = part(first)
         lax.while_loop(lambda carry: carry[3], produce_tile, (zero, zero, *first))

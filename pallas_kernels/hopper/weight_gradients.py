@@ -6,7 +6,7 @@ neighbour's NaN times zero would be NaN.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,8 @@ def _row_contraction(
             tokens = lax.cond(steps > 0, lambda t: t, lambda _: tokens_of(following[0].start), tokens)
             return turn + 1, step, tokens, *following
 
-        zero, first = jnp.int32(0), None
+        zero = jnp.int32(0)
+        first: Any = None
         for part in queue.ahead(zero, find, take):
             first = part(first)
         carry = (zero, zero, tokens_of(first[0].start), *first)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from typing import Any
 
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -42,7 +43,7 @@ def interpreted(*, detect_races: bool = True, blocks: int = FEW_BLOCKS, takers: 
         would take all.
     """
     parameters = plgpu.InterpretGPUParams(detect_races=detect_races)
-    settings = (_parameters, parameters), (_blocks, blocks), (_takers, takers)
+    settings: list[tuple[ContextVar[Any], Any]] = [(_parameters, parameters), (_blocks, blocks), (_takers, takers)]
     tokens = [(variable, variable.set(value)) for variable, value in settings]
     try:
         with plgpu.force_gpu_interpret_mode(parameters):

@@ -132,7 +132,7 @@ def test_the_counter_begins_again_where_the_next_launch_does(tiles, blocks):
     for _ in range(3):
         running, taken = list(range(blocks)), []
         while running:
-            block = rng.choice(running)
+            block = int(rng.choice(running))
             number, value = value, 0 if value >= tile_queue.last_number(tiles, blocks) else value + 1
             if number < tiles:
                 taken.append(number)
