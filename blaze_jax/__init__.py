@@ -8,6 +8,7 @@ from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAMES
 from blaze_jax.layer import auxiliary_losses, init, moe, statistics
 from blaze_jax.linen import MoE
+from blaze_jax.parallelism import Parallelism
 from blaze_jax.router import Router
 from blaze_jax.routing import Routing, route, update_selection_bias
 from blaze_jax.version import __version__
@@ -23,6 +24,7 @@ __all__ = [
     "Dispatch",
     "MoE",
     "MoEConfig",
+    "Parallelism",
     "Router",
     "Routing",
     "__version__",

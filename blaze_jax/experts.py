@@ -1,11 +1,14 @@
 """The experts of the layer as a function: its arguments checked, and the kernels chosen."""
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import get_args
 
 import jax
 import jax.numpy as jnp
+from jax import P, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
@@ -13,10 +16,12 @@ from jaxtyping import Array, Float, Int
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import as_array
 from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_experts
-from blaze_jax.experts_vjp import INDEX_NAME, Parameters, Save, Settings, experts_output
+from blaze_jax.exchange import HERE, Transport, gathered
+from blaze_jax.experts_vjp import INDEX_NAME, ROW_MULTIPLE, Parameters, Save, Settings, Tokens, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
+from blaze_jax.parallelism import Parallelism
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes
 from pallas_kernels.contract import accumulator_dtype
@@ -115,24 +120,90 @@ def compute_experts(
     return per_device(compute, mesh, token_axes(*tokens), tokens, params, lambda spec: spec)
 
 
-def _compute(tokens, params: Parameters, activation, save, implementation, grouped) -> Float[Array, "T d"]:
-    """The experts' output for `tokens = (x, weights, experts)`."""
+def experts_over_devices(
+    parallel: Parallelism,
+    specs: Mapping[str, P],
+    shards: Mapping[str, Array],
+    x,
+    weights,
+    experts,
+    *,
+    activation,
+    save,
+    implementation,
+) -> Float[Array, "T d"]:
+    """`expert_ffn` inside `jax.shard_map`, of this device's tokens, with its part of the parameters."""
+    act = get_activation(activation)
+    names = [name for name in _AXES if name in shards]
+    given = {name: shards[name] for name in names}
+    tensor = parallel.axes_of("tensor")
+    if "b_down" in given and tensor:  # devices that share an expert's width add its bias once
+        given["b_down"] = jnp.where(lax.axis_index(tensor) == 0, given["b_down"], 0)
+
+    def in_order(by_name) -> Parameters:
+        return Parameters(*_projections(act, by_name), by_name["w_down"], by_name.get("b_down"))
+
+    params = in_order(given)
+    _check_closure(act, x, params.up_weights)
+    if x.shape[0] == 0:
+        return x
+    transport = Transport(
+        expert=parallel.axes_of("expert"),
+        tensor=tensor,
+        exchange=parallel.exchange_for(experts.shape[1], lax.axis_size(parallel.group)),
+        fsdp=parallel.axes_of("fsdp"),
+        specs=tuple(jax.tree.leaves(in_order({name: specs[name] for name in names}))),
+        keep=parallel.keep_gathered,
+    )
+    tokens = (x, weights, experts)
+    return _compute(tokens, params, act, save, implementation, None, transport, parallel.row_budget, parallel.chunks)
+
+
+def _compute(
+    tokens, shards: Parameters, activation, save, implementation, grouped, transport=HERE, row_budget=None, chunks=1
+) -> Float[Array, "T d"]:
+    """The experts' output for `tokens = (x, weights, experts)` of this device.
+
+    `shards` are what this device has of the parameters, `grouped` the pairs by expert, if they are, `row_budget` the
+    rows of a buffer as a multiple of the even share, and `chunks` the parts in which the tokens travel.
+    """
     x, weights, experts = tokens
+    params = jax.eval_shape(lambda p: transport.parameters(p, x.dtype), shards)
     biases = params.up_biases if params.b_down is None else (*params.up_biases, params.b_down)
     implementation = choose_implementation(implementation, x, (*params.up_weights, params.w_down), biases)
     kernels = kernels_of(implementation)
     tell_observers(TracedLayer.of(x, params.up_weights, params.w_down, experts, activation, save, implementation))
-    token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, params, weights)))
+    token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
     num_experts = params.w_down.shape[0]
-    experts = int32_experts(experts, num_experts)
-    if grouped and grouped.kernels is kernels:
-        dispatch = grouped.dispatch
-    else:
-        dispatch = group_by_expert(kernels, experts, num_experts)
-    args = (x, params, weights, experts)
+    experts = int32_experts(experts, num_experts * transport.expert_devices)
+
+    def part(x, weights, experts) -> Tokens:
+        plan = transport.plan(experts, num_experts)
+        experts = transport.experts_here(plan, experts, num_experts)
+        if grouped and grouped.kernels is kernels:
+            dispatch = grouped.dispatch
+        else:
+            dispatch = group_by_expert(kernels, experts, num_experts)
+        dispatch = checkpoint_name(dispatch, INDEX_NAME)
+        return Tokens(x, gathered(transport, plan, weights), experts, dispatch, plan)
+
+    parts = tuple(map(part, *(_in_parts(array, chunks) for array in (x, weights, experts))))
+    rows = None
+    if row_budget is not None:
+        share = max(p.x.shape[0] for p in parts) * experts.shape[1] * lax.axis_size(transport.tensor)
+        rows = (
+            math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts
+        ) * ROW_MULTIPLE  # each expert's may have a gap
+    settings = Settings(activation, save, kernels, transport, rows)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
-    args, dispatch = vary_over((args, checkpoint_name(dispatch, INDEX_NAME)), varying_axes(args))
-    return experts_output(Settings(activation, save, kernels), token, *args, dispatch)
+    parts, shards = vary_over((parts, shards), varying_axes(parts, shards))
+    outputs = experts_output(settings, token, parts, shards)
+    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
+
+
+def _in_parts(array: Array, parts: int) -> list[Array]:
+    """Of about equal lengths, none of them empty."""
+    return [array] if parts == 1 else jnp.array_split(array, min(parts, array.shape[0]))
 
 
 def _check_closure(activation: Activation, x, up_weights) -> None:

@@ -10,8 +10,12 @@ Kept are x, the weights, the index arrays, and P or nothing. Backward, with dy t
     dW_down[e] = Σ_r (g_r · H)ᵀ · dy[t]     dW_up[e] = Σ_r x[t]ᵀ · dP     dx[t] = Σ_r dP · W_up[e]ᵀ
 
 (MoEBlaze, arXiv 2601.05296). The gathers x[t] and dy[t] happen inside the kernels; H is computed from P again.
+
+Over devices, x and dy are gathered and y and dx scattered, each by the transpose of the other, and so are the weights
+and their gradients. With a budget of rows, P is kept of as many rows, and the others are computed in further turns.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -20,13 +24,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation
 from blaze_jax.column_blocks import combine_columns
+from blaze_jax.exchange import HERE, Plan, Transport
 from blaze_jax.reverse_mode import differentiated_once
+from pallas_kernels.compat import vary_over
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Kernels
 from pallas_kernels.place_values import place_values
+
+ROW_MULTIPLE = 8
+"""Budgets of rows are multiples of it, as groups of rows are in every family of kernels."""
 
 Save = Literal["pre_activations", "inputs"]
 
@@ -49,45 +58,136 @@ class Parameters(NamedTuple):
     b_down: Float[Array, "E d"] | None
 
 
+class Tokens(NamedTuple):
+    """Tokens of this device, or those that travel at a time, and their pairs on all devices of the group.
+
+    Attributes:
+      x: `(T, d)`, this device's.
+      weights: `(T_group, K)`, the group's.
+      experts: `(T_group, K)`, ids of experts of this device, -1 for those of others.
+      dispatch: the group's pairs with experts of this device.
+      plan: what their transport needs to know.
+    """
+
+    x: Float[Array, "T d"]
+    weights: Float[Array, "T_group K"]
+    experts: Int[Array, "T_group K"]
+    dispatch: Dispatch
+    plan: Plan = None
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What a layer's arrays do not say."""
+    """What a layer's arrays do not say.
+
+    Attributes:
+      activation, save: see `expert_ffn`.
+      kernels: that compute.
+      transport: of tokens and parameters.
+      row_budget: rows of a buffer; None for as many as there may be.
+    """
 
     activation: Activation
     save: Save
     kernels: Kernels
+    transport: Transport = HERE
+    row_budget: int | None = None
+
+    def turns(self, dispatch: Dispatch) -> tuple[Dispatch, Int[Array, ""] | None]:
+        """The rows of the budget, and how many turns take the others; None if there are never others."""
+        if self.row_budget is None or self.row_budget >= dispatch.num_rows:
+            return dispatch, None
+        others = dispatch.expert_token_offsets[-1] - self.row_budget
+        turns = jnp.maximum(others + self.turn_rows - 1, 0) // self.turn_rows
+        if axes := self.transport.in_step:  # all take part in every transport
+            turns = lax.pmax(vary_over(turns, axes), tuple(sorted(axes)))
+        return self.kernels.row_range(dispatch, 0, self.row_budget), turns
+
+    def rows_of_turn(self, dispatch: Dispatch, turn: Int[Array, ""] | int) -> Dispatch:
+        """The rows that a turn takes."""
+        assert self.row_budget is not None
+        return self.kernels.row_range(dispatch, self.row_budget + turn * self.turn_rows, self.turn_rows)
+
+    @property
+    def turn_rows(self) -> int:
+        """Rows of a turn: fewer than the budget, for a turn adds to gradients and so has those of the weights twice."""
+        assert self.row_budget is not None
+        return -(-self.row_budget // (4 * ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def experts_output(settings: Settings, token, x, params: Parameters, weights, experts, dispatch: Dispatch):
-    """The layer's output `(T, d)`; `token` raises where it is differentiated in forward mode."""
-    _, hidden = _hidden(settings, x, params, dispatch)
-    return _output(settings, hidden, params, weights, experts, dispatch)
+def experts_output(settings: Settings, token, parts: tuple[Tokens, ...], shards: Parameters) -> tuple[Array, ...]:
+    """The layer's output `(T, d)` for each part; `token` raises where it is differentiated in forward mode."""
+    return tuple(y for y, *_ in _outputs(settings, parts, shards, _hidden))
 
 
-def _forward(settings: Settings, _, x, params: Parameters, weights, experts, dispatch: Dispatch):
-    kept = None
+def _forward(settings: Settings, _, parts: tuple[Tokens, ...], shards: Parameters):
+    up_projection = _pre_activations_and_hidden if settings.save == "pre_activations" else _hidden
+    outputs, pre_activations, gathered = zip(*_outputs(settings, parts, shards, up_projection), strict=True)
     if settings.save == "pre_activations":
-        pre_activations, hidden = _pre_activations_and_hidden(settings, x, params, dispatch)
-        names = PRE_ACTIVATION_NAMES[-len(pre_activations) :]
-        kept = tuple(checkpoint_name(p, name) for p, name in zip(pre_activations, names, strict=True))
+        names = PRE_ACTIVATION_NAMES[-len(pre_activations[0]) :]
+        kept = tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)
     else:
-        _, hidden = _hidden(settings, x, params, dispatch)
-    y = _output(settings, hidden, params, weights, experts, dispatch)
-    return y, (x, params, weights, dispatch, kept)
+        kept = None
+    parts = tuple(part._replace(experts=None) for part in parts)  # pyright: ignore[reportArgumentType]  (of no use)
+    return outputs, (parts, shards, kept, gathered if settings.transport.keep else None)
 
 
-def _backward(settings: Settings, residuals, dy):
-    x, params, weights, dispatch, pre_activations = residuals
-    if pre_activations is None:
-        # Without the barrier XLA would see that these were computed before, and keep them.
-        x, dy = lax.optimization_barrier((x, dy))
-        pre_activations, _ = _pre_activations_and_hidden(settings, x, params, dispatch)
-    dx, d_params, d_weights = _gradients(settings, x, params, weights, dispatch, pre_activations, dy)
-    return None, dx, d_params, d_weights, None, None
+def _outputs(settings: Settings, parts: tuple[Tokens, ...], shards: Parameters, up_projection: Callable):
+    """Of each part: the output, pre-activations of the first turn's rows, and what was gathered."""
+    params = settings.transport.parameters(shards, parts[0].x.dtype)
+    for part in parts:
+        x = settings.transport.gather(part.plan, part.x)
+        first, turns = settings.turns(part.dispatch)
+        pre_activations, hidden = up_projection(settings, x, params, first)
+        y = _output(settings, hidden, params, part, first)
+
+        def add_turn(i, y, part=part, x=x):
+            rows = settings.rows_of_turn(part.dispatch, i)
+            _, hidden = _hidden(settings, x, params, rows)
+            return y + _output(settings, hidden, params, part, rows)
+
+        yield y if turns is None else lax.fori_loop(0, turns, add_turn, y), pre_activations, (x, params)
+
+
+def _backward(settings: Settings, residuals, d_outputs):
+    parts, shards, kept, gathered = residuals
+    transport = settings.transport
+    xs = [part.x for part in parts] if gathered is None else [x for x, _ in gathered]
+    # Without the barriers XLA would see that what follows was computed before, and keep it.
+    if kept is None or gathered is None:
+        xs, d_outputs = lax.optimization_barrier((xs, d_outputs))
+    if gathered is None:
+        shards = lax.optimization_barrier(shards)
+    params, scatter_params = jax.vjp(lambda s: transport.parameters(s, xs[0].dtype), shards)
+    params = params if gathered is None else gathered[0][1]
+    dxs, d_params, d_weights = [], None, []
+    for i, part in enumerate(parts):
+        x = transport.gather(part.plan, xs[i]) if gathered is None else xs[i]
+        dy = transport.gather(part.plan, d_outputs[i])
+        first, turns = settings.turns(part.dispatch)
+        pre_activations = kept[i] if kept else _pre_activations_and_hidden(settings, x, params, first)[0]
+        gradients = _gradients(settings, x, params, part, first, pre_activations, dy)
+
+        def add_turn(turn, gradients, part=part, x=x, dy=dy):
+            rows = settings.rows_of_turn(part.dispatch, turn)
+            pre_activations, _ = _pre_activations_and_hidden(settings, x, params, rows)
+            return _add(gradients, _gradients(settings, x, params, part, rows, pre_activations, dy))
+
+        if turns is not None:
+            gradients = lax.fori_loop(0, turns, add_turn, gradients)
+        dxs.append(gradients[0])
+        d_weights.append(gradients[2])
+        d_params = gradients[1] if d_params is None else _add(d_params, gradients[1])
+    d_parts = tuple(Tokens(dx, dw, None, None, None) for dx, dw in zip(dxs, d_weights, strict=True))  # pyright: ignore[reportArgumentType]
+    return None, d_parts, scatter_params(d_params)[0]
 
 
 experts_output.defvjp(_forward, _backward)
+
+
+def _add(tree, other):
+    return jax.tree.map(jnp.add, tree, other)
 
 
 def _up_projection(keep: bool, settings: Settings, x, params: Parameters, dispatch: Dispatch):
@@ -101,18 +201,19 @@ _pre_activations_and_hidden = differentiated_once(partial(_up_projection, True),
 
 
 @differentiated_once
-def _output(settings: Settings, hidden, params: Parameters, weights, experts, dispatch: Dispatch):
-    """The output `y`, a block of columns at a time."""
+def _output(settings: Settings, hidden, params: Parameters, part: Tokens, dispatch: Dispatch):
+    """The output `y` of this device's tokens, a block of columns at a time."""
     # An id out of range, E, cannot raise under tracing; it must not pass for an empty slot either.
-    weights = jnp.where(experts == EMPTY_SLOT, 0, jnp.where(experts < params.w_down.shape[0], weights, jnp.nan))
+    experts, num_experts = part.experts, params.w_down.shape[0]
+    weights = jnp.where(experts == EMPTY_SLOT, 0, jnp.where(experts < num_experts, part.weights, jnp.nan))
     rows = partial(settings.kernels.down_projection, hidden, params.w_down, params.b_down, dispatch)
-    return combine_columns(settings.kernels, rows, params.w_down, dispatch, weights, hidden.dtype)
+    return _combined(settings, rows, params, part, dispatch, weights, hidden.dtype)
 
 
 @differentiated_once
-def _gradients(settings: Settings, x, params: Parameters, weights, dispatch: Dispatch, pre_activations, dy):
-    """Of the tokens, the parameters, and the routing weights."""
-    kernels, token_index_map = settings.kernels, dispatch.token_index_map
+def _gradients(settings: Settings, x, params: Parameters, part: Tokens, dispatch: Dispatch, pre_activations, dy):
+    """Of this device's tokens, the parameters, and the group's routing weights."""
+    kernels, token_index_map, weights = settings.kernels, dispatch.token_index_map, part.weights
     dtypes = jax.tree.map(lambda array: array.dtype, params)
     row_weights = place_values(weights, token_index_map, dispatch.num_rows)
     act = settings.activation.function
@@ -120,12 +221,18 @@ def _gradients(settings: Settings, x, params: Parameters, weights, dispatch: Dis
         dy, params.w_down, params.b_down, pre_activations, row_weights, dispatch, activation=act
     )
     d_weights = d_row_weights.at[token_index_map].get(mode="fill", fill_value=0).astype(weights.dtype)
+    rows = partial(kernels.up_backward, d_pre_activations, params.up_weights, dispatch)
+    dx = _combined(settings, rows, params, part, dispatch, None, x.dtype)
     d_down, d_down_bias = kernels.down_weight_gradients(
         weighted_hidden, dy, row_weights, dispatch, dtype=dtypes.w_down, bias_dtype=dtypes.b_down
     )
     d_up, d_up_biases = kernels.up_weight_gradients(
         x, d_pre_activations, dispatch, dtypes=dtypes.up_weights, bias_dtypes=dtypes.up_biases
     )
-    rows = partial(kernels.up_backward, d_pre_activations, params.up_weights, dispatch)
-    dx = combine_columns(kernels, rows, params.w_down, dispatch, None, x.dtype)
     return dx, Parameters(d_up, d_up_biases, d_down, d_down_bias), d_weights
+
+
+def _combined(settings: Settings, rows: Callable, params: Parameters, part: Tokens, dispatch: Dispatch, weights, dtype):
+    """The sums of the tokens' rows, each block of columns on its way home while the next is computed."""
+    leave = partial(settings.transport.scatter, part.plan) if settings.transport.devices > 1 else None
+    return combine_columns(settings.kernels, rows, params.w_down, dispatch, weights, dtype, leave=leave)

@@ -12,10 +12,12 @@ from blaze_jax.checks import as_array, shown
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
+from blaze_jax.layer_over_devices import is_inside_shard_map, moe_over_devices
+from blaze_jax.parallelism import Parallelism
+from blaze_jax.router_logits import router_logits
 from blaze_jax.routing import AxisName, Routing, route_and_group
 from blaze_jax.shared_experts import shared_experts
 from blaze_jax.warn import warn_once
-from pallas_kernels.contract import accumulator_dtype
 
 
 def init(
@@ -61,6 +63,7 @@ def moe(
     selection_bias: Float[Array, " E"] | None = None,
     train: bool = False,
     axis_name: AxisName = None,
+    parallel: Parallelism | None = None,
     experts: Callable[..., Array] = expert_ffn,
 ) -> tuple[Float[Array, "... d"], Routing]:
     """Routes every token, applies its experts and the shared experts, and adds them up.
@@ -76,6 +79,9 @@ def moe(
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
         statistics are then those of all their devices; () if each device means only its own. With None, a training
         step inside `jax.shard_map` warns.
+      parallel: which axes of a mesh split tokens, experts and parameters, for the whole layer to run on its devices.
+        Inside `jax.shard_map` over all of its axes, `x` and `params` are what this device has: tokens are split over
+        all of the axes, parameters as `parallel.specs` says.
       experts: what computes the experts, called as `expert_ffn` is here. That function itself takes up the pairs that
         the router's kernels have grouped; another one groups them anew.
 
@@ -84,11 +90,18 @@ def moe(
       flattened into T. Add `sum(routing.weighted_losses.values())` to the training loss.
 
     Raises:
-      ValueError: `params` does not match the configuration, or `x` is not a floating array.
+      ValueError: `params` does not match the configuration, `x` is not a floating array, or the mesh does not fit:
+        what an axis splits must be a multiple of its devices.
     """
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must be a floating array (..., d), got {x.dtype} of shape {x.shape}")
+    if parallel is not None:
+        if axis_name is not None or experts is not expert_ffn:
+            raise ValueError("parallel takes the place of axis_name, and no other experts can be given with it")
+        params = _checked_parameters(params, config, x, parallel if is_inside_shard_map(parallel) else None)
+        y, routing = moe_over_devices(x, params, config, selection_bias, train, parallel)
+        return y, routing._replace(weighted_losses=auxiliary_losses(routing, config))
     params = _checked_parameters(params, config, x)
     if train and axis_name is None:
         _warn_inside_shard_map()
@@ -97,7 +110,7 @@ def moe(
     params = params if mesh is None else reshard(dict(params), mesh)
     with jax.named_scope("router"):  # profilers show these names
         routing, grouped = route_and_group(
-            _router_logits(tokens, params),
+            router_logits(tokens, params),
             config.experts_per_token,
             config.router.for_phase(train),
             selection_bias,
@@ -141,17 +154,6 @@ def statistics(routing: Routing) -> dict[str, Array]:
     return {name: getattr(routing, name) for name in ("tokens_per_expert", "dropped_share", "entropy")}
 
 
-def _router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> Float[Array, "T E"]:
-    wide = accumulator_dtype(tokens.dtype)
-
-    @jax.checkpoint  # the backward pass widens the tokens again, or it would keep a wide copy of them
-    def product(tokens, w_router):
-        return jnp.dot(tokens.astype(wide), w_router.astype(wide), precision=jax.lax.Precision.HIGHEST)
-
-    logits = product(tokens, params["w_router"])
-    return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
-
-
 def _warn_inside_shard_map() -> None:
     if axes := jax.sharding.get_abstract_mesh().manual_axes:
         warn_once(
@@ -182,8 +184,10 @@ def in_common_dtype(x: Array, dtype, param_dtype) -> Array:
         return x.astype(dtype or jnp.promote_types(x.dtype, param_dtype))
 
 
-def _checked_parameters(params: Mapping[str, Array], config: MoEConfig, x: Float[Array, "... d"]) -> dict[str, Array]:
-    """The parameters as arrays, if they are those of the configuration."""
+def _checked_parameters(
+    params: Mapping[str, Array], config: MoEConfig, x: Float[Array, "... d"], parallel: Parallelism | None = None
+) -> dict[str, Array]:
+    """The parameters as arrays, if they are those of the configuration, or with `parallel` one device's part."""
     check_config(config)
     if not isinstance(params, Mapping):
         raise ValueError(f"params={shown(params)} must be a mapping from names to arrays, see config.parameters")
@@ -193,6 +197,8 @@ def _checked_parameters(params: Mapping[str, Array], config: MoEConfig, x: Float
     if unknown := params.keys() - expected.keys():
         raise ValueError(f"params has {', '.join(sorted(map(str, unknown)))}, which {config} has no use for")
     arrays = {name: as_array(f"params[{name!r}]", params[name]) for name in expected}
+    if parallel is not None:
+        expected = parallel.shards(config, x.shape[-1], use_bias="b_down" in params)
     for name, parameter in expected.items():
         shape = arrays[name].shape
         if not jnp.issubdtype(arrays[name].dtype, jnp.floating):

@@ -10,6 +10,8 @@ from jaxtyping import Array, Float
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
+from blaze_jax.layer_over_devices import is_inside_shard_map
+from blaze_jax.parallelism import Parallelism
 from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses, warn_of_missing_train
 from blaze_jax.routing import AxisName, update_selection_bias
 
@@ -43,6 +45,7 @@ class MoE(nn.Module):
         `nn.remat(MoE)(config, train=True)(x)`.
       axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.moe`. Losses, demand
         and the selection bias are then the same on all devices.
+      parallel: which axes of a mesh split tokens, experts and parameters, see `blaze_jax.moe`.
     """
 
     config: MoEConfig
@@ -55,6 +58,7 @@ class MoE(nn.Module):
     experts: Callable[..., Array] = expert_ffn
     train: bool | None = None
     axis_name: AxisName = None
+    parallel: Parallelism | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "... d"], train: bool | None = None) -> Float[Array, "... d"]:
@@ -67,7 +71,10 @@ class MoE(nn.Module):
         train = check_train(self.train if train is None else train)
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}
         params = {}
-        for name, parameter in check_config(self.config).parameters(x.shape[-1], use_bias=self.use_bias).items():
+        parameters = check_config(self.config).parameters(x.shape[-1], use_bias=self.use_bias)
+        if self.parallel and is_inside_shard_map(self.parallel):
+            parameters = self.parallel.shards(self.config, x.shape[-1], use_bias=self.use_bias)
+        for name, parameter in parameters.items():
 
             def init(key, parameter=parameter):
                 return initial_value(initializers[parameter.kind], key, parameter, self.param_dtype)
@@ -86,6 +93,7 @@ class MoE(nn.Module):
             selection_bias=bias,
             train=bool(train),
             axis_name=self.axis_name,
+            parallel=self.parallel,
             experts=self.experts,
         )
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
+from blaze_jax.parallelism import Parallelism
 from blaze_jax.phase import check_train, warn_of_lost_losses, warn_of_missing_train
 from blaze_jax.routing import AxisName, update_selection_bias
 
@@ -44,6 +45,7 @@ class MoE(nnx.Module):
       train: whether it is training, unless the call says so; `module.train()` and `module.eval()` set it, too.
       axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.moe`. Losses, demand
         and the selection bias are then the same on all devices.
+      parallel: which axes of a mesh split tokens, experts and parameters, see `blaze_jax.moe`.
       rngs: its stream `params` initialises the parameters.
     """
 
@@ -61,6 +63,7 @@ class MoE(nnx.Module):
         experts: Callable[..., Array] = expert_ffn,
         train: bool | None = None,
         axis_name: AxisName = None,
+        parallel: Parallelism | None = None,
         rngs: nnx.Rngs,
     ):
         self.config = check_config(config)
@@ -69,6 +72,7 @@ class MoE(nnx.Module):
         self.experts = experts
         self.deterministic = None if train is None else not train  # the name that `train()` and `eval()` look for
         self.axis_name = axis_name
+        self.parallel = parallel
         parameters = config.parameters(model_width, use_bias=use_bias)
         self.parameter_names = tuple(parameters)
         initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
@@ -99,6 +103,7 @@ class MoE(nnx.Module):
             selection_bias=bias,
             train=bool(train),
             axis_name=self.axis_name,
+            parallel=self.parallel,
             experts=self.experts,
         )
 

@@ -98,8 +98,13 @@ def route_and_group(
     selection_bias: Float[Array, " E"] | None = None,
     axis_name: AxisName = None,
     implementation: Implementation | None = None,
+    num_tokens: int | None = None,
 ) -> tuple[Routing, Grouped | None]:
-    """`route`; and its pairs grouped by expert, where that was no further work, for the experts to take them up."""
+    """`route`; and its pairs grouped by expert, where that was no further work, for the experts to take them up.
+
+    `num_tokens` are those of all devices along `axis_name` that count, where some are only padding: their logits must
+    be -inf.
+    """
     logits = as_array("logits", logits)
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be a floating array (T, E), got {logits.dtype} of shape {logits.shape}")
@@ -114,7 +119,7 @@ def route_and_group(
     axes = axis_names(axis_name)
     mesh = explicit_mesh(logits, selection_bias)
     if mesh is None:
-        return _route(logits, selection_bias, experts_per_token, router, axes, implementation)
+        return _route(logits, selection_bias, experts_per_token, router, axes, implementation, num_tokens)
 
     # Capacity and rounding look at all tokens: every device then routes them all.
     of_token = token_axes(logits)
@@ -144,7 +149,7 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def _route(
-    logits, selection_bias, experts_per_token, router: Router, axes: tuple[str, ...], implementation
+    logits, selection_bias, experts_per_token, router: Router, axes: tuple[str, ...], implementation, counted=None
 ) -> tuple[Routing, Grouped | None]:
     num_tokens, num_experts = logits.shape
     kernels = kernels_of(choose_router_implementation(implementation, logits, experts_per_token), num_tokens)
@@ -175,7 +180,7 @@ def _route(
 
     losses = routed.losses
     if axes:
-        losses = _losses_over_devices(routed, axes, num_tokens * experts_per_token)
+        losses = _losses_over_devices(routed, axes, num_tokens, counted, experts_per_token)
         demand, tokens_per_expert, dropped = lax.psum((demand, tokens_per_expert, dropped), axes)
     routing = Routing(
         experts=experts,
@@ -191,13 +196,16 @@ def _route(
     return routing, grouped
 
 
-def _losses_over_devices(routed: Routed, axes: tuple[str, ...], num_pairs: int) -> Losses:
-    """The losses of all devices' tokens; `num_pairs` are one device's."""
+def _losses_over_devices(
+    routed: Routed, axes: tuple[str, ...], num_tokens: int, counted: int | None, experts_per_token: int
+) -> Losses:
+    """The losses of all devices' tokens, of which only `counted` count; each device has `num_tokens`."""
     demand, devices = lax.psum((routed.demand, 1), axes)
-    probability, squared_log, entropy = lax.pmean(
-        (routed.probability, routed.losses.squared_log, routed.losses.entropy), axes
-    )
-    return Losses(balance_loss(demand, probability, max(num_pairs, 1) * devices), squared_log, entropy)
+    means: Any = lax.pmean((routed.probability, routed.losses.squared_log, routed.losses.entropy), axes)
+    all_tokens = max(num_tokens, 1) * devices
+    those = all_tokens if counted is None else max(counted, 1)
+    probability, squared_log, entropy = (mean * (all_tokens / those) for mean in means)
+    return Losses(balance_loss(demand, probability, those * experts_per_token), squared_log, entropy)
 
 
 def update_selection_bias(

@@ -1,9 +1,11 @@
-"""Which tests run, and settings of every test: four CPU devices to shard over, the same hypothesis examples always."""
+"""Which tests run, and settings of every test: eight CPU devices to shard over, the same hypothesis examples always."""
 
+import itertools
 import os
 import shutil
 import tempfile
 from collections import defaultdict
+from pathlib import Path
 from zlib import crc32
 
 import hypothesis
@@ -18,7 +20,15 @@ os.environ["BLAZE_JAX_TUNING"] = ""
 # With the extra `compile-only`, jax would complain of every CUDA library that is not there, here and in subprocesses.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
+
+# XLA ends a process whose virtual devices do not all come to a collective in time, and a busy machine may run one late.
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+os.environ["XLA_FLAGS"] = f"{_PATIENCE} {os.environ.get('XLA_FLAGS', '')}".strip()  # a user's own comes last
+
+# A program takes some 15 of the 65,530 mappings that Linux grants a process.
+MAPS = Path("/proc/self/maps")
+TESTS = itertools.count(1)
 
 # A test's programs serve other processes, too: xdist's workers inherit the folder, and so do subprocesses.
 OWN_CACHE = None
@@ -40,6 +50,12 @@ def pytest_configure(config):
     """The default run compiles with little optimisation, which saves a third of its time; GPUs always get all."""
     if not config.getoption("--all") and jax.default_backend() == "cpu":
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+def pytest_runtest_teardown():
+    """Forgets compiled programs before there are too many: then mapping memory fails, and the process ends."""
+    if next(TESTS) % 50 == 0 and MAPS.exists() and len(MAPS.read_bytes().splitlines()) > 20_000:
+        jax.clear_caches()
 
 
 def pytest_runtest_setup(item):

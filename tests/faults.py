@@ -40,6 +40,8 @@ EXPERTS = f"{MODULES}/test_experts.py {MODULES}/test_experts_batched.py"
 QUEUE = f"{KERNELS}/hopper/test_tile_queue.py"
 LOOPS = f"{KERNELS}/xla/test_row_groups.py {MODULES}/test_experts_batched.py {KERNELS}/test_weight_gradients.py"
 
+PARALLEL = f"{MODULES}/test_parallelism.py"
+
 # fmt: off
 FAULTS = [
     # the router and its losses
@@ -60,7 +62,7 @@ FAULTS = [
     Fault(f"{LAYER}/routing.py", "weights = jnp.where(experts == EMPTY_SLOT, 0, weights)", "weights = weights", ROUTING),
     Fault(f"{LAYER}/routing.py", "return selection_bias + rate * jnp.sign(demand.mean() - demand)", "return selection_bias - rate * jnp.sign(demand.mean() - demand)", f"{ROUTING} {MODULES}/test_linen.py"),
     Fault(f"{LAYER}/router.py", "experts_per_token > 1 if self.normalize_weights is None", "True if self.normalize_weights is None", ROUTING),
-    Fault(f"{LAYER}/routing.py", "max(num_pairs, 1) * devices)", "max(num_pairs, 1))", f"{MODULES}/test_axis_name.py"),
+    Fault(f"{LAYER}/routing.py", "all_tokens = max(num_tokens, 1) * devices", "all_tokens = max(num_tokens, 1)", f"{MODULES}/test_axis_name.py"),
     Fault(f"{LAYER}/router.py", "return self if train else replace(self, token_rounding=None)", "return self", f"{MODULES}/test_layer.py"),
     Fault(f"{LAYER}/routing.py", "        grouped = None\n", "", f"{MODULES}/test_grouped_once.py {MODULES}/test_routing_hopper.py"),
     Fault(f"{LAYER}/experts.py", "if grouped and grouped.kernels is kernels:", "if grouped:", f"{MODULES}/test_grouped_once.py"),
@@ -95,11 +97,11 @@ FAULTS = [
     Fault(f"{XLA}/weight_gradients.py", "_column_sums(weight * dy_rows", "_column_sums(dy_rows", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
     Fault(f"{XLA}/up_projection.py", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", f"{KERNELS}/test_up_projection_and_backward.py {EXPERTS}"),
     Fault(f"{XLA}/combine.py", "weights[:, slot, None].astype(wide) * row", "row", f"{KERNELS}/test_combine.py {EXPERTS}"),
-    Fault(f"{LAYER}/column_blocks.py", "lax.fori_loop(0, -(-width // block), step, y)", "lax.fori_loop(0, width // block, step, y)", EXPERTS),
-    Fault(f"{LAYER}/experts_vjp.py", "jnp.where(experts < params.w_down.shape[0], weights, jnp.nan)", "weights", f"{MODULES}/test_experts_errors.py {MODULES}/test_experts_poison.py"),
+    Fault(f"{LAYER}/column_blocks.py", "lax.fori_loop(0, -(-width // block), step, empty(width))", "lax.fori_loop(0, width // block, step, empty(width))", EXPERTS),
+    Fault(f"{LAYER}/experts_vjp.py", "jnp.where(experts < num_experts, part.weights, jnp.nan)", "part.weights", f"{MODULES}/test_experts_errors.py {MODULES}/test_experts_poison.py"),
     Fault(f"{LAYER}/experts_vjp.py", 'if settings.save == "pre_activations":', "if True:", f"{MODULES}/test_experts_memory.py"),
     Fault(f"{LAYER}/experts_vjp.py", "partial(_up_projection, True), partial(_up_projection, False))", "partial(_up_projection, True))", f"{MODULES}/test_experts_memory.py"),
-    Fault(f"{LAYER}/experts_vjp.py", "kept = tuple(checkpoint_name(p, name) for", "kept = tuple(p for", f"{MODULES}/test_experts_memory.py"),
+    Fault(f"{LAYER}/experts_vjp.py", "tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)", "tuple(pre_activations)", f"{MODULES}/test_experts_memory.py"),
     Fault(f"{LAYER}/experts.py", "checkpoint_name(dispatch, INDEX_NAME)", "dispatch", f"{MODULES}/test_experts_memory.py"),
     # the Hopper kernels, interpreted
     Fault(f"{HOPPER}/ring.py", "gather.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),
@@ -115,6 +117,16 @@ FAULTS = [
     Fault(f"{HOPPER}/tile_queue.py", "(number < self.tiles).astype", "(number <= self.tiles).astype", QUEUE),
     Fault(f"{HOPPER}/tile_queue.py", "return tiles + blocks - 1", "return tiles + blocks", QUEUE),
     Fault(f"{SIMT}/combine.py", "select(place < num_rows, rows.load_vector(row, COLUMNS), nothing)", "rows.load_vector(row, COLUMNS)", f"{KERNELS}/test_combine.py {KERNELS}/simt/test_combine.py"),
+    # over devices
+    Fault(f"{LAYER}/exchange.py", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", PARALLEL),
+    Fault(f"{LAYER}/exchange.py", "range(self.devices)]\n            return jnp.concatenate", "range(self.devices)][::-1]\n            return jnp.concatenate", PARALLEL),
+    Fault(f"{LAYER}/exchange.py", "unknown = experts >= num_experts * self.expert_devices", "unknown = experts < 0", PARALLEL),
+    Fault(f"{LAYER}/experts.py", "given[\"b_down\"] = jnp.where(lax.axis_index(tensor) == 0, given[\"b_down\"], 0)", "given[\"b_down\"] = given[\"b_down\"]", PARALLEL),
+    Fault(f"{LAYER}/experts_vjp.py", "turns = lax.pmax(vary_over(turns, axes), tuple(sorted(axes)))", "turns = lax.pmin(vary_over(turns, axes), tuple(sorted(axes)))", PARALLEL),
+    Fault(f"{LAYER}/experts_vjp.py", "return _add(gradients, _gradients(", "return _add(_gradients(settings, x, params, part, rows, pre_activations, dy), _gradients(", PARALLEL),
+    Fault(f"{LAYER}/routing.py", "counted is None else max(counted, 1)", "counted is None else all_tokens", PARALLEL),
+    Fault(f"{LAYER}/layer_over_devices.py", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", PARALLEL),
+    Fault(f"{XLA}/dispatch.py", "(place >= 0) & (place < offsets[-1])", "place >= 0", f"{KERNELS}/test_row_range.py"),
     # public checkpoints
     Fault(f"{FILES}/decode.py", "[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]", f"{MODULES}/checkpoints/test_decode.py"),
     Fault(f"{FILES}/decode.py", "jnp.where(scale == 255", "jnp.where(scale == 256", f"{MODULES}/checkpoints/test_decode.py"),
@@ -129,7 +141,7 @@ FAULTS = [
     Fault(f"{FILES}/folder.py", 'or ".." in path.parts', "", f"{MODULES}/checkpoints/test_errors.py"),
     Fault(f"{FILES}/block.py", "if missing := sorted(names - present):", "if missing := []:", f"{MODULES}/checkpoints/test_errors.py"),
     Fault(f"{FILES}/huggingface.py", "(layer + 1) % step", "layer % step", f"{MODULES}/checkpoints/test_config.py"),
-    Fault(f"{FILES}/writing.py", '_replace(folder / INDEX,', '_replace(folder / "index",', f"{MODULES}/checkpoints/test_save.py"),
+    Fault(f"{FILES}/writing.py", '_complete_file(folder / INDEX)', '_complete_file(folder / "index")', f"{MODULES}/checkpoints/test_save.py"),
     # the layer and its modules
     Fault(f"{LAYER}/shared_experts.py", "names = (\"shared_w_gate\", \"shared_w_up\")", "names = (\"shared_w_up\", \"shared_w_gate\")", f"{MODULES}/test_layer.py"),
     Fault(f"{LAYER}/linen.py", "if state is not None and train and", "if state is not None and", f"{MODULES}/test_linen.py"),

@@ -46,7 +46,7 @@ def random_parameters(config: MoEConfig, *, use_bias: bool = False, dtype="float
     """Values of order one for every parameter of tokens of `WIDTH`."""
     rng = np.random.default_rng(0)
     return {
-        name: jnp.asarray(rng.standard_normal(parameter.shape) / np.sqrt(parameter.shape[-2]), dtype)
+        name: jnp.asarray(rng.standard_normal(parameter.shape) / np.sqrt(([1, *parameter.shape])[-2]), dtype)
         for name, parameter in config.parameters(WIDTH, use_bias=use_bias).items()
     }
 

@@ -1,7 +1,10 @@
 """`python -m train_example`."""
 
 import io
+import os
 import sys
+
+import jax
 
 from train_example.arguments import new_config, parse_arguments
 from train_example.errors import UserError
@@ -10,6 +13,7 @@ from train_example.plan import memory_plan, plan_text
 from train_example.train import run
 
 _USER_ERROR = 2
+_LOST = 3
 _INTERRUPTED = 130
 
 
@@ -17,17 +21,30 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns its exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sample may have characters that the terminal lacks
+    arguments = None
     try:
         arguments = parse_arguments(argv)
         if arguments.compile_only:
+            if arguments.mesh or arguments.cluster:
+                raise UserError("--compile-only plans a run on one GPU: leave --mesh and --cluster out")
             config = new_config(arguments.options)
             print(plan_text(config, memory_plan(config)))
             return 0
         allow_all_memory()
+        if arguments.cluster is not None:
+            arguments.cluster.join()
         run(arguments)
     except UserError as error:
         print(f"train_example: {' '.join(str(error).split())}", file=sys.stderr)
         return _USER_ERROR
+    except jax.errors.JaxRuntimeError as error:
+        if arguments is None or arguments.cluster is None:
+            raise
+        # Ended at once: the others would wait for a process that is lost, and jax for all of them.
+        reason = " ".join(str(error).split())[:300]
+        message = f"this process cannot go on, perhaps another one is lost; start all again with --resume ({reason})"
+        print(f"train_example: {message}", file=sys.stderr, flush=True)
+        os._exit(_LOST)
     except KeyboardInterrupt:  # outside the training loop, which takes it as a request
         return _INTERRUPTED
     return 0

@@ -9,10 +9,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from blaze_jax.benchmark.mesh import parse_mesh
 from blaze_jax.config import Save
 from blaze_jax.implementation import Implementation
 from train_example.attention import AttentionKernel
 from train_example.config import DType, Remat, TrainConfig, Trained
+from train_example.devices import Cluster
 from train_example.errors import UserError
 from train_example.experts_layer import ExpertsLayer
 from train_example.presets import FINE_TUNING, PRESETS
@@ -34,12 +36,16 @@ class Arguments:
       out: the run's folder.
       resume: whether to go on with the run that is there.
       compile_only: the GPU for which only the memory is to be planned; None to train.
+      mesh: devices by role; None for one device.
+      cluster: of several processes; None for one.
       options: fields of `TrainConfig` that were given.
     """
 
     out: Path
     resume: bool
     compile_only: str | None
+    mesh: dict[str, int] | None
+    cluster: Cluster | None
     options: dict[str, Any]
 
 
@@ -51,6 +57,7 @@ def parse_arguments(argv: list[str] | None) -> Arguments:
     """
     options = vars(_parser().parse_args(argv))
     out, resume, compile_only = (options.pop(name) for name in ("out", "resume", "compile_only"))
+    mesh, cluster = options.pop("mesh", None), _cluster(options)
     if resume and out is None:
         raise UserError("--resume needs --out FOLDER, the folder of the run to go on with")
     for name in ("data", "checkpoint"):
@@ -59,9 +66,11 @@ def parse_arguments(argv: list[str] | None) -> Arguments:
     if "checkpoint" in options and "preset" in options:
         raise UserError("--checkpoint and --preset exclude each other: both say which model it is")
     if out is None:
+        if cluster is not None:
+            raise UserError("several processes need --out FOLDER, one that all of them reach")
         name = Path(options["checkpoint"]).name if "checkpoint" in options else options.get("preset", "tiny")
         out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Arguments(out, resume, compile_only, options)
+    return Arguments(out, resume, compile_only, mesh, cluster, options)
 
 
 def new_config(options: dict[str, Any]) -> TrainConfig:
@@ -156,9 +165,31 @@ def _parser() -> argparse.ArgumentParser:
     add("--experts-layer", choices=get_args(ExpertsLayer), help="blaze_jax's, or a conventional one to compare with")
     add("--attention", choices=get_args(AttentionKernel), help="what computes the attention (the best that can run)")
     add("--unroll", action=argparse.BooleanOptionalAction, help="compile every block, not a loop over one")
+    add("--mesh", type=parse_mesh, metavar="ROLE=N,...", help="devices by role, such as fsdp=2,expert=4 (one device)")
+    add(
+        "--cluster",
+        action="store_true",
+        help="one of several processes, as Slurm or another cluster's environment says",
+    )
+    add("--coordinator", metavar="HOST:PORT", help="of process 0, where there is no such environment")
+    add("--processes", type=_whole(2), metavar="N", help="in all")
+    add("--process", type=_whole(0), metavar="I", help="which this one is")
     add("--evaluate-every", type=_whole(1), metavar="STEPS", help="steps between evaluations on held-out text")
     add("--checkpoint-every", type=_whole(1), metavar="STEPS", help="steps between checkpoints")
     return parser
+
+
+def _cluster(options: dict[str, Any]) -> Cluster | None:
+    """Takes the options of several processes out."""
+    given = {name: options.pop(name) for name in ("coordinator", "processes", "process") if name in options}
+    by_environment = options.pop("cluster", False)
+    if by_environment and given:
+        raise UserError("--cluster leaves it to the environment: leave --coordinator, --processes and --process out")
+    if not given:
+        return Cluster() if by_environment else None
+    if len(given) < 3 or given["process"] >= given["processes"]:
+        raise UserError("several processes need --coordinator HOST:PORT, --processes N and --process I, from 0 to N-1")
+    return Cluster(**given)
 
 
 def _whole(least: int) -> Callable[[str], int]:

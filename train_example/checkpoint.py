@@ -41,9 +41,9 @@ class Checkpoints:
         return self._restore(step, run=ocp.args.JsonRestore())
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """The state, bit for bit, on the default device; `like` has its shapes and dtypes."""
+        """The state, bit for bit, where `like` is, which has its shapes and dtypes; by default on the first device."""
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or device), like)
         return self._restore(step, state=ocp.args.StandardRestore(abstract))
 
     def _restore(self, step: int, **item: ocp.args.CheckpointArgs) -> Any:

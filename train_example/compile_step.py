@@ -14,14 +14,20 @@ from train_example.step import TrainState, make_train_step
 
 
 def compile_step(
-    config: TrainConfig, model: Decoder, state: TrainState, batch: UInt8[np.ndarray, "A M S+1"], **options: Any
+    config: TrainConfig,
+    model: Decoder,
+    state: TrainState,
+    batch: UInt8[np.ndarray, "A M S+1"],
+    out_shardings: Any = None,
+    **options: Any,
 ) -> jax.stages.Compiled:
     """`(state, batch) -> (state, metrics)`, ahead of time: no step's time has compilation in it.
 
     The new state takes the memory of the old one, which must not be used again. `options` are XLA's. Two runs have the
     same bits: without the option set here, cuDNN's attention would add up gradients in any order.
     """
-    lowered = jax.jit(make_train_step(config, model), donate_argnums=0).lower(state, batch)
+    step = make_train_step(config, model)
+    lowered = jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(state, batch)
     if jax.default_backend() == "gpu":
         demand_equal_bits(cast(ir.Module, lowered.compiler_ir("stablehlo")))
         options |= {"xla_gpu_exclude_nondeterministic_ops": True}

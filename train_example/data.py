@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 from typing import Protocol
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int, UInt8
 
 from train_example.errors import UserError
 
@@ -104,15 +104,22 @@ class Corpus:
 
     def batch(self, seed: int, step: int, batch_size: int) -> UInt8[np.ndarray, "B S+1"]:
         """Windows from anywhere in the training part; the same for the same arguments."""
+        return self.windows(self.batch_starts(seed, step, batch_size))
+
+    def batch_starts(self, seed: int, step: int, batch_size: int) -> Int[np.ndarray, " B"]:
+        """Where they start."""
         last = self.training_units - self.sequence_length - 1
-        starts = np.random.default_rng((seed, step)).integers(last, size=batch_size, dtype=np.int64, endpoint=True)
-        return self._windows(starts)
+        return np.random.default_rng((seed, step)).integers(last, size=batch_size, dtype=np.int64, endpoint=True)
 
     def held_out(self, most: int, multiple: int) -> UInt8[np.ndarray, "N S+1"]:
         """Evenly spaced windows that cover the held-out part, or `most` of them; N is rounded up to a multiple."""
+        return self.windows(self.held_out_starts(most, multiple))
+
+    def held_out_starts(self, most: int, multiple: int) -> Int[np.ndarray, " N"]:
+        """Where they start."""
         count = -(-min(most, math.ceil(self.held_out_units / self.sequence_length)) // multiple) * multiple
         last = len(self.stream) - self.sequence_length - 1
-        return self._windows(np.linspace(self.training_units, last, count).astype(np.int64))
+        return np.linspace(self.training_units, last, count).astype(np.int64)
 
     @cached_property
     def unigram_bits(self) -> float:
@@ -131,8 +138,12 @@ class Corpus:
     def held_out_units(self) -> int:
         return len(self.stream) - self.training_units
 
-    def _windows(self, starts: np.ndarray) -> UInt8[np.ndarray, "B S+1"]:
-        return np.stack([self.stream.read(start, self.sequence_length + 1) for start in starts.tolist()])
+    def windows(self, starts: Int[np.ndarray, "*B"]) -> UInt8[np.ndarray, "*B S+1"]:
+        """A sequence and the byte after it from each start."""
+        length = self.sequence_length + 1
+        return np.stack([self.stream.read(start, length) for start in starts.ravel().tolist()]).reshape(
+            *starts.shape, length
+        )
 
 
 def open_text(path: str | None) -> ByteStream:

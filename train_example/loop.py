@@ -3,11 +3,12 @@
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from train_example.compile_step import compile_step
 from train_example.config import TrainConfig
@@ -39,7 +40,7 @@ def train(setup: Setup, log: MetricsLog, progress: Progress, interrupt: Interrup
         return state
 
     batch = _batch(setup, setup.first_step)
-    held_out = microbatches(config, setup.corpus.held_out(_MAX_HELD_OUT_WINDOWS, config.batch_size))
+    held_out = _split(setup, setup.corpus.held_out_starts(_MAX_HELD_OUT_WINDOWS, config.batch_size))
     train_step, evaluate = _compile(setup, state, batch, held_out)
     progress.start()
     start = time.perf_counter() - (log.records[-1]["elapsed"] if log.records else 0)
@@ -55,17 +56,21 @@ def train(setup: Setup, log: MetricsLog, progress: Progress, interrupt: Interrup
         check_finite(config, record)
         log.write(record)
         progress.update(record)
-        if interrupt.requested or _due(config, step, config.checkpoint_every):
+        stop = setup.devices.any_process(interrupt.requested)
+        if stop or _due(config, step, config.checkpoint_every):
             setup.checkpoints.save(step, state, setup.description)
-        if interrupt.requested:
+        if stop:
             break
     return state
 
 
-def _compile(setup: Setup, state: TrainState, batch: np.ndarray, held_out: np.ndarray) -> tuple[Callable, Callable]:
+def _compile(setup: Setup, state: TrainState, batch: Any, held_out: Any) -> tuple[Callable, Callable]:
     """The step and the evaluation, ahead of time: it cannot happen twice."""
-    train_step = compile_step(setup.config, setup.model, state, batch)
-    return train_step, jax.jit(make_evaluation(setup.model)).lower(state, held_out).compile()
+    everywhere = setup.devices.everywhere
+    placed = None if everywhere is None else (jax.tree.map(lambda array: array.sharding, state), everywhere)
+    train_step = compile_step(setup.config, setup.model, state, batch, placed)
+    evaluate = jax.jit(make_evaluation(setup.model), out_shardings=everywhere)
+    return train_step, evaluate.lower(state, held_out).compile()
 
 
 def first_state(setup: Setup) -> TrainState:
@@ -74,21 +79,33 @@ def first_state(setup: Setup) -> TrainState:
     def init() -> TrainState:
         return init_state(setup.config, setup.model)
 
+    like = jax.eval_shape(init)
+    shardings = setup.devices.shardings(like, setup.model.moe, setup.config.model.width)
     if setup.first_step:
-        return setup.checkpoints.restore(setup.first_step, jax.eval_shape(init))
+        if shardings is not None:
+            like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, shardings)
+        return setup.checkpoints.restore(setup.first_step, like)
     if setup.config.checkpoint:
-        params = load_params(setup.config.checkpoint, setup.model)
-        return TrainState(jnp.int32(0), params, {}, jit_once(make_optimizer(setup.config).init)(params))
-    return jit_once(init)()
+        params = load_params(setup.config.checkpoint, setup.model, shardings and shardings.params)
+        make_moments = jit_once(make_optimizer(setup.config).init, shardings and shardings.optimizer_state)
+        step = jax.device_put(jnp.int32(0), shardings and shardings.step)
+        return TrainState(step, params, {}, make_moments(params))
+    return jit_once(init, shardings)()
 
 
-def _batch(setup: Setup, step: int) -> UInt8[np.ndarray, "A M S+1"]:
-    return microbatches(setup.config, setup.corpus.batch(setup.config.seed, step, setup.config.batch_size))
+def _batch(setup: Setup, step: int) -> UInt8[Array, "A M S+1"]:
+    return _split(setup, setup.corpus.batch_starts(setup.config.seed, step, setup.config.batch_size))
 
 
-def microbatches(config: TrainConfig, windows: UInt8[np.ndarray, "N S+1"]) -> UInt8[np.ndarray, "A M S+1"]:
-    """Windows by the microbatch that they are computed in."""
-    return windows.reshape(-1, config.batch_size // config.accumulate, windows.shape[-1])
+def _split(setup: Setup, starts: Int[np.ndarray, " N"]) -> UInt8[Array, "A M S+1"]:
+    """The windows from there, by microbatch, on the devices that compute with them."""
+    by_microbatch = microbatches(setup.config, starts)
+    return setup.devices.split(by_microbatch, setup.corpus.windows, setup.config.sequence_length + 1)
+
+
+def microbatches(config: TrainConfig, windows: Shaped[np.ndarray, "N *_"]) -> Shaped[np.ndarray, "A M *_"]:
+    """Windows, or where they start, by the microbatch that they are computed in."""
+    return windows.reshape(-1, config.batch_size // config.accumulate, *windows.shape[1:])
 
 
 def _due(config: TrainConfig, step: int, every: int) -> bool:

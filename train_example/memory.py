@@ -12,5 +12,5 @@ def allow_all_memory() -> None:
 
 def peak_memory_gib() -> float | None:
     """The most memory the device has had in use so far, in GiB; None where it does not say, as on a CPU."""
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return None if peak is None else peak / 2**30

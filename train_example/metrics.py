@@ -1,5 +1,6 @@
 """Metrics of a run, one JSON object a line."""
 
+import io
 import json
 import os
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ class MetricsLog(AbstractContextManager):
     """Appends records to a file; what was written outlives the process, however that ends.
 
     Args:
-      path: the file.
+      path: the file; None to keep the records to oneself, as all processes but one do.
       last_step: records up to this step stay, later ones and a half-written line go; 0 starts afresh.
 
     Attributes:
@@ -25,7 +26,10 @@ class MetricsLog(AbstractContextManager):
       UserError: the file cannot be written, or does not reach to `last_step`.
     """
 
-    def __init__(self, path: Path, last_step: int):
+    def __init__(self, path: Path | None, last_step: int):
+        if path is None:
+            self.records, self._file = [], io.StringIO()
+            return
         try:
             self.records = [r for r in read_metrics(path) if r["step"] <= last_step] if last_step else []
             if last_step and [r["step"] for r in self.records] != list(range(1, last_step + 1)):

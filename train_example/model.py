@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from blaze_jax import RESIDUAL_NAMES, MoE, MoEConfig
+from blaze_jax import RESIDUAL_NAMES, MoE, MoEConfig, Parallelism
 from train_example.attention import Attention, AttentionKernel, Rotation, rotation
 from train_example.config import ModelConfig, Remat
 from train_example.experts_layer import ExpertsLayer, experts_function
@@ -25,6 +25,7 @@ class Decoder(nn.Module):
       attention: what computes the attention; None for the best that can run here.
       unroll: whether the program has every block by itself, instead of a loop over one: the compiler takes longer, and
         the program copies less.
+      parallel: how the Mixture-of-Experts layers are split over devices.
     """
 
     config: ModelConfig
@@ -34,6 +35,7 @@ class Decoder(nn.Module):
     experts_layer: ExpertsLayer = "blaze_jax"
     attention: AttentionKernel | None = None
     unroll: bool = False
+    parallel: Parallelism | None = None
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B S"], *, train: bool = False) -> Float[Array, "B S V"]:
@@ -62,7 +64,9 @@ class Decoder(nn.Module):
             unroll=length if self.unroll else 1,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        return scanned(self.config, moe, self.dtype, train, self.experts_layer, self.attention, name=name)
+        return scanned(
+            self.config, moe, self.dtype, train, self.experts_layer, self.attention, self.parallel, name=name
+        )
 
 
 class Block(nn.Module):
@@ -75,6 +79,7 @@ class Block(nn.Module):
       train: see `Decoder`.
       experts_layer: see `Decoder`.
       attention: see `Decoder`.
+      parallel: see `Decoder`.
     """
 
     config: ModelConfig
@@ -83,6 +88,7 @@ class Block(nn.Module):
     train: bool
     experts_layer: ExpertsLayer
     attention: AttentionKernel | None
+    parallel: Parallelism | None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S d"], rotation: Rotation) -> tuple[Float[Array, "B S d"], None]:
@@ -101,7 +107,8 @@ class Block(nn.Module):
         normed = RMSNorm(self.dtype, config.norm_epsilon, name="feed_forward_norm")(x)
         if self.moe is None:
             return x + DenseFeedForward(config.dense_width, self.dtype, name="feed_forward")(normed), None
-        moe = MoE(self.moe, dtype=self.dtype, experts=experts_function(self.experts_layer), name="moe")
+        experts = experts_function(self.experts_layer)
+        moe = MoE(self.moe, dtype=self.dtype, experts=experts, parallel=self.parallel, name="moe")
         return x + moe(normed, train=self.train), None
 
 

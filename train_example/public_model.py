@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -11,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax import lax
+from jax import P, lax
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from blaze_jax import MoEConfig, checkpoints
 from blaze_jax.checkpoints.block import PLAIN
 from blaze_jax.checkpoints.folder import DTYPES, INDEX
 from blaze_jax.checkpoints.json_file import read_json
+from blaze_jax.checkpoints.loading import place
 from blaze_jax.checkpoints.saving import layer_tensors
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from train_example.config import ModelConfig
@@ -146,8 +147,10 @@ def public_config(folder: str | Path) -> ModelConfig:
         raise UserError(f"--checkpoint {folder}: {path.name} lacks or misstates a field: {error!r}") from error
 
 
-def load_params(folder: str | Path, model: Decoder) -> Params:
+def load_params(folder: str | Path, model: Decoder, shardings: Params | None = None) -> Params:
     """The parameters of a public model, float32, as the decoder has them.
+
+    `shardings` say where each goes, by `NamedSharding`; None for the first device.
 
     Raises:
       UserError: a tensor is missing, unknown or of another shape or type; the message names it and its file.
@@ -156,9 +159,14 @@ def load_params(folder: str | Path, model: Decoder) -> Params:
         files = checkpoints.Folder(folder)
         _check_names(files, model)
         shapes: dict[Names, Any] = dict(flatten_dict(_shapes(model)))
-        params = {path: _read(files, entry, shapes[path].shape) for path, entry in _OF_MODEL.items() if path in shapes}
+        places = _places(shapes, shardings)
+        params = {
+            path: _read(files, entry, shapes[path].shape, places[path])
+            for path, entry in _OF_MODEL.items()
+            if path in shapes
+        }
         for stack, layers in model.config.stacks().items():
-            params |= _load_stack(files, model, stack, layers, shapes)
+            params |= _load_stack(files, model, stack, layers, shapes, places)
     except checkpoints.CheckpointError as error:
         raise UserError(f"--checkpoint {folder}: {error}") from error
     return unflatten_dict(params)
@@ -175,6 +183,7 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
     origin = Path(origin)
     files = checkpoints.Folder(origin)
     flat: dict[Names, Any] = dict(flatten_dict(params))
+    on_host = all(isinstance(value, np.ndarray) for value in flat.values())
     unfinished = out.with_name(out.name + ".unfinished")
     if out.exists():
         raise UserError(f"the model cannot be saved: {out} is there already")
@@ -184,7 +193,8 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
         for stack, layers in model.config.stacks().items():
             of_stack = {path[1:]: value for path, value in flat.items() if path[0] == stack}
             for at, layer in enumerate(layers):
-                write_tensors(unfinished, _of_layer(files, model.moe, layer, _take(of_stack, at)), f"layer-{layer:05}")
+                one = jax.tree.map(lambda value, at=at: value[at], of_stack) if on_host else _take(of_stack, at)
+                write_tensors(unfinished, _of_layer(files, model.moe, layer, one), f"layer-{layer:05}")
         for path in origin.iterdir():
             weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
             if path.is_file() and not weights:
@@ -223,32 +233,51 @@ def _take(params: dict[Names, Array], at) -> dict[Names, Array]:
     return {path: lax.dynamic_index_in_dim(value, at, keepdims=False) for path, value in params.items()}
 
 
-def _load_stack(files, model: Decoder, stack: str, layers: list[int], shapes: dict[Names, Any]) -> dict[Names, Array]:
+def _load_stack(
+    files, model: Decoder, stack: str, layers: list[int], shapes: dict[Names, Any], places: dict[Names, Sharding]
+) -> dict[Names, Array]:
     """The parameters of a run of blocks, each with a leading axis of layers, filled one layer after the other."""
     of_stack = {path[1:]: leaf for path, leaf in shapes.items() if path[0] == stack}
-    stacked = {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in of_stack.items()}
+    stacked_in = {path: places[stack, *path] for path in of_stack}
+    one_in = {path: _without_layers(place) for path, place in stacked_in.items()}
+    stacked = {path: jnp.zeros(leaf.shape, leaf.dtype, device=stacked_in[path]) for path, leaf in of_stack.items()}
+    put = jax.jit(_put, donate_argnums=0, out_shardings=stacked_in)
     for at, layer in enumerate(layers):
         one = {
-            path: _read(files, entry._replace(name=_prefix(layer) + entry.name), of_stack[path].shape[1:])
+            path: _read(files, entry._replace(name=_prefix(layer) + entry.name), of_stack[path].shape[1:], one_in[path])
             for path, entry in _OF_LAYER.items()
             if path in of_stack
         }
         if stack.startswith("moe"):
-            loaded = checkpoints.load(files, layer, model.moe, dtype=jnp.float32)
+            sharding = {path[1]: place for path, place in one_in.items() if path[0] == "moe"}
+            loaded = checkpoints.load(files, layer, model.moe, dtype=jnp.float32, sharding=sharding)
             one |= {("moe", name): value for name, value in loaded.params.items()}
-        stacked = _put(stacked, one, at)
+        stacked = put(stacked, one, at)
     return {(stack, *path): value for path, value in stacked.items()}
 
 
-@partial(jax.jit, donate_argnums=0)
 def _put(stacked: dict[Names, Array], one: dict[Names, Array], at) -> dict[Names, Array]:
     return {path: lax.dynamic_update_index_in_dim(stacked[path], value, at, 0) for path, value in one.items()}
 
 
-def _read(files: checkpoints.Folder, entry: Entry, shape: tuple[int, ...]) -> Array:
+def _read(files: checkpoints.Folder, entry: Entry, shape: tuple[int, ...], sharding: Sharding) -> Array:
     tensor = files[entry.name]
     tensor.require(PLAIN, entry.shape(shape))
-    return jnp.asarray(entry.parameter(tensor.read(), shape), jnp.float32)
+    return place(np.asarray(entry.parameter(tensor.read(), shape), np.float32), sharding)
+
+
+def _places(shapes: dict[Names, Any], shardings: Params | None) -> dict[Names, Sharding]:
+    if shardings is None:
+        return dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
+    flat: dict[Names, Any] = dict(flatten_dict(shardings))
+    return flat
+
+
+def _without_layers(sharding: Sharding) -> Sharding:
+    """Of one layer, where `sharding` is of a stack of them, which it does not split."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
 
 
 def _check_names(files: checkpoints.Folder, model: Decoder) -> None:

@@ -12,6 +12,7 @@ from train_example.arguments import Arguments, new_config, resumed_config
 from train_example.checkpoint import Checkpoints
 from train_example.config import TrainConfig
 from train_example.data import Corpus, open_text
+from train_example.devices import Devices
 from train_example.errors import UserError
 from train_example.model import Decoder
 from train_example.tokens import TokenStream
@@ -28,6 +29,7 @@ class Setup:
       out: where the results go.
       checkpoints: where the state goes.
       first_step: steps done already, 0 for a fresh run.
+      devices: that compute.
     """
 
     config: TrainConfig
@@ -36,6 +38,7 @@ class Setup:
     out: Path
     checkpoints: Checkpoints
     first_step: int
+    devices: Devices
 
     @property
     def num_parameters(self) -> int:
@@ -70,9 +73,11 @@ def prepare(arguments: Arguments) -> Setup:
     corpus = make_corpus(config)
     if saved is not None and saved["text"] != _fingerprint(corpus):
         raise UserError(f"the text is not the one that the run in {out} was trained on: give that one as --data")
-    model = make_model(config)
+    devices = Devices.of(arguments.mesh)
+    _check_mesh(config, devices)
+    model = make_model(config, devices)
     _check_implementation(config, model)
-    return Setup(config, corpus, model, out, checkpoints or _new_checkpoints(out), done or 0)
+    return Setup(config, corpus, model, out, checkpoints or _new_checkpoints(out), done or 0, devices)
 
 
 def make_corpus(config: TrainConfig) -> Corpus:
@@ -83,7 +88,7 @@ def make_corpus(config: TrainConfig) -> Corpus:
     return Corpus(stream, config.sequence_length, vocabulary)
 
 
-def make_model(config: TrainConfig) -> Decoder:
+def make_model(config: TrainConfig, devices: Devices = Devices()) -> Decoder:
     """The model of a run."""
     moe = config.model.moe(save=config.save, implementation=config.implementation)
     return Decoder(
@@ -94,7 +99,20 @@ def make_model(config: TrainConfig) -> Decoder:
         experts_layer=config.experts_layer,
         attention=config.attention,
         unroll=config.unroll,
+        parallel=devices.parallel,
     )
+
+
+def _check_mesh(config: TrainConfig, devices: Devices) -> None:
+    sequences = config.batch_size // config.accumulate
+    if sequences % devices.count:
+        raise UserError(
+            f"--mesh has {devices.count} devices, must divide the {sequences} sequences that --batch-size and "
+            "--accumulate make of a microbatch"
+        )
+    if devices.parallel is not None and config.experts_layer != "blaze_jax":
+        raise UserError(f"--experts-layer {config.experts_layer} runs on one device: leave --mesh out")
+    devices.shardings((), config.model.moe(), config.model.width)
 
 
 def _check_implementation(config: TrainConfig, model: Decoder) -> None:

@@ -11,10 +11,10 @@ from train_example.loop import train
 from train_example.metrics import MetricsLog
 from train_example.plot import plot
 from train_example.progress import Progress
-from train_example.public_model import save_model
+from train_example.public_model import Params, save_model
 from train_example.sample import generate
-from train_example.setup import Setup, prepare
-from train_example.step import TrainState
+from train_example.setup import Setup, make_model, prepare
+from train_example.step import Tree
 
 _PROMPT = 64
 _SAMPLE = 512
@@ -28,24 +28,27 @@ def run(arguments: Arguments) -> None:
     """
     setup = prepare(arguments)
     steps = setup.config.steps
-    with closing(setup.checkpoints), MetricsLog(setup.out / "metrics.jsonl", setup.first_step) as log:
+    metrics = setup.out / "metrics.jsonl" if jax.process_index() == 0 else None
+    with closing(setup.checkpoints), MetricsLog(metrics, setup.first_step) as log:
         print(_introduction(setup), flush=True)
         with Interrupt() as interrupt, Progress(setup.first_step, steps) as progress:
             state = train(setup, log, progress, interrupt)
         done = int(state.step)
         if done == steps:
-            _report(setup, state, log)
-            if setup.config.checkpoint:
-                _save(setup, setup.config.checkpoint, state)
+            variables = setup.devices.whole({"params": state.params, "router_state": state.router_state})
+            if jax.process_index() == 0:
+                _report(setup, variables, log)
+                if setup.config.checkpoint:
+                    _save(setup, setup.config.checkpoint, variables["params"])
         else:
             command = f"python -m train_example --resume --out {shlex.quote(str(setup.out))}"
             print(f"stopped after step {done} of {steps}; go on with: {command}")
 
 
-def _save(setup: Setup, origin: str, state: TrainState) -> None:
+def _save(setup: Setup, origin: str, params: Params) -> None:
     out = setup.out / "model"
     if not out.exists():  # as after --resume of a run that was done
-        save_model(out, origin, setup.model, state.params)
+        save_model(out, origin, setup.model, params)
     print(f"the model is in {out}, in the format that it came in")
 
 
@@ -67,15 +70,15 @@ def _title(setup: Setup) -> str:
     )
 
 
-def _report(setup: Setup, state: TrainState, log: MetricsLog) -> None:
+def _report(setup: Setup, variables: Tree, log: MetricsLog) -> None:
     """The figure, a sample, and the final line."""
     corpus, config = setup.corpus, setup.config
     plot(log.records, corpus.unigram_bits, _title(setup), setup.out / "training.png")
 
     prompt = corpus.stream.read(corpus.training_units, min(_PROMPT, config.sequence_length))
-    variables = {"params": state.params, "router_state": state.router_state}
     key = jax.random.key(config.seed)
-    text = generate(setup.model, variables, prompt, _SAMPLE, config.sequence_length, key, corpus.stream.decode)
+    model = make_model(config)  # of one device
+    text = generate(model, variables, prompt, _SAMPLE, config.sequence_length, key, corpus.stream.decode)
     (setup.out / "sample.txt").write_text(text, encoding="utf-8")
 
     held_out = log.records[-1]["held_out"]

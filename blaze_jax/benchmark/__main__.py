@@ -15,6 +15,7 @@ from blaze_jax.benchmark.compile_only import measure_memory
 from blaze_jax.benchmark.compile_time import measure_compile_time
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.kernels import measure_kernels
+from blaze_jax.benchmark.mesh import measure_mesh, mesh_text
 from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
 from blaze_jax.benchmark.rounding import measure_rounding
 from blaze_jax.benchmark.routing import measure_routing
@@ -48,6 +49,8 @@ def _draw(results: Sequence[dict[str, Any]], folder) -> None:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.mesh:
+        return _measure_mesh(arguments)
     target = arguments.compile_only or arguments.compile_time
     if target and (reason := missing_compiler()):
         mode = "--compile-only" if arguments.compile_only else "--compile-time"
@@ -74,6 +77,30 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return file.content
 
 
+def _measure_mesh(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Cases in processes of their own: this one leaves the devices to them."""
+    file = ResultsFile(arguments.json, {})
+    sizes = [*arguments.config, *(known.preset(name, arguments.tokens) for name in arguments.preset)]
+    items = [(item, variant) for item in sizes or known.MESH_SIZES for variant in arguments.variant or [{}]]
+    for item, say in counted(items):
+        say(str(item[0]))
+        values, record = measure_mesh(
+            item,
+            arguments.mesh,
+            layers=arguments.layers,
+            dtype=arguments.dtype,
+            repeats=arguments.repeats,
+            implementation=arguments.implementation,
+            limit_seconds=arguments.case_seconds,
+        )
+        if values and not file.environment:
+            file.environment = values
+            write(describe(values))
+        file.add(record)
+        write(mesh_text(record))
+    return file.content
+
+
 def _plan(arguments, dtype, on_gpu: bool) -> tuple[Sequence[Any], Callable[[Any, Say], Record]]:
     """The items to measure, and how to measure one."""
     common = {"repeats": arguments.repeats, "implementation": arguments.implementation}
@@ -94,7 +121,7 @@ def _plan(arguments, dtype, on_gpu: bool) -> tuple[Sequence[Any], Callable[[Any,
         return items, lambda item, _: measure_memory(item, dtype, peers=arguments.peers)
     if arguments.kernels:
         return items, lambda item, _: measure_kernels(item, dtype, **common)
-    names = ("peers", "same_experts", "limit_seconds")
+    names = ("peers", "same_experts", "float32_weights", "limit_seconds")
     options = common | {name: getattr(arguments, name) for name in names}
     return items, lambda item, say: compare(item, dtype, progress=say, **options)
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from blaze_jax.benchmark.mesh import parse_mesh, parse_variant
 from blaze_jax.benchmark.peers import PEERS
 from blaze_jax.benchmark.sizes import PRESET_NAMES, Sizes
 
@@ -35,6 +36,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--implementation", choices=("mosaic_gpu", "xla"), help="of our kernels (the best that can run)")
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="PEER", help=f"of {', '.join(PEERS)} (all)")
     add("--same-experts", action="store_true", help="route all tokens to the same K experts, in the comparison")
+    add("--float32-weights", action="store_true", help="time our layer with float32 weights, too, in the comparison")
     add("--repeats", type=int, default=20, metavar="N", help="timed runs of each, taking turns (20)")
     add(
         "--limit-seconds",
@@ -49,10 +51,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     mode.add_argument("--compile-only", choices=("h200",), help="the memory table, without a GPU")
     mode.add_argument("--compile-time", choices=("h200",), help="to trace, lower and compile layers, without a GPU")
     mode.add_argument("--recorded", type=Path, nargs="+", metavar="FILE", help="take these results, measure nothing")
+    mode.add_argument("--mesh", type=parse_mesh, metavar="ROLE=N,...", help="the experts over N devices against one")
+    add(
+        "--variant",
+        type=parse_variant,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="fields of Parallelism for --mesh, such as exchange=permute,chunks=2; repeatable (default)",
+    )
+    add("--layers", type=int, default=1, metavar="N", help="of --mesh, one after the other (1)")
+    add(
+        "--case-seconds",
+        type=float,
+        default=240.0,
+        metavar="S",
+        help="a case of --mesh that takes longer is ended (240)",
+    )
     add("--json", type=Path, metavar="FILE", help="write all results")
     add("--plot", type=Path, metavar="FOLDER", help="draw the results as PNG files")
     arguments = parser.parse_args(argv)
-    for name in ("repeats", "tokens", "limit_seconds"):
+    for name in ("repeats", "tokens", "limit_seconds", "layers", "case_seconds"):
         value = getattr(arguments, name)
         least = 1 if isinstance(value, int) else 0
         if not value >= least:

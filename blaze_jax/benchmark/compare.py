@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from blaze_jax.benchmark.ceilings import CeilingCalls, Ceilings
-from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, abstract_inputs, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.peers import (
     PORTABLE,
     RAGGED_DOT,
@@ -43,6 +43,7 @@ def compare(
     implementation=None,
     limit_seconds: float = 20.0,
     same_experts: bool = False,
+    float32_weights: bool = False,
     progress: Callable[[str], object] = lambda message: None,
 ) -> dict[str, Any]:
     """Times and memory of our layer and its peers, as they go into the JSON file.
@@ -55,6 +56,7 @@ def compare(
       implementation: of our layer.
       limit_seconds: a call estimated, or seen, to take longer is reported and not timed.
       same_experts: route all tokens to the same K experts, not at random.
+      float32_weights: time our layer also with weights in float32, which it casts, and whose gradients are float32.
       progress: called with what comes next.
     """
     inputs = expert_inputs(sizes, dtype, same_experts=same_experts)
@@ -62,7 +64,11 @@ def compare(
     rough = ceiling_calls.rates(time_calls(ceiling_calls.calls, repeats=3))
     trial = _Trial(sizes, inputs, rough, limit_seconds)
     implementation = choose_implementation(implementation, inputs[0], inputs[1:4], ())
-    layers = [_Candidate(OURS, implementation, partial(expert_ffn, implementation=implementation))]
+    ours = partial(expert_ffn, implementation=implementation)
+    layers = [_Candidate(OURS, implementation, ours, trial)]
+    if float32_weights:
+        wide = (inputs[0], *(w.astype(jnp.float32) for w in inputs[1:4]), *inputs[4:])
+        layers.append(_Candidate(f"{OURS}, float32 weights", implementation, ours, trial._replace(inputs=wide)))
     failures = []
     for name in peers:
         if name == PORTABLE and implementation == "xla":
@@ -75,7 +81,7 @@ def compare(
     records: dict[str, dict[str, Any]] = {}
     for candidate in layers:
         progress(f"compiling {candidate.name}")
-        records[candidate.name] = candidate.prepare(trial)
+        records[candidate.name] = candidate.prepare()
     ceilings = {}
     for phase, factor in PASSES.items():
         progress(phase)
@@ -117,27 +123,28 @@ class _Candidate:
     name: str
     backend: str
     layer: Layer
+    trial: _Trial
     calls: dict[str, Call] = field(default_factory=dict)
     first_us: dict[str, float] = field(default_factory=dict)
     plans: dict[str, MemoryPlan | None] = field(default_factory=dict)
 
-    def compile(self, phase: str, trial: _Trial) -> None:
+    def compile(self, phase: str) -> None:
         """Compiles a pass and runs it once, if that is not done; raises as `compile_pass` and `first_run` do."""
         if phase in self.calls:
             return
         # tokamax's "xla" is jax.lax.ragged_dot, and needs the same
         estimated_as = RAGGED_DOT if self.backend == "xla" and self.name == TOKAMAX else self.name
-        call, self.plans[phase] = compile_pass(estimated_as, self.layer, phase, *trial)
-        self.first_us[phase] = first_run(call, trial.limit_seconds) * 1e6
+        call, self.plans[phase] = compile_pass(estimated_as, self.layer, phase, *self.trial)
+        self.first_us[phase] = first_run(call, self.trial.limit_seconds) * 1e6
         self.calls[phase] = call
 
-    def prepare(self, trial: _Trial) -> dict[str, Any]:
+    def prepare(self) -> dict[str, Any]:
         """Compiles both passes and runs each once; what goes wrong is in the record's status."""
         record: dict[str, Any] = {"layer": self.name, "backend": self.backend, "status": "ok"}
         try:
-            record["saved_mib"] = _saved(self.layer, trial.sizes, trial.inputs[0].dtype) / MIB
+            record["saved_mib"] = _saved(self.layer, self.trial.inputs) / MIB
             for phase in PASSES:
-                self.compile(phase, trial)
+                self.compile(phase)
         except UnavailableError as error:
             record["status"] = str(error)
         if plan := self.plans.get(BOTH):
@@ -202,13 +209,13 @@ def memory_limit() -> int | None:
 
 def _best_variant(name: str, trial: _Trial) -> _Candidate:
     """The fastest backend of a peer, by one run of forward+backward."""
-    candidates = [_Candidate(name, backend, layer) for backend, layer in peer_variants(name).items()]
+    candidates = [_Candidate(name, backend, layer, trial) for backend, layer in peer_variants(name).items()]
     if len(candidates) == 1:
         return candidates[0]
     reasons = []
     for candidate in candidates:
         try:
-            candidate.compile(BOTH, trial)
+            candidate.compile(BOTH)
         except UnavailableError as error:
             reasons.append(f"{candidate.backend}: {error}")
     found = [c for c in candidates if BOTH in c.calls]
@@ -217,9 +224,9 @@ def _best_variant(name: str, trial: _Trial) -> _Candidate:
     return min(found, key=lambda c: c.first_us[BOTH])
 
 
-def _saved(layer: Layer, sizes: Sizes, dtype) -> int:
+def _saved(layer: Layer, inputs: tuple) -> int:
     try:
-        return saved_bytes(layer, *abstract_inputs(sizes, dtype))
+        return saved_bytes(layer, *inputs)
     except Exception as error:  # whatever a peer raises is what there is to report
         raise UnavailableError(_failure("does not trace", "", error)) from error
 

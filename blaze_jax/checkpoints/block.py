@@ -62,6 +62,11 @@ def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
     return Block(layout, width, expected, sources)
 
 
+def block_names(prefix: str) -> tuple[str, ...]:
+    """How the names of a block's tensors start in any layout, after the layer's prefix."""
+    return tuple({f"{prefix}{layout.block}." for layout in LAYOUTS.values()})
+
+
 def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout, str]:
     """The layout whose tensors are there, and the prefix of their names."""
     where = f"{folder.origin}: layer {layer}"
@@ -71,8 +76,7 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
         what = "is there twice, with and without 'model.'" if prefixes else "has no tensors: no such layer"
         raise CheckpointError(f"{where} {what}")
     prefix = prefixes[0]
-    blocks = tuple({f"{prefix}{layout.block}." for layout in LAYOUTS.values()})
-    present = {name.removeprefix(prefix) for name in folder.names if name.startswith(blocks)}
+    present = {name.removeprefix(prefix) for name in folder.names if name.startswith(block_names(prefix))}
     if not any(".experts." in name for name in present):
         dense = "mlp.gate_proj.weight" in present
         raise CheckpointError(f"{where} has no experts" + (": it is dense" if dense else ""))

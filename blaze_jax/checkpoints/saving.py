@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from blaze_jax.checkpoints.block import PLAIN, PREFIXES
+from blaze_jax.checkpoints.block import PLAIN, PREFIXES, block_names
 from blaze_jax.checkpoints.folder import DTYPES
 from blaze_jax.checkpoints.layer import Layer
 from blaze_jax.checkpoints.layouts import LAYOUTS, SELECTION_BIAS, Layout, Tensor, entries
@@ -38,13 +38,16 @@ def save(
       The files written.
 
     Raises:
-      ValueError: a layer is not what the configuration says, or does not fit its layout.
-      CheckpointError: the folder holds one of the tensors already.
+      ValueError: a layer is not what the configuration says, does not fit its layout, or lies on devices of several
+        processes.
+      CheckpointError: the folder holds tensors of one of the layers' blocks already.
     """
     check_config(config)
     check_integers(**{f"layers[{number!r}]": number for number in layers})
     tensors = [tensor for number, layer in layers.items() for tensor in layer_tensors(number, layer, config, dtype)]
-    return write_tensors(Path(folder), tensors, "-".join(["layers", *(f"{number:05}" for number in layers)][:9]))
+    starts = [block for number in layers for prefix in PREFIXES for block in block_names(prefix.format(layer=number))]
+    stem = "-".join(["layers", *(f"{number:05}" for number in layers)][:9])
+    return write_tensors(Path(folder), tensors, stem, tuple(starts))
 
 
 def layer_tensors(number: int, layer: Layer, config: MoEConfig, dtype: DTypeLike | None = None) -> list[NewTensor]:
@@ -105,6 +108,8 @@ def _checked_entries(values: Mapping[str, Array], layout: Layout, config: MoECon
     for name, parameter in expected.items():
         if values[name].shape != parameter.shape:
             raise ValueError(f"the layer's {name} has shape {values[name].shape}, must be {parameter.shape}")
+        if not getattr(values[name], "is_fully_addressable", True):
+            raise ValueError(f"the layer's {name} lies on devices of several processes, must be gathered in one")
     room = {name for tensor in layout.tensors for name in tensor.parameters}
     joined = {name for tensor in layout.of(expected) for name in tensor.parameters}
     if wrong := sorted((expected.keys() - room) | (joined - expected.keys())):

@@ -46,13 +46,16 @@ class NewTensor(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def write_tensors(folder: Path, tensors: Iterable[NewTensor], stem: str = "model") -> list[Path]:
+def write_tensors(
+    folder: Path, tensors: Iterable[NewTensor], stem: str = "model", taken: tuple[str, ...] = ()
+) -> list[Path]:
     """Adds tensors to a folder, in files named after `stem`, and names them in the folder's index.
 
     Files are complete when they get their names. The index comes last: until then a reader sees the folder as it was.
 
     Raises:
-      CheckpointError: the folder has one of the tensors, or a file that would be overwritten.
+      CheckpointError: the folder has one of the tensors, or one whose name starts as one of `taken`, or a file that
+        would be overwritten.
       ValueError: a type that the format does not have.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,6 +66,8 @@ def write_tensors(folder: Path, tensors: Iterable[NewTensor], stem: str = "model
             raise ValueError(f"{tensor.name} has dtype {tensor.dtype}, must be {', '.join(map(str, _NAMES))}")
         if tensor.name in index:
             raise CheckpointError(f"{folder}: has the tensor {tensor.name!r} already")
+    if there := [name for name in index if name.startswith(taken)]:
+        raise CheckpointError(f"{folder}: has the tensor {there[0]!r} of that layer already")
     groups = list(_groups(tensors))
     paths = []
     for number, group in enumerate(groups):

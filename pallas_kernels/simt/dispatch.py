@@ -16,6 +16,7 @@ from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.dispatch_place import Size, known_expert, place
 from pallas_kernels.simt.language import block_barrier, indices
 from pallas_kernels.simt.values import minimum, select
+from pallas_kernels.xla.dispatch import row_range as portable_row_range
 
 MAX_EXPERTS = 2048  # every warp counts them in shared memory
 BLOCKS = 128  # a power of two, and one SM left for the block that adds up the router's sums
@@ -59,6 +60,20 @@ def dispatch_routed(
     The router has counted the pairs of each expert in each block's run of `ceil(T / blocks)` tokens.
     """
     return place(experts, counts, _size(experts.size, counts.shape[1]), sums)
+
+
+def row_range(groups: Dispatch[TileSchedule], first_row: Int[Array, ""] | int, num_rows: int) -> Dispatch[TileSchedule]:
+    """The rows from `first_row` on, as if there were no others; see the portable twin. Both are multiples of 8."""
+    rows = portable_row_range(groups, first_row, num_rows, spare_rows=SPARE_ROWS)
+    offsets = rows.expert_token_offsets
+    tiles = jnp.cumsum((jnp.diff(offsets) + TILE_ROWS - 1) // TILE_ROWS)
+    tile = jnp.arange(-(-num_rows // TILE_ROWS) + min(groups.num_experts, num_rows), dtype=jnp.int32)
+    expert = jnp.searchsorted(tiles, tile, side="right").astype(jnp.int32)
+    used = expert < groups.num_experts
+    expert = jnp.where(used, expert, 0)
+    start = offsets[expert] + (tile - jnp.where(expert > 0, tiles[expert - 1], 0)) * TILE_ROWS
+    schedule = (expert, start, jnp.minimum(offsets[expert + 1] - start, TILE_ROWS))
+    return Dispatch(*rows[:-1], TileSchedule(*(jnp.where(used, a, 0).astype(jnp.int32) for a in schedule)))
 
 
 def dispatch_unsupported(num_experts: int) -> str | None:

@@ -84,3 +84,32 @@ def dispatch(
     tokens = lax.iota(jnp.int32, flat.size) // slots
     expert_token_indices = jnp.full((num_rows,), num_tokens, jnp.int32).at[rows].set(tokens, mode="drop")
     return Dispatch(expert_token_indices, offsets, None, rows.reshape(experts.shape), None)
+
+
+def row_range(
+    groups: Dispatch, first_row: Int[Array, ""] | int, num_rows: int, *, spare_rows: int = 0
+) -> Dispatch[None]:
+    """The rows from `first_row` on, as if there were no others: an expert has those of its rows that are among them.
+
+    Args:
+      groups: all rows.
+      first_row: of the range; where groups are aligned, a multiple of their alignment.
+      num_rows: of the range, which may reach past the last row, and the same multiple.
+      spare_rows: rows past those.
+
+    Returns:
+      R is `num_rows` and the spare ones.
+    """
+    total = num_rows + spare_rows
+    offsets = jnp.clip(groups.expert_token_offsets - first_row, 0, num_rows)
+    row = jnp.arange(total, dtype=jnp.int32)
+    num_tokens = groups.token_index_map.shape[0]
+    tokens = groups.expert_token_indices.at[first_row + row].get(mode="fill", fill_value=num_tokens)
+    place = groups.token_index_map - first_row
+    return Dispatch(
+        expert_token_indices=jnp.where(row < offsets[-1], tokens, num_tokens),
+        expert_token_offsets=offsets,
+        token_expert_indices=None,
+        token_index_map=jnp.where((place >= 0) & (place < offsets[-1]), place, total),
+        tiles=None,
+    )

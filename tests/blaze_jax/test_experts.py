@@ -83,8 +83,15 @@ def test_float32_parameters_serve_narrow_tokens(kernels, dtype):
     chex.assert_type([value for name, value in out.items() if name not in narrow], jnp.float32)
 
 
-@pytest.mark.parametrize("routing", ["empty_slots", "many_tiles"])
-@pytest.mark.parametrize(("activation", "dtype"), [*(("swiglu", dtype) for dtype in DTYPES), ("relu2", "float32")])
+@pytest.mark.parametrize(
+    ("routing", "activation", "dtype"),
+    [
+        ("empty_slots", "swiglu", "float32"),
+        ("many_tiles", "swiglu", "bfloat16"),
+        ("empty_slots", "swiglu", "float16"),
+        ("many_tiles", "relu2", "float32"),
+    ],
+)
 def test_both_saves_give_the_same_bits(kernels, routing, activation, dtype):
     problem = make_problem(*ROUTINGS[routing], dtype=dtype, activation=activation)
     kept, recomputed = (kernels(problem, activation=activation, save=save) for save in SAVES)

@@ -105,6 +105,7 @@ def test_no_kernel_writes_through_the_pointer_of_an_operand():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.default_sets(0)
 def test_shard_map_lowers_for_cuda_without_its_type_check(check_vma):
     problem = problem_of(Case(random_experts(40, 2, range(6)), 6))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -30,6 +30,7 @@ def squared_error(x, params, weights, experts, target, **options):
     return jnp.square(apply(expert_ffn, x, params, weights, experts, **options) - target).mean()
 
 
+@pytest.mark.default_sets(0)
 def test_without_jit():
     problem = make_problem(*ROUTINGS["empty_slots"])
     gradient = jax.value_and_grad(squared_error, argnums=(0, 1, 2))
@@ -42,6 +43,7 @@ def test_vmap_over_tokens_and_weights():
     assert_close(out, results_one_by_one(problems))
 
 
+@pytest.mark.default_sets(0)
 def test_vmap_over_tokens_with_shared_weights():
     problems = batch_of_problems()
     shared = jax.tree.map(lambda a: a[0], problems.params)

@@ -39,6 +39,7 @@ def total(outputs):
 
 
 @over_places
+@pytest.mark.default_sets(0)
 def test_experts(tokens, parameters):
     problem = make_problem(random_experts(32, 2, range(6)), 6)
 
@@ -59,8 +60,11 @@ def test_experts(tokens, parameters):
         assert spec_of(out[0][1]) == spec_of(out[1][0]) == (["data"] if tokens == SPLIT else [])
 
 
-@pytest.mark.parametrize("name", ["everything", "limited", "rounded"])
-@over_places
+@pytest.mark.parametrize(
+    ("tokens", "parameters", "name"),
+    [*((*place, "everything") for place in PLACES), (SPLIT, WHOLE, "limited"), (SPLIT, WHOLE, "rounded")],
+    ids=str,
+)
 def test_layer(tokens, parameters, name):
     config, x = CONFIGS[name], random_tokens(8, 4)
     params = random_parameters(config, use_bias=True)
@@ -94,6 +98,7 @@ def test_tokens_split_in_any_way(spec):
     assert_close(np.asarray(y), np.asarray(layer(x, params, config)[0]))
 
 
+@pytest.mark.default_sets(0)
 def test_parameters_split_in_any_way():
     x = random_tokens(8)
     config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=8)

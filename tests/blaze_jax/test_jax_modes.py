@@ -133,6 +133,7 @@ def test_narrow_types_where_wide_ones_are_enabled(layer, config, dtype):
         ("nnx", "plain", "float32"),
     ],
 )
+@pytest.mark.default_sets(0)
 def test_float64_tokens(layer, config, param_dtype):
     _, y, (d_params, dx) = out = numbers(layer, config, "float64", param_dtype, "enable_x64")
     assert (y.dtype, dx.dtype) == ("float64", "float64")

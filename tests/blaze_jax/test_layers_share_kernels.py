@@ -44,7 +44,7 @@ def sharded(layer):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "kernels"),
+    ("wrap", "count"),
     [
         (lambda layer: layer, KERNELS),
         (jax.checkpoint, KERNELS + 1),  # the first pass has an up projection that keeps no pre-activations
@@ -53,9 +53,9 @@ def sharded(layer):
     ],
     ids=["plain", "checkpoint", "checkpoint_by_name", "shard_map"],
 )
-def test_three_layers_have_the_kernels_of_one(wrap, kernels):
+def test_three_layers_have_the_kernels_of_one(wrap, count):
     found = hashes(3, CONFIG, wrap)
-    assert len(found) == len(set(found)) == kernels
+    assert len(found) == len(set(found)) == count
 
 
 def test_one_layer_has_no_fewer():

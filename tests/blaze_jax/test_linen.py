@@ -122,6 +122,7 @@ def test_frozen_selection_bias():
     assert state["intermediates"]["tokens_per_expert"][0].tolist() == [30, 30, 0, 0, 0, 0]
 
 
+@pytest.mark.default_sets(0)
 def test_router_bias_is_a_parameter():
     config = replace(CONFIGS["plain"], router_bias=True)
     variables = initialised(config, bias_init=nn.initializers.normal(5.0))

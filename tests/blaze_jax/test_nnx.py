@@ -99,6 +99,7 @@ def test_sows_under_capture_only():
     assert int(jax.tree.leaves(statistics["tokens_per_expert"])[0].sum()) == 60
 
 
+@pytest.mark.default_sets(0)
 def test_selection_bias_moves_in_training_as_in_linen():
     config, x = CONFIGS["everything"], random_tokens(30)
     params = random_parameters(config)

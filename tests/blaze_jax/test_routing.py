@@ -19,15 +19,15 @@ from tests.numerics import assert_close, assert_same_bits
 
 T, E, K = 50, 12, 4
 SCORINGS = ("softmax", "softmax_selected", "sigmoid")
-GROUPS = [(1, 1), (4, 2), (6, 6), (3, 2)]
+GROUPS = [(1, 1, False), (1, 1, True), (4, 2, True), (6, 6, False), (3, 2, True)]
+over_groups = pytest.mark.parametrize(("num_groups", "groups_per_token", "biased"), GROUPS)
 
 
 def random_logits(*shape, seed=0, scale=2.0):
     return (scale * np.random.default_rng(seed).standard_normal(shape or (T, E))).astype(np.float32)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("num_groups", "groups_per_token"), GROUPS)
+@over_groups
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.default_sets(3)
 def test_matches_reference(scoring, num_groups, groups_per_token, biased):
@@ -73,8 +73,7 @@ def test_saturated_scores_rank_as_their_logits(scoring):
     assert out.experts.tolist() == [[2, 1, 3, 4, 0]]
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("num_groups", "groups_per_token"), GROUPS)
+@over_groups
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_minus_infinity_rules_an_expert_out(scoring, num_groups, groups_per_token, biased):
     rng = np.random.default_rng(3)
@@ -147,8 +146,7 @@ def test_weights_of_one_expert_per_token_are_not_normalised():
     assert route(logits, 1, scoring="sigmoid").weights.shape == (T, 1)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("num_groups", "groups_per_token"), GROUPS)
+@over_groups
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_nan_stays_in_its_row(scoring, num_groups, groups_per_token, biased):
     logits = random_logits()

@@ -58,11 +58,12 @@ def test_the_tutorial_trains(folder):
 
 
 @pytest.mark.default_sets(0)
-def test_both_ways_to_shard_give_the_gradient_of_one_device(folder):
+def test_all_ways_to_shard_give_the_gradient_of_one_device(folder):
     names = run("sharding", folder)
     assert names["mesh"].size == jax.device_count() > 1
     expected = jax.jit(jax.value_and_grad(names["whole_loss"]))(names["params"], names["x"])
     assert_close((names["value"], names["gradient"]), expected)
+    assert_close((names["value_over_devices"], names["gradient_over_devices"]), expected)
     assert names["split"].sharding.spec[0] == "data"
     with jax.set_mesh(names["split"].sharding.mesh):
         assert_close(jax.jit(jax.value_and_grad(names["whole_loss"]))(names["shared"], names["split"]), expected)

@@ -131,6 +131,7 @@ def test_recomputation_saves_memory():
     assert except_experts - full >= pre_activations
 
 
+@pytest.mark.default_sets(0)
 def test_the_selection_bias_moves_in_training_only():
     model, tokens = decoder(FULL_MODEL), windows(2, 12)
     variables = initial_variables(FULL_MODEL)
@@ -141,6 +142,7 @@ def test_the_selection_bias_moves_in_training_only():
     assert not jax.tree.leaves(evaluated["router_state"])[0].any()
 
 
+@pytest.mark.default_sets(0)
 def test_bfloat16_arithmetic_keeps_float32_parameters():
     model, tokens = decoder(dtype=jnp.bfloat16), windows(2, 12)
     variables = initial_variables()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pydoc_data.topics import topics
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,7 @@ from tests.train_example.small import ROOT
 from tests.train_example.tiny_checkpoint import VOCABULARY, write_tiny_checkpoint
 from train_example.__main__ import main
 from train_example.data import ByteStream
+from train_example.devices import Devices
 from train_example.errors import UserError
 from train_example.metrics import read_metrics
 from train_example.model import Decoder
@@ -65,6 +67,27 @@ def test_what_is_saved_is_what_was_read(tmp_path, name):
     assert others == {"config.json", "tokenizer.json", "model.safetensors.index.json"}
     with pytest.raises(UserError, match="saved is there already"):
         save_model(tmp_path / "saved", origin, model, params)
+
+
+def test_parameters_are_read_to_the_devices_that_keep_them():
+    model = decoder(FIXTURES / "olmoe")
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
+    shardings = Devices.of({"fsdp": 2, "expert": 2}).shardings(shapes, model.moe, model.config.width)
+    split = load_params(FIXTURES / "olmoe", model, shardings)
+    assert_same_bits(split, load_params(FIXTURES / "olmoe", model))
+    assert jax.tree.map(lambda array: array.sharding, split) == shardings
+    w_up = split["moe_blocks"]["moe"]["w_up"]
+    assert w_up.addressable_shards[0].data.size == w_up.size // 4
+
+
+@pytest.mark.default_sets(0)
+def test_a_mesh_fine_tunes_as_one_device(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    options = f"--checkpoint {folder} --steps 2 --batch-size 4 --sequence-length 16 --dtype float32 --out".split()
+    assert main([*options, str(tmp_path / "alone")]) == 0
+    assert main([*options, str(tmp_path / "split"), "--mesh", "fsdp=2,expert=2"]) == 0
+    alone, split = (tensors_of(tmp_path / name / "model") for name in ("alone", "split"))
+    assert_close(split, alone)
 
 
 def test_blocks_of_one_kind_are_stacked_in_runs():

@@ -13,6 +13,7 @@ from train_example.optimizer import learning_rate_schedule, matrices
 from train_example.step import cross_entropy, make_evaluation, working_copy
 
 
+@pytest.mark.default_sets(0)
 def test_accumulation_gives_what_the_whole_batch_gives():
     # The load-balancing loss is of a microbatch, not a mean over tokens, so it is left out here.
     model = decoder(replace(MODEL, load_balancing_weight=0.0))

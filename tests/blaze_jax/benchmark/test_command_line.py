@@ -58,6 +58,19 @@ def test_our_layer_and_every_peer_have_a_line_for_each_pass(capsys, tmp_path):
         assert (tmp_path / "figures" / name).read_bytes().startswith(PNG)
 
 
+@pytest.mark.default_sets(0)
+def test_float32_weights_have_a_line_of_their_own(capsys, tmp_path):
+    file = tmp_path / "results.json"
+    options = ["--config", SMALL, "--dtype", "bfloat16", "--repeats", "2", "--peers", "--float32-weights"]
+    assert main([*options, "--json", str(file)]) == 0
+    assert "blaze_jax, float32 weights" in capsys.readouterr().out
+    ours, wide = json.loads(file.read_text(encoding="utf-8"))["records"][0]["layers"]
+    assert (ours["layer"], wide["layer"]) == ("blaze_jax", "blaze_jax, float32 weights")
+    assert wide["status"] == "ok"
+    assert wide["forward"]["us"] > 0
+    assert wide["peak_mib"] > ours["peak_mib"]
+
+
 def test_presets_and_no_peers():
     arguments = parse_arguments(["--preset", "gpt-oss-20b", "--tokens", "4", "--peers"])
     assert [preset(name, arguments.tokens) for name in arguments.preset] == [(4, 2880, 2880, 32, 4)]

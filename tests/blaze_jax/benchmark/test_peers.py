@@ -104,6 +104,7 @@ def test_what_fails_or_drags_on_is_reported():
         first_run(lambda: jnp.zeros(()), 0.0)
 
 
+@pytest.mark.default_sets(0)
 def test_no_peer_is_dropped(monkeypatch):
     def gone(name):
         raise ImportError(name, name="tokamax")

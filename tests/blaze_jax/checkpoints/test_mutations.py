@@ -1,4 +1,7 @@
-"""Files with something wrong in them: each ends in a clear error, or holds the weights that it says it holds."""
+"""Files with something wrong in them: each ends in a clear error, or holds the weights that it says it holds.
+
+Folders with something wrong in them are written into, too: all of a layer is there afterwards, or nothing has changed.
+"""
 
 import json
 import random
@@ -10,7 +13,7 @@ import pytest
 
 from blaze_jax import checkpoints
 from blaze_jax.checkpoints.folder import DTYPES
-from tests.blaze_jax.checkpoints.models import FIXTURES, model
+from tests.blaze_jax.checkpoints.models import FIXTURES, load, model
 from tests.numerics import assert_same_bits
 
 FILES_OF_A_TEST = 100
@@ -140,6 +143,23 @@ MUTATIONS = (
 )
 
 
+def other_index(rng, content):
+    """Of the names of tensors and files."""
+    index = json.loads(content)
+    names = index["weight_map"]
+    one = rng.choice(sorted(names))
+    changes = (
+        lambda: names.pop(one),
+        lambda: names.update({one: "missing.safetensors"}),
+        lambda: names.update({one: rng.choice(["../model.safetensors", "/etc/passwd", "", 7, None, FILE])}),
+        lambda: names.update({one + "x": names[one]}),
+        lambda: index.pop(rng.choice(sorted(index))),
+        lambda: index.update(weight_map=rng.choice([None, [], {}, "x"])),
+    )
+    rng.choice(changes)()
+    return json.dumps(index).encode()
+
+
 def stated(folder, prefix):
     """What the files say of a layer's tensors, read by the format's definition; files of other layers may be broken."""
     found = {}
@@ -210,3 +230,34 @@ def test_mutated_files(tmp_path, part):
         shutil.rmtree(folder)
     assert all(str(tmp_path) in message for message in messages if message)
     assert sum(map(bool, messages)) > FILES_OF_A_TEST // 2
+
+
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("part", range(10))
+def test_writing_into_mutated_folders(tmp_path, part):
+    described = model("qwen3_moe")
+    layer = load("qwen3_moe")
+    written = tmp_path / "written"
+    checkpoints.save(written, {0: layer}, described.layer)
+    checkpoints.save(written, {1: layer}, described.layer)
+    messages = []
+    for seed in range(part * FILES_OF_A_TEST, (part + 1) * FILES_OF_A_TEST):
+        rng = random.Random(seed)
+        folder = shutil.copytree(rng.choice([written, FIXTURES / "qwen3_moe"]), tmp_path / str(seed))
+        file = rng.choice(sorted([*folder.glob("*.safetensors"), *folder.glob("*.index.json")] * 2))
+        mutation = rng.choice((other_index, truncated) if file.suffix == ".json" else MUTATIONS)
+        file.write_bytes(mutation(rng, file.read_bytes()))
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        number = rng.choice([0, 1, 7])
+        try:
+            checkpoints.save(folder, {number: layer}, described.layer)
+        except checkpoints.CheckpointError as error:
+            messages.append(str(error))
+            assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        else:
+            messages.append("")
+            assert_same_bits(checkpoints.load(folder, number, described.layer).params, layer.params)
+            assert all(path.read_bytes() == content for path, content in before.items() if path.suffix != ".json")
+        shutil.rmtree(folder)
+    assert all(str(tmp_path) in message for message in messages if message)
+    assert FILES_OF_A_TEST // 4 < sum(map(bool, messages)) < FILES_OF_A_TEST

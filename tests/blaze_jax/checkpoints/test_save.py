@@ -1,6 +1,7 @@
 """Layers that are written: the same tensors, bit for bit, and files that other programs read."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -93,7 +94,7 @@ def test_a_module_of_nnx_is_written(tmp_path):
     assert_same_bits(checkpoints.load(tmp_path, 1, described.layer)[:2], load("deepseek_v3")[:2])
 
 
-@pytest.mark.default_sets(7)
+@pytest.mark.default_sets(8)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -104,6 +105,7 @@ def test_a_module_of_nnx_is_written(tmp_path):
         ({"params": {}}, "no matrix 'w_router'"),
         ({"w_up": np.zeros((2, 3))}, r"w_up has shape \(2, 3\), must be"),
         ({"w_up": np.zeros((8, 16, 8), np.int32)}, "dtype=int32 must be one of float32, float16, bfloat16"),
+        ({"w_up": SimpleNamespace(shape=(8, 16, 8), is_fully_addressable=False)}, "w_up lies on devices of several"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, change, message):

@@ -26,6 +26,7 @@ def inputs():
     return *inputs, inputs[0]
 
 
+@pytest.mark.default_sets(0)
 def test_a_step_that_runs_even_if_it_was_compiled_before(inputs, capsys):
     step = step_of()
     step(*inputs)
@@ -67,6 +68,7 @@ def test_a_step_that_is_not_run(inputs):
     assert "compiled, not run" in profiler.summary()
 
 
+@pytest.mark.default_sets(0)
 def test_saving_the_inputs_alone_costs_products(inputs):
     profiler = MemoryProfiler()
     (report,) = profiler.examine(step_of(save="inputs"), *inputs).layers
@@ -103,6 +105,7 @@ def test_what_is_not_known_is_said(inputs):
     assert "moe_gate" not in (profiler.result.kept or {})
 
 
+@pytest.mark.default_sets(0)
 def test_the_figure(inputs, tmp_path):
     profiler = MemoryProfiler()
     profiler.examine(step_of(), *inputs)

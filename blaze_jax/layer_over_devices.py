@@ -1,0 +1,158 @@
+"""The whole layer over the devices of a mesh: each routes and keeps its own tokens, wherever their experts are."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
+
+from blaze_jax.checks import as_array
+from blaze_jax.config import MoEConfig
+from blaze_jax.exchange import gather_shards
+from blaze_jax.experts import experts_over_devices
+from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, restore_shape
+from blaze_jax.parallelism import Parallelism
+from blaze_jax.router import Router
+from blaze_jax.router_logits import router_logits
+from blaze_jax.routing import Routing, route_and_group
+from blaze_jax.shared_experts import shared_experts
+from pallas_kernels.compat import vary_over, varying_axes
+from pallas_kernels.contract import EMPTY_SLOT
+
+type Specs = Mapping[str, P]
+
+
+def is_inside_shard_map(parallel: Parallelism) -> bool:
+    """Whether an enclosing `jax.shard_map` is over all these axes; ValueError if it is over some."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    inside = [axis for axis in parallel.axes if axis in manual]
+    if inside and len(inside) < len(parallel.axes):
+        missing = ", ".join(axis for axis in parallel.axes if axis not in manual)
+        raise ValueError(
+            f"jax.shard_map is over {', '.join(inside)} but not over {missing}: it must be over all or none"
+        )
+    return bool(inside)
+
+
+def moe_over_devices(
+    x: Float[Array, "... d"],
+    params: dict[str, Array],
+    config: MoEConfig,
+    selection_bias,
+    train: bool,
+    parallel: Parallelism,
+) -> tuple[Float[Array, "... d"], Routing]:
+    """`moe`; inside `jax.shard_map` of this device's tokens and parts of parameters, else of all."""
+    run = partial(_on_this_device, config=config, router=config.router.for_phase(train), parallel=parallel)
+    inside = is_inside_shard_map(parallel)
+    explicit = None if inside else explicit_mesh(x, params)
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = mesh if mesh.axis_names else parallel.mesh or explicit or mesh
+    sizes = parallel.sizes(mesh)
+    specs = parallel.specs(config, x.shape[-1], use_bias="b_down" in params, sizes=sizes)
+    if inside:
+        tokens = x.reshape(-1, x.shape[-1])
+        total = tokens.shape[0] * math.prod(sizes.values())
+        y, routing = run(tokens, params, selection_bias, specs=specs, num_tokens=total)
+        return y.reshape(x.shape), routing
+
+    tokens = flatten_tokens(x, explicit)
+    num_tokens, devices = tokens.shape[0], math.prod(sizes.values())
+    by_token, whole = P(parallel.axes), P()
+    padding = -num_tokens % devices or (0 if num_tokens else devices)
+    if padding:
+        tokens = jnp.pad(_placed(tokens, whole, explicit), ((0, padding), (0, 0)))
+    fields: dict[str, Any] = dict.fromkeys(Routing._fields, whole) | {"experts": by_token, "weights": by_token}
+    axes = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    over_devices = jax.shard_map(
+        partial(run, specs=specs, num_tokens=num_tokens),
+        mesh=mesh,
+        in_specs=(by_token, dict(specs), whole),
+        out_specs=(by_token, Routing(**fields)),
+        axis_names=axes,
+        check_vma=False,  # the Hopper kernels have no rule for it
+    )
+    placed = {name: _placed(array, specs[name], explicit) for name, array in params.items()}
+    bias = None if selection_bias is None else _placed(as_array("selection_bias", selection_bias), whole, explicit)
+    y, routing = jax.jit(over_devices)(_placed(tokens, by_token, explicit), placed, bias)
+    if padding:
+        y, experts, weights = (_placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
+        routing = routing._replace(experts=experts, weights=weights)
+    return restore_shape(y, x, explicit), routing
+
+
+def _placed(array: Array, spec: P, mesh) -> Array:
+    """On a mesh with explicit axes, where it has to be said."""
+    return array if mesh is None else jax.sharding.reshard(array, NamedSharding(mesh, spec))
+
+
+def _on_this_device(
+    tokens: Float[Array, "T d"],
+    shards,
+    selection_bias,
+    *,
+    config: MoEConfig,
+    router: Router,
+    parallel: Parallelism,
+    specs: Specs,
+    num_tokens: int,
+) -> tuple[Float[Array, "T d"], Routing]:
+    """What one device does: `num_tokens` are all devices' tokens that count, those past them are padding."""
+
+    def dense(*prefixes: str) -> dict[str, Array]:
+        names = [name for name in shards if name.startswith(prefixes)]
+        whole = {name: gather_shards(shards[name], specs[name], parallel.axes) for name in names}
+        return vary_over(whole, varying_axes(tokens))
+
+    with jax.named_scope("router"):  # profilers show these names
+        logits = router_logits(tokens, dense("w_router", "b_router"))
+        routing = _route(logits, config, router, selection_bias, parallel, num_tokens)
+    with jax.named_scope("experts"):
+        options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
+        y = experts_over_devices(parallel, specs, shards, tokens, routing.weights, routing.experts, **options)
+    if config.shared_width:
+        with jax.named_scope("shared_experts"):
+            y = y + shared_experts(tokens, dense("shared_"), config)
+    return y, routing
+
+
+def _route(
+    logits: Float[Array, "T E"],
+    config: MoEConfig,
+    router: Router,
+    selection_bias,
+    parallel: Parallelism,
+    num_tokens: int,
+) -> Routing:
+    """This device's tokens routed, with the losses and statistics of all."""
+    own, axes = logits.shape[0], parallel.axes
+    route = partial(
+        route_and_group,
+        experts_per_token=config.experts_per_token,
+        router=router,
+        selection_bias=selection_bias,
+        implementation=config.implementation,
+    )
+    first = lax.axis_index(axes) * own
+    if router.treats_tokens_apart():
+        if num_tokens % own or num_tokens < own * lax.axis_size(axes):
+            counts = first + jnp.arange(own, dtype=jnp.int32) < num_tokens
+            logits = jnp.where(counts[:, None], logits, -jnp.inf)
+        return route(logits, axis_name=axes, num_tokens=num_tokens)[0]
+    # Capacity and rounding look at all tokens: every device then routes them all.
+    routing, _ = route(lax.all_gather(logits, axes, tiled=True)[:num_tokens])
+    padding = ((0, own * lax.axis_size(axes) - num_tokens), (0, 0))
+    experts = jnp.pad(routing.experts, padding, constant_values=EMPTY_SLOT)
+    mine = (lax.dynamic_slice_in_dim(a, first, own) for a in (experts, jnp.pad(routing.weights, padding)))
+    same = {
+        name: (lax.pmean if jnp.issubdtype(a.dtype, jnp.floating) else lax.pmax)(a, axes)
+        for name, a in routing._asdict().items()
+        if name not in ("experts", "weights", "weighted_losses")
+    }
+    experts, weights = mine
+    return Routing(experts=experts, weights=weights, weighted_losses={}, **same)

@@ -1,0 +1,194 @@
+"""Which axes of a mesh split what: tokens, experts, their width, and the parameters at rest."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import get_args
+
+import jax
+from jax import P
+from jax.sharding import AbstractMesh, Mesh
+
+from blaze_jax.checks import check_booleans, check_integers, check_numbers
+from blaze_jax.config import MoEConfig, Parameter
+from blaze_jax.exchange import Exchange
+
+type Axes = str | tuple[str, ...]
+
+ROLES = ("data", "fsdp", "expert", "tensor")
+"""What an axis may be for."""
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """A layer over the devices of a mesh. Each role has an axis, several, or none; every axis splits the tokens, too.
+
+    Attributes:
+      mesh: with these axes; None for that of `jax.set_mesh`, of the arrays' types, or of an enclosing `jax.shard_map`.
+      data: splits nothing but tokens: every device along it has all that it computes with.
+      fsdp: splits the parameters at rest. A layer gathers its own in the dtype of the tokens, and scatters the sums of
+        their gradients.
+      expert: splits the experts. A device sends its tokens to the experts and gets their outputs back.
+      tensor: splits each expert's width n in the same way.
+      exchange: how tokens travel along `expert` and `tensor`. "all_gather": to every device. "permute": the same, by
+        collective-permutes, which may be copies without an SM. "all_to_all": each token once to each device that has
+        an expert of its. None for the one that moves the fewest bytes.
+      chunks: a device's tokens travel in so many parts, each while the experts compute another.
+      row_budget: rows of a device's buffers, as a multiple of its even share. Rows beyond it are computed in further
+        turns, and again in the backward pass: no routing drops a pair or needs more memory. None for buffers that hold
+        whatever may come.
+      keep_gathered: whether the backward pass keeps gathered tokens and parameters, or gathers them again.
+
+    Raises:
+      ValueError: an axis has two roles, none has any, or a field does not fit.
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    _: KW_ONLY
+    data: Axes = ()
+    fsdp: Axes = ()
+    expert: Axes = ()
+    tensor: Axes = ()
+    exchange: Exchange | None = None
+    chunks: int = 1
+    row_budget: float | None = 1.25
+    keep_gathered: bool = False
+
+    def __post_init__(self):
+        for role in ROLES:
+            axes = getattr(self, role)
+            if not isinstance(axes, str | tuple) or not all(isinstance(axis, str) for axis in axes):
+                raise ValueError(f"{role}={axes!r} must be the name of a mesh axis, or a tuple of names")
+        if not self.axes or len(set(self.axes)) < len(self.axes):
+            roles = ", ".join(f"{role}={getattr(self, role)}" for role in ROLES)
+            raise ValueError(f"{roles}: at least one mesh axis must have a role, and none two")
+        if self.exchange not in (None, *get_args(Exchange)):
+            raise ValueError(f"exchange={self.exchange!r} must be None or one of {', '.join(get_args(Exchange))}")
+        check_integers(chunks=self.chunks)
+        if self.chunks < 1:
+            raise ValueError(f"chunks={self.chunks} must be at least 1")
+        if self.row_budget is not None:
+            check_numbers(row_budget=self.row_budget)
+            if not 0 < self.row_budget < math.inf:
+                raise ValueError(f"row_budget={self.row_budget} must be above 0 and finite, or None")
+        check_booleans(keep_gathered=self.keep_gathered)
+
+    def exchange_for(self, experts_per_token: int, devices: int) -> Exchange:
+        """How tokens travel in a group of so many devices."""
+        return self.exchange or ("all_gather" if devices <= experts_per_token else "all_to_all")
+
+    def axes_of(self, role: str) -> tuple[str, ...]:
+        """The axes with that role."""
+        return _names(getattr(self, role))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All of them, in the order in which they split the tokens."""
+        return tuple(axis for role in ROLES for axis in self.axes_of(role))
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """The axes along which tokens travel."""
+        return (*self.axes_of("expert"), *self.axes_of("tensor"))
+
+    def specs(
+        self, config: MoEConfig, model_width: int, *, use_bias: bool = False, sizes: Mapping[str, int] | None = None
+    ) -> dict[str, P]:
+        """How each parameter of `config.parameters(model_width)` is split, by name.
+
+        Experts are split over `expert` and, where that divides them, over `fsdp`, which else splits their embedding;
+        n over `tensor`. What every token passes through, the router and the shared experts, is split at rest over all
+        of these.
+
+        Args:
+          config: the layer.
+          model_width: d.
+          use_bias: biases on all projections of the experts.
+          sizes: devices along each axis; None to look at the mesh.
+
+        Raises:
+          ValueError: the mesh lacks an axis, or the devices along one do not divide what it splits.
+        """
+        sizes = self.sizes() if sizes is None else sizes
+        fsdp, expert, tensor = (
+            _Part(axes, math.prod(sizes[a] for a in axes)) for axes in map(self.axes_of, ("fsdp", "expert", "tensor"))
+        )
+        expert.check("expert", "num_experts", config.num_experts)
+        tensor.check("tensor", "expert_width", config.expert_width)
+        parts = {"expert": expert, "expert_mlp": tensor, "embed": fsdp}
+        if config.num_experts % (fsdp.devices * expert.devices) == 0:
+            parts |= {"expert": expert.with_(fsdp), "embed": _Part((), 1)}
+        else:
+            fsdp.check("fsdp", "model_width", model_width)
+        return {
+            name: P(*(parts[axis].axes or None for axis in parameter.axes))
+            if is_of_experts(parameter)
+            else self.dense_spec(parameter.shape, sizes)
+            for name, parameter in config.parameters(model_width, use_bias=use_bias).items()
+        }
+
+    def shards(self, config: MoEConfig, model_width: int, *, use_bias: bool = False) -> dict[str, Parameter]:
+        """`config.parameters`, with the shapes that one device has."""
+        sizes = self.sizes()
+        specs = self.specs(config, model_width, use_bias=use_bias, sizes=sizes)
+        return {
+            name: parameter._replace(shape=tuple(map(partial(_share, sizes), parameter.shape, specs[name])))
+            for name, parameter in config.parameters(model_width, use_bias=use_bias).items()
+        }
+
+    def dense_spec(self, shape: tuple[int, ...], sizes: Mapping[str, int] | None = None) -> P:
+        """How an array of which every token needs all is split at rest: over as many devices as divide a dimension."""
+        sizes = self.sizes() if sizes is None else sizes
+        for axes in ((*self.axes_of("fsdp"), *self.group), self.axes_of("fsdp")):
+            devices = math.prod(sizes[axis] for axis in axes)
+            for dimension, size in enumerate(shape):
+                if devices > 1 and size % devices == 0:
+                    return P(*[None] * dimension, axes, *[None] * (len(shape) - dimension - 1))
+        return P(*[None] * len(shape))
+
+    def sizes(self, mesh: Mesh | AbstractMesh | None = None) -> dict[str, int]:
+        """Devices along each axis of the mesh; None for its own, or that of `jax.set_mesh`.
+
+        Raises:
+          ValueError: there is no mesh, or it lacks an axis.
+        """
+        mesh = mesh or self.mesh or jax.sharding.get_abstract_mesh()
+        if missing := [axis for axis in self.axes if axis not in mesh.axis_names]:
+            has = f"the mesh has {', '.join(map(repr, mesh.axis_names))}" if mesh.axis_names else "there is no mesh"
+            raise ValueError(
+                f"{has}, but axis {missing[0]!r} has a role: make the mesh with it and give it to jax.set_mesh or "
+                "Parallelism(mesh, ...)"
+            )
+        return {axis: mesh.shape[axis] for axis in self.axes}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Mesh axes and the devices along them."""
+
+    axes: tuple[str, ...]
+    devices: int
+
+    def with_(self, other: "_Part") -> "_Part":
+        return _Part((*self.axes, *other.axes), self.devices * other.devices)
+
+    def check(self, role: str, name: str, size: int) -> None:
+        if size % self.devices:
+            axes = " and ".join(map(repr, self.axes))
+            raise ValueError(
+                f"{name}={size} must be a multiple of the {self.devices} devices along {axes}, the {role} axis"
+            )
+
+
+def _share(sizes: Mapping[str, int], size: int, axes: Axes | None) -> int:
+    return size // math.prod(sizes[axis] for axis in _names(axes))
+
+
+def _names(axes: Axes | None) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def is_of_experts(parameter: Parameter) -> bool:
+    """Whether the parameter is of the routed experts: each has its own."""
+    return parameter.axes[0] == "expert" and len(parameter.axes) > 1

@@ -1,0 +1,269 @@
+"""The layer over the devices of a mesh computes what one device computes, however tokens and experts are split."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import P
+from jax.sharding import AxisType, Mesh
+
+import blaze_jax
+from blaze_jax import MoE, MoEConfig, Parallelism, Router, moe
+from blaze_jax.nnx import AuxiliaryLoss
+from tests.layers import WIDTH, random_parameters, random_tokens
+from tests.numerics import assert_close, assert_same_bits
+
+# jax 0.12 cannot differentiate the error function of a GELU where check_vma=True.
+CONFIG = MoEConfig(
+    num_experts=8,
+    experts_per_token=3,
+    expert_width=8,
+    shared_width=8,
+    router=Router(scoring="sigmoid", num_groups=4, groups_per_token=2),
+    router_bias=True,
+    z_loss_weight=0.01,
+    bias_update_rate=0.1,
+)
+BIAS = jnp.linspace(-0.1, 0.1, 8)
+SMALL = MoEConfig(num_experts=4, experts_per_token=2, expert_width=8, z_loss_weight=0.01, load_balancing_weight=0.1)
+ALONE = ({"data": 2}, {"fsdp": 4}, {"expert": 2}, {"expert": 8}, {"tensor": 4})
+TOGETHER = {"fsdp": 2, "expert": 2, "tensor": 2}
+WAYS = {  # of parallelism and of meshes, so that each meets each
+    "data": ({"data": 8}, "auto", {}),
+    "fsdp over experts": ({"fsdp": 4}, "auto", {"keep_gathered": True}),
+    "fsdp over the width": ({"fsdp": 5}, "explicit", {"row_budget": None}),
+    "experts": ({"expert": 2}, "explicit", {}),
+    "experts in chunks": ({"expert": 8}, "auto", {"exchange": "permute", "chunks": 3}),
+    "experts, each token once": ({"expert": 4}, "check_vma", {"exchange": "all_to_all", "chunks": 2}),
+    "their width": ({"tensor": 2}, "check_vma", {}),
+    "their width, each token once": ({"tensor": 4}, "explicit", {"exchange": "all_to_all", "row_budget": 0.5}),
+    "all": ({"fsdp": 2, "expert": 2, "tensor": 2}, "auto", {"row_budget": 0.1, "chunks": 2}),
+    "all in shard_map": ({"fsdp": 2, "expert": 2, "tensor": 2}, "check_vma", {"row_budget": 0.1}),
+    "all in shard_map, unchecked": ({"data": 2, "expert": 2, "tensor": 2}, "shard_map", {"exchange": "all_to_all"}),
+    "all, explicitly": ({"data": 2, "fsdp": 2, "expert": 2}, "explicit", {"exchange": "permute"}),
+}
+
+
+def make_mesh(axes: dict[str, int], kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+def roles(axes: dict[str, int]) -> dict[str, str]:
+    return {role: role for role in axes}
+
+
+def loss(params, x, config=CONFIG, **options):
+    bias = BIAS[: config.num_experts] if config.has_selection_bias else None
+    y, routing = moe(x, params, config, selection_bias=bias, train=True, **options)
+    mean = jnp.square(y).mean()
+    if "parallel" in options and jax.sharding.get_abstract_mesh().manual_axes:
+        mean = jax.lax.pmean(mean, options["parallel"].axes)
+    return mean + sum(routing.weighted_losses.values()), (y, routing)
+
+
+one_device = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
+
+
+def over_devices(axes, kind, options, params, x, config=CONFIG):
+    """What `one_device` returns."""
+    mesh = make_mesh(axes, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+    parallel = Parallelism(**roles(axes), **options)
+    run = partial(loss, config=config, parallel=parallel)
+    with jax.set_mesh(mesh):
+        if kind in ("check_vma", "shard_map"):
+            by_token, specs = P(parallel.axes), parallel.specs(config, WIDTH, use_bias="b_down" in params)
+            fields = dict.fromkeys(blaze_jax.Routing._fields, P()) | {"experts": by_token, "weights": by_token}
+            outs = (P(), (by_token, blaze_jax.Routing(**fields)))
+            run = jax.shard_map(run, in_specs=(specs, by_token), out_specs=outs, check_vma=kind == "check_vma")
+        return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(params, x)
+
+
+def assert_as_one_device(way, tokens, config=CONFIG):
+    params, x = random_parameters(config, use_bias=True), random_tokens(tokens)
+    out, ref = over_devices(*way, params, x, config), one_device(params, x, config)
+    assert_close(out, ref)
+    routing, expected = out[0][1][1], ref[0][1][1]
+    assert_same_bits(*((np.asarray(r.experts), np.asarray(r.demand)) for r in (routing, expected)))
+
+
+def test_all_axes_together():
+    assert_as_one_device((TOGETHER, "auto", {"exchange": "permute", "row_budget": 0.1}), tokens=119, config=SMALL)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.default_sets(0)
+def test_every_way(way):
+    assert_as_one_device(WAYS[way], tokens=40)
+
+
+@pytest.mark.parametrize("axes", [*ALONE, TOGETHER], ids=str)
+@pytest.mark.default_sets(0)
+def test_ten_steps_of_an_optimizer(axes):
+    optimizer = optax.adamw(1e-2)
+    params, x = random_parameters(CONFIG), random_tokens(40)
+
+    def trained(params, x, options):
+        def step(carry, _):
+            params, state = carry
+            gradient = jax.grad(lambda p: loss(p, x, **options)[0])(params)
+            updates, state = optimizer.update(gradient, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, optimizer.init(params)), length=10)[0][0]
+
+    expected = jax.jit(partial(trained, options={}))(params, x)
+    mesh, parallel = make_mesh(axes), Parallelism(**roles(axes))
+    with jax.set_mesh(mesh):
+        specs = parallel.specs(CONFIG, WIDTH)
+        placed = {name: jax.device_put(array, jax.NamedSharding(mesh, specs[name])) for name, array in params.items()}
+        out = jax.jit(partial(trained, options={"parallel": parallel}))(placed, x)
+    assert_close(out, expected, 1e-4)
+
+
+@pytest.mark.parametrize(
+    "router", [{"capacity_factor": 0.5}, {"token_rounding": "nearest", "rounding_tile": 4}], ids=str
+)
+@pytest.mark.default_sets(0)
+def test_options_that_look_at_all_tokens(router):
+    config = replace(CONFIG, router=Router(**router), shared_width=0, router_bias=False)
+    params, x = random_parameters(config), random_tokens(39)
+    way = ({"data": 2, "expert": 2}, "auto", {})
+    assert_close(over_devices(*way, params, x, config), one_device(params, x, config))
+
+
+@pytest.mark.parametrize("tokens", [1, 13])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.default_sets(0)
+def test_tokens_that_the_devices_do_not_divide(tokens, kind):
+    params, x = random_parameters(CONFIG), random_tokens(tokens)
+    out = over_devices({"fsdp": 2, "expert": 4}, kind, {}, params, x)
+    assert_close(out, one_device(params, x, CONFIG))
+
+
+@pytest.mark.default_sets(0)
+def test_no_token():
+    parallel, params = Parallelism(expert="expert"), random_parameters(CONFIG)
+    with jax.set_mesh(make_mesh({"expert": 2})):
+        y, routing = moe(random_tokens(0), params, CONFIG, selection_bias=BIAS, parallel=parallel)
+    assert y.shape == (0, WIDTH)
+    assert routing.demand.sum() == 0
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("favourite", [0, 7])
+@pytest.mark.default_sets(0)
+def test_all_tokens_on_the_same_experts_in_rows_for_few(exchange, favourite):
+    config = MoEConfig(num_experts=8, experts_per_token=1, expert_width=8, load_balancing_weight=0.1)
+    params, x = random_parameters(config), jnp.abs(random_tokens(64, 10))
+    x = x.reshape(-1, WIDTH)
+    params["w_router"] = params["w_router"].at[:, favourite].set(10)
+    ref = one_device(params, x, config)
+    assert (ref[0][1][1].demand == 640 * (jnp.arange(8) == favourite)).all()
+    options = {"exchange": exchange, "row_budget": 0.5}
+    assert_close(over_devices({"expert": 4}, "auto", options, params, x, config), ref)
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "permute"])
+def test_an_id_of_no_expert_poisons_its_token(exchange):
+    config = MoEConfig(num_experts=4, experts_per_token=1, expert_width=8)
+    params = {name: w for name, w in random_parameters(config).items() if name != "w_router"}
+    experts = jnp.array([[0], [4], [-1], [-2], [3], [2]])
+    parallel, mesh = Parallelism(expert="expert", exchange=exchange), make_mesh({"expert": 2})
+    specs = parallel.specs(config, WIDTH, sizes={"expert": 2})
+    run = partial(blaze_jax.experts.experts_over_devices, parallel, specs)
+    run = partial(run, activation="swiglu", save="inputs", implementation=None)
+    over = jax.shard_map(
+        run, mesh=mesh, in_specs=({name: specs[name] for name in params}, *[P("expert")] * 3), out_specs=P("expert")
+    )
+    y = jax.jit(over)(params, random_tokens(6), jnp.ones((6, 1)), experts)
+    assert_same_bits(np.isnan(y).any(1), np.array([False, True, False, True, False, False]))
+    assert (y[2] == 0).all()
+
+
+@pytest.mark.parametrize("form", ["linen", "nnx"])
+@pytest.mark.default_sets(0)
+def test_modules(form):
+    x, parallel = random_tokens(16), Parallelism(data="data", expert="expert")
+
+    def result(parallel):
+        if form == "linen":
+            module = MoE(CONFIG, train=True, parallel=parallel)
+            run = partial(module.apply, mutable=["losses", "router_state"])
+            return jax.jit(run)({"params": random_parameters(CONFIG), "router_state": {"selection_bias": BIAS}}, x)
+        module = blaze_jax.nnx.MoE(WIDTH, CONFIG, train=True, parallel=parallel, rngs=nnx.Rngs(0))
+        y, losses = nnx.jit(lambda module: nnx.capture(module, AuxiliaryLoss)(x))(module)
+        return y, nnx.to_pure_dict(losses), module.selection_bias[...]
+
+    expected = result(None)
+    with jax.set_mesh(make_mesh({"data": 2, "expert": 4})):
+        assert_close(result(parallel), expected)
+
+
+@pytest.mark.default_sets(0)
+def test_mesh_given_with_the_axes():
+    params, x = random_parameters(CONFIG), random_tokens(8)
+    parallel = Parallelism(make_mesh({"expert": 2}), expert="expert")
+    assert_close(moe(x, params, CONFIG, parallel=parallel), moe(x, params, CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("axes", "config", "message"),
+    [
+        ({"expert": 3}, {}, "num_experts=8 must be a multiple of the 3 devices along 'expert', the expert axis"),
+        ({"tensor": 3}, {}, "expert_width=8 must be a multiple of the 3 devices along 'tensor', the tensor axis"),
+        ({"fsdp": 3}, {}, "model_width=10 must be a multiple of the 3 devices along 'fsdp', the fsdp axis"),
+    ],
+)
+def test_sizes_that_the_devices_do_not_divide(axes, config, message):
+    with jax.set_mesh(make_mesh(axes)), pytest.raises(ValueError, match=message):
+        moe(random_tokens(6), random_parameters(CONFIG), CONFIG, parallel=Parallelism(**roles(axes)))
+
+
+def test_misuse():
+    params, x = random_parameters(CONFIG), random_tokens(8)
+    with pytest.raises(ValueError, match="there is no mesh, but axis 'expert' has a role"):
+        moe(x, params, CONFIG, parallel=Parallelism(expert="expert"))
+    with (
+        jax.set_mesh(make_mesh({"data": 2})),
+        pytest.raises(ValueError, match="the mesh has 'data', but axis 'expert'"),
+    ):
+        moe(x, params, CONFIG, parallel=Parallelism(data="data", expert="expert"))
+    with pytest.raises(ValueError, match="parallel takes the place of axis_name"):
+        moe(x, params, CONFIG, parallel=Parallelism(expert="expert"), axis_name="data")
+    for wrong, message in [
+        ({}, "at least one mesh axis must have a role"),
+        ({"expert": "a", "data": ("a", "b")}, "and none two"),
+        ({"expert": 3}, "expert=3 must be the name of a mesh axis"),
+        ({"expert": "a", "exchange": "pigeon"}, "exchange='pigeon' must be None or one of all_gather"),
+        ({"expert": "a", "chunks": 0}, "chunks=0 must be at least 1"),
+        ({"expert": "a", "row_budget": 0}, "row_budget=0 must be above 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Parallelism(**wrong)
+
+    def half_inside(params, x):
+        return moe(x, params, CONFIG, parallel=Parallelism(data="data", expert="expert"))[0]
+
+    mesh = make_mesh({"data": 2, "expert": 2})
+    inside = jax.shard_map(half_inside, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"})
+    with pytest.raises(ValueError, match=r"jax.shard_map is over data but not over expert"):
+        jax.eval_shape(inside, params, x)
+
+
+def test_a_devices_part_of_parameters_is_as_small_as_the_mesh_is_large():
+    axes = {"fsdp": 2, "expert": 2, "tensor": 2}
+    parallel, params = Parallelism(**roles(axes)), CONFIG.parameters(16)
+    shards = {name: p.shape for name, p in parallel_shards(parallel, axes).items()}
+    for name, parameter in params.items():
+        assert math.prod(shards[name]) * 8 == math.prod(parameter.shape), name
+
+
+def parallel_shards(parallel, axes):
+    with jax.set_mesh(make_mesh(axes)):
+        return parallel.shards(CONFIG, 16)

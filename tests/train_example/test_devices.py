@@ -1,0 +1,160 @@
+"""Runs over the devices of a mesh, in one process and in two."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from tests.train_example.small import CONFIG, ROOT, decoder
+from train_example.arguments import parse_arguments
+from train_example.devices import Cluster, Devices
+from train_example.errors import UserError
+from train_example.step import init_state
+
+OPTIONS = ["--dtype", "float32", "--evaluate-every", "20", "--checkpoint-every", "4"]
+COMPARED = 20  # steps, before rounding has grown
+ON_CPU = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the devices here are virtual ones of the CPU")
+
+
+def start(out, *options, devices=4):
+    command = [sys.executable, "-m", "tests.train_example.small_program", "--out", str(out), *options]
+    variables = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # most of the time is compilation
+    return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def start_two(out, *options):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    several = ["--coordinator", address, "--processes", "2", "--process"]
+    return [start(out, *options, *several, str(i), devices=2) for i in range(2)]
+
+
+def metrics(out):
+    file = out / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def assert_same_training(out, other):
+    for name in ("loss", "gradient_norm", "auxiliary_loss"):
+        numbers, others = ([record[name] for record in metrics(folder)][:COMPARED] for folder in (out, other))
+        assert len(numbers) == COMPARED
+        np.testing.assert_allclose(numbers, others, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Folder of a run on one device."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    process = start(out, *OPTIONS)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return out
+
+
+@ON_CPU
+@pytest.mark.default_sets(0)
+def test_a_lost_process_ends_the_run_and_another_mesh_goes_on(alone, tmp_path):
+    split = tmp_path / "split"
+    first, second = start_two(split, *OPTIONS, "--mesh", "fsdp=2,expert=2")
+    deadline = time.monotonic() + 300
+    while len(metrics(split)) < 6:
+        assert time.monotonic() < deadline
+        assert first.poll() is None
+        time.sleep(0.02)
+    second.kill()
+    _, said = first.communicate(timeout=120)
+    second.communicate()
+    assert first.returncode != 0
+    if first.returncode == 3:  # else jax's own watch over the processes came first
+        assert "train_example: this process cannot go on, perhaps another one is lost; start all again with" in said
+    assert len(metrics(split)) < COMPARED
+
+    resumed = start(split, "--resume", "--mesh", "expert=4")
+    out, said = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, said
+    assert "training from step" in out
+    assert_same_training(split, alone)
+    assert (split / "sample.txt").exists()
+
+
+@ON_CPU
+@pytest.mark.default_sets(0)
+def test_two_processes_train_as_one(alone, tmp_path):
+    split = tmp_path / "split"
+    processes = start_two(split, *OPTIONS, "--mesh", "fsdp=2,tensor=2")
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "final: held-out" in outputs[0][0]
+    assert "final: held-out" not in outputs[1][0]
+    assert_same_training(split, alone)
+    assert {int(path.name) for path in (split / "checkpoints").iterdir()} == {32, 36, 40}
+
+
+@ON_CPU
+def test_a_device_keeps_its_share_of_the_state():
+    mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
+    devices, model = Devices.of(mesh), decoder()
+    state = jax.eval_shape(partial(init_state, CONFIG, model))
+    shardings = devices.shardings(state, model.moe, CONFIG.model.width)
+    shares = jax.tree.map(lambda a, s: np.prod(s.shard_shape(a.shape)) / max(a.size, 1), state, shardings)
+    split = {
+        jax.tree_util.keystr(path): share
+        for (path, share), leaf in zip(jax.tree_util.tree_leaves_with_path(shares), jax.tree.leaves(state), strict=True)
+        if leaf.size > 1
+    }
+    assert set(split.values()) == {1 / 8}, split
+
+
+@ON_CPU
+def test_a_process_reads_what_its_devices_need():
+    devices, asked = Devices.of({"data": 4}), []
+
+    def read(starts):
+        asked.append(starts.shape)
+        return np.repeat(starts[..., None], 3, axis=-1).astype(np.uint8)
+
+    starts = np.arange(16).reshape(2, 8)
+    batch = devices.split(starts, read, 3)
+    assert set(asked) == {(2, 2)}
+    np.testing.assert_array_equal(np.asarray(batch), read(starts))
+
+
+@ON_CPU
+def test_meshes_that_do_not_fit():
+    with pytest.raises(UserError, match="--mesh asks for 64 devices, there are"):
+        Devices.of({"data": 64})
+    with pytest.raises(UserError, match="--mesh does not fit the model: num_experts=8 must be a multiple of the 3"):
+        Devices.of({"expert": 3}).shardings((), CONFIG.model.moe(), 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--mesh ring=2", "'ring=2' must be like fsdp=2,expert=4"),
+        ("--processes 2 --process 0", "several processes need --coordinator HOST:PORT"),
+        ("--processes 2 --process 2 --coordinator a:1", "from 0 to N-1"),
+        ("--cluster --process 0", "--cluster leaves it to the environment"),
+        ("--cluster", "several processes need --out FOLDER"),
+    ],
+)
+@pytest.mark.default_sets(5)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(UserError, match=message):
+        parse_arguments(options.split())
+
+
+def test_options_of_several_processes():
+    several = ["--coordinator", "a:1", "--processes", "2", "--process", "1"]
+    arguments = parse_arguments(["--out", "x", "--mesh", "fsdp=2,expert=4", *several])
+    assert arguments.mesh == {"fsdp": 2, "expert": 4}
+    assert arguments.cluster == Cluster("a:1", 2, 1)
+    assert parse_arguments(["--out", "x"]).cluster is None
