@@ -154,6 +154,9 @@ class Kernels(Protocol):
 
     def row_range(self, groups: Dispatch, first_row: Int[Array, ""] | int, num_rows: int) -> Dispatch: ...
 
+    @property
+    def in_parts(self) -> Callable[[Dispatch, int], tuple[Dispatch, tuple[Dispatch, ...]]] | None: ...
+
     def up_projection(
         self,
         x: Float[Array, "T d"],
@@ -163,6 +166,7 @@ class Kernels(Protocol):
         *,
         activation: Callable[..., Array],
         keep_pre_activations: bool = True,
+        into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
     ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]: ...
 
     def down_projection(
@@ -196,6 +200,7 @@ class Kernels(Protocol):
         groups: Dispatch,
         *,
         activation: Callable[..., Array],
+        into: Float[Array, "R n"] | None = None,
     ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]: ...
 
     def down_weight_gradients(

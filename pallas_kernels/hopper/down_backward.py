@@ -36,6 +36,7 @@ def down_backward(
     groups: Dispatch[TileSchedule],
     *,
     activation: Callable[..., Array],
+    into: Float[Array, "R n"] | None = None,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
@@ -93,9 +94,10 @@ def down_backward(
     out = row_matmul(
         "moe_down_backward",
         groups.tiles,
-        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations},
+        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
         results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
-        aliases=[("pre", "d_pre")],  # a tile has read its pre-activations before it writes their gradients
+        # A tile has read its pre-activations before it writes their gradients.
+        aliases=[("pre", "d_pre"), *([] if into is None else [("into", "weighted_hidden")])],
         column_tiles=column_tiles,
         k_steps=-(-dy.shape[1] // K_STEP),
         load=load,

@@ -19,6 +19,7 @@ def down_backward(
     groups: Dispatch,
     *,
     activation: Callable[..., Array],
+    into: Float[Array, "R n"] | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, the weighted activation, and each row's routing-weight gradient.
 
@@ -30,6 +31,7 @@ def down_backward(
       row_weights: routing weight of each row.
       groups: the rows by expert.
       activation: the elementwise function of the up projection.
+      into: the weighted activation of other groups' rows, which are kept; None if there are none.
 
     Returns:
       `(d pre-activations, weights · activation, d row_weights)`, the first two in the dtype of the pre-activations, the
@@ -56,6 +58,7 @@ def down_backward(
 
     weights = (w_down,) if b_down is None else (w_down, b_down)
     like = (dy, w_down, pre_activations, row_weights)
-    buffers = (*pre_activations, empty(pre_activations[0].shape, dtype, like), empty((groups.num_rows, 1), wide, like))
+    weighted_hidden = empty(pre_activations[0].shape, dtype, like) if into is None else into
+    buffers = (*pre_activations, weighted_hidden, empty((groups.num_rows, 1), wide, like))
     *d_pre_activations, weighted_hidden, d_row_weights = map_rows(groups, weights, prepare, compute, buffers)
     return tuple(d_pre_activations), weighted_hidden, d_row_weights[:, 0]

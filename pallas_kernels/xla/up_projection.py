@@ -16,6 +16,7 @@ def up_projection(
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
+    into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
     """Pre-activations and activation of every row.
 
@@ -26,6 +27,7 @@ def up_projection(
       groups: the rows by expert.
       activation: elementwise function of the pre-activations.
       keep_pre_activations: whether the caller wants them; if not, they are written nowhere.
+      into: results of the same call for other groups, whose rows are kept; None if there are none.
 
     Returns:
       The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x`. The
@@ -46,6 +48,6 @@ def up_projection(
         return (*pre, activation(*pre)) if keep_pre_activations else (activation(*pre),)
 
     num_buffers = len(weights) + 1 if keep_pre_activations else 1
-    buffers = tuple(empty(shape, x.dtype, x) for _ in range(num_buffers))
+    buffers = (*into[0], into[1]) if into else tuple(empty(shape, x.dtype, x) for _ in range(num_buffers))
     *pre_activations, hidden = map_rows(groups, weights + biases, prepare, compute, buffers)
     return tuple(pre_activations), hidden
