@@ -216,7 +216,15 @@ def _up_projection(keep: bool, settings: Settings, xs: tuple[Array, ...], params
     out = None
     for x, own in zip(xs, rows.parts, strict=True):
         out = settings.kernels.up_projection(x, params.up_weights, params.up_biases, own, into=out, **options)
-    return out
+    return out if len(xs) == 1 else _in_place(out)
+
+
+def _in_place(arrays):
+    """`arrays`, of which a kernel writes a part of the rows and trusts XLA that the others are there.
+
+    For one layer of a stack, XLA would give it the stack's memory for its result alone (see `mosaic/in_place.py`).
+    """
+    return lax.optimization_barrier(arrays)
 
 
 _hidden = differentiated_once(partial(_up_projection, False))
@@ -269,8 +277,7 @@ def _gradients(settings: Settings, xs, params: Parameters, part: Tokens, rows: R
 def _down_backward(settings: Settings, dys, params: Parameters, row_weights, rows: Rows, pre_activations):
     """`dP`, which takes the place of `P` a part at a time, `g · H`, and `dg` of every row."""
     if len(rows.parts) > 1:
-        # Of one layer of a stack, XLA would give a kernel the stack, and its result other memory than the operand's.
-        pre_activations = lax.optimization_barrier(pre_activations)
+        pre_activations = _in_place(pre_activations)
     weighted_hidden, d_row_weights = None, []
     for dy, own in zip(dys, rows.parts, strict=True):
         pre_activations, weighted_hidden, d_weights = settings.kernels.down_backward(

@@ -155,10 +155,14 @@ def _errors(results, devices: int, backward: bool) -> dict[str, float]:
     errors = {}
     for name, (one, mesh, times) in pairs.items():
         shard = mesh.addressable_shards[0]
-        ref = times * np.asarray(one[shard.index].astype(jnp.float32))
-        out = np.asarray(shard.data.astype(jnp.float32))
-        errors[name] = float(np.linalg.norm(out - ref) / np.linalg.norm(ref))
+        errors[name] = float(_scaled_error(shard.data, one[shard.index], times))
     return errors
+
+
+@jax.jit
+def _scaled_error(out, one, times):
+    ref = times * one.astype(jnp.float32)
+    return jnp.linalg.norm(out.astype(jnp.float32) - ref) / jnp.linalg.norm(ref)
 
 
 def _in_turns(calls: dict[str, Callable], repeats: int, at_once: int = 4) -> dict[str, float]:
