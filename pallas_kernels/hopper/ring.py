@@ -63,7 +63,9 @@ class Ring(NamedTuple):
         """The warpgroup that calls has read the slot of `step`."""
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.stages)])
 
-    def fill(self, step, count, load: Callable, carry=None, found: Any = None, under: Sequence[Callable] = ()):
+    def fill(
+        self, step, count, load: Callable, carry=None, found=None, under: Sequence[Callable] = ()
+    ) -> tuple[Any, Any, Any]:
         """The producer's loop: `load(k, slot, carry, found) -> carry` starts the copies of `count` steps from `step`.
 
         The functions `under` are called before the last steps, one after the other, each with what the one before it

@@ -123,7 +123,7 @@ def row_matmul(
                 if gather:
                     gather.arrive(ring.landed, slot.number)
 
-            def fill_tile(step, steps=int):
+            def fill_tile(step, steps: Callable = int):
                 last, count = load_step, k_steps
                 if isinstance(end, RingEnd):
                     step, *_ = ring.fill(step, steps(k_steps), load_step)
@@ -141,7 +141,7 @@ def row_matmul(
             return turn + 1, step, *following, after
 
         zero = jnp.int32(0)
-        carry = (zero, zero, *queue.first(tokens_of), queue.known(zero + 1))
+        carry: Any = (zero, zero, *queue.first(tokens_of), queue.known(zero + 1))
         lax.while_loop(lambda carry: carry[2][1], produce_tile, carry)
 
     def consume(refs, ring: Ring, queue: TileQueue, warpgroup):
