@@ -111,7 +111,7 @@ FAULTS = [
     Fault(f"{HOPPER}/down_backward.py", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", f"{KERNELS}/test_down_projection_and_backward.py"),
     Fault(f"{HOPPER}/down_backward.py", "value_and_gradients(activation, pre, weight * d_hidden)", "value_and_gradients(activation, pre, d_hidden)", f"{KERNELS}/test_down_projection_and_backward.py"),
     Fault(f"{HOPPER}/weight_gradients.py", "@pl.when(end - row < K_STEP)", "@pl.when(end - row < 0)", f"{KERNELS}/test_weight_gradients.py"),
-    Fault(f"{HOPPER}/weight_gradients.py", "row = jnp.where(k + 1 < steps, row, following[0].start)", "row = row", f"{KERNELS}/test_weight_gradients.py {QUEUE}"),
+    Fault(f"{HOPPER}/weight_gradients.py", "row = jnp.where(k + 1 < steps, row, start_of(following))", "row = row", f"{KERNELS}/test_weight_gradients.py {QUEUE}"),
     Fault(f"{HOPPER}/tile_queue.py", "        plgpu.barrier_wait(self.refs.handed.at[place])\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
     Fault(f"{HOPPER}/tile_queue.py", "        pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
     Fault(f"{HOPPER}/tile_queue.py", "(number < self.tiles).astype", "(number <= self.tiles).astype", QUEUE),

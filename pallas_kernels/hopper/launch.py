@@ -23,6 +23,8 @@ PRODUCER = 2  # the warpgroup
 
 def launch(
     name: str,
+    kind: type,
+    find_tile: Callable,
     produce: Callable,
     consume: Callable,
     *,
@@ -42,6 +44,8 @@ def launch(
 
     Args:
       name: of the kernel in profiles.
+      kind: of named tuple that a tile is.
+      find_tile: `(refs, number) -> tile`; past the last tile any will do.
       produce: `(refs, ring, queue)`, fills the ring. `refs` has all that is named here, each by its name.
       consume: `(refs, ring, queue, warpgroup)`, reads the ring, in warpgroups 0 and 1.
       tiles: how many the blocks share out.
@@ -57,14 +61,14 @@ def launch(
       registers: a thread of the producer has, and one of a consumer. `setmaxnreg` shares out the 168 that the launch
         gave to each of three warpgroups; asking for more hangs.
     """
-    stages, blocks, dynamic = tuning.stages, interpreter.blocks(num_sms()), tuning.shares == "dynamic"
+    stages, blocks, dynamic = tuning.stages, interpreter.blocks(num_sms()), tile_queue.is_dynamic(tuning.shares)
     if dynamic:
         counter = tile_queue.new_counter(tiles, blocks)
         operands = {**operands, "counter": counter}
         results = {**results, "counter_after": jax.ShapeDtypeStruct(counter.shape, counter.dtype)}
         aliases = [*aliases, ("counter", "counter_after")]
     memory = {
-        **tile_queue.memory(),
+        **(tile_queue.memory() if dynamic else {}),
         "lhs": plgpu.SMEM((stages, TILE_ROWS, K_STEP), dtype, transforms=SWIZZLED),
         "rhs": plgpu.SMEM((stages, TILE_COLUMNS, K_STEP), dtype, transforms=SWIZZLED),
         "buffers": buffers,
@@ -78,7 +82,7 @@ def launch(
         refs = _named({**operands, **results, **memory}, flat)
         ring = Ring(stages, gathers, refs.lhs, refs.rhs, refs.landed, refs.full, refs.empty)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
-        queue = TileQueue(tiles, blocks, block, dynamic, refs)
+        queue = TileQueue(tiles, blocks, block, dynamic, kind, find_tile, refs)
         if gathers:
             gather.init_landed(refs.landed, stages)
 

@@ -63,15 +63,17 @@ class Ring(NamedTuple):
         """The warpgroup that calls has read the slot of `step`."""
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.stages)])
 
-    def fill(self, step, count, load: Callable, carry=None, under: Sequence[Callable] = ()):
+    def fill(
+        self, step, count, load: Callable, carry=None, found=None, under: Sequence[Callable] = ()
+    ) -> tuple[Any, Any, Any]:
         """The producer's loop: `load(k, slot, carry, found) -> carry` starts the copies of `count` steps from `step`.
 
         The functions `under` are called before the last steps, one after the other, each with what the one before it
         returned: whatever they wait for, the slots that are filled give them time. `found` is what the last of them
-        returned, and None before. Returns the step after the last, the carry, and `found`.
+        returned, and before that what is given. Returns the step after the last, the carry, and `found`.
         """
 
-        def fill_some(first, upto, loop, found=None):
+        def fill_some(first, upto, loop, found):
             def fill_one(k, loop):
                 step, carry = loop
                 slot = self.slot(step)
@@ -82,13 +84,12 @@ class Ring(NamedTuple):
             return lax.fori_loop(first, upto, fill_one, loop)
 
         apart = jnp.clip(count // (len(under) + 1), 1, 2)
-        loop, filled = (step, carry), 0
-        found: Any = None
+        loop, filled, result = (step, carry), 0, found
         for i, work in enumerate(under):
             upto = jnp.maximum(count - (len(under) - i) * apart, 0)
-            loop = fill_some(filled, upto, loop)
-            filled, found = upto, work(found)
-        return *fill_some(filled, count, loop, found), found
+            loop = fill_some(filled, upto, loop, found)
+            filled, result = upto, work(result)
+        return *fill_some(filled, count, loop, result), result
 
     def multiply(self, step, count, product: Callable, carry=None, under: Sequence[Callable] = (), last=lambda: None):
         """The consumers' loop: a tile's chain of products over the slots of `count` steps, one or more, from `step`.

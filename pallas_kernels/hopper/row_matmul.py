@@ -95,7 +95,7 @@ def row_matmul(
     gather = RowGather(operands["tokens"], rows=TILE_ROWS, columns=K_STEP) if "tokens" in operands else None
 
     def find_tile(refs, number) -> _Tile:
-        """Tile `number`; past the end one is repeated, its values are not used."""
+        """Tile `number`; past the end any."""
         shape = (schedule.num_tiles, column_tiles)
         place = plgpu.planar_snake(number, shape, tuning.minor_dim, tuning.tile_width)
         row_tile = jnp.clip(place[0], 0, schedule.num_tiles - 1)
@@ -103,16 +103,15 @@ def row_matmul(
         return _Tile(expert, first_row, valid_rows, row_tile, place[1])
 
     def produce(refs, ring: Ring, queue: TileQueue):
-        def take(turn):
-            """The tile of `turn`, whether there is one, and its tokens."""
-            tile, is_one = queue.wait(turn, _Tile)
-            return tile, is_one, gather.load_tokens(refs.token_indices, tile.first_row) if gather else ()
+        def tokens_of(tile):
+            return gather.load_tokens(refs.token_indices, tile.first_row) if gather else ()
 
         def produce_tile(carry):
-            turn, step, tile, _, tokens = carry
+            turn, step, (tile, _), tokens, known = carry
             where = Where(PRODUCER, tile.expert, tile.first_row, tile.valid_rows, tile.row_tile, tile.column_tile)
             offsets = gather.row_chunks(tokens, tile.valid_rows) if gather else None
-            following = queue.ahead(turn + 1, partial(find_tile, refs), take)
+            following, work = queue.ahead(turn + 1, known, tokens_of)
+            after = queue.known(turn + 2)  # two ahead: its loads, and then its tokens', finish under this tile's copies
 
             def load_step(k, slot, *_):
                 load(refs, where, k, slot)
@@ -124,21 +123,26 @@ def row_matmul(
                 if gather:
                     gather.arrive(ring.landed, slot.number)
 
+            def fill_tile(step, steps: Callable = int):
+                last, count = load_step, k_steps
+                if isinstance(end, RingEnd):
+                    step, *_ = ring.fill(step, steps(k_steps), load_step)
+                    last, count = partial(load_panel, end), PANELS
+                step, _, found = ring.fill(step, steps(count), last, under=work)
+                return step, found
+
             def steps(count):
                 return lax.select(tile.valid_rows > 0, jnp.int32(count), jnp.int32(0))
 
-            if isinstance(end, RingEnd):
-                step, *_ = ring.fill(step, steps(k_steps), load_step)
-                step, _, found = ring.fill(step, steps(PANELS), partial(load_panel, end), under=following)
+            if work:  # also where the tile has no rows; static counts would have their last steps unrolled, and spill
+                step, following = fill_tile(step, steps)
             else:
-                step, _, found = ring.fill(step, steps(k_steps), load_step, under=following)
-            return turn + 1, step, *found
+                step = lax.cond(tile.valid_rows > 0, lambda s: fill_tile(s)[0], lambda s: s, step)
+            return turn + 1, step, *following, after
 
         zero = jnp.int32(0)
-        first: Any = None
-        for part in queue.ahead(zero, partial(find_tile, refs), take):
-            first = part(first)
-        lax.while_loop(lambda carry: carry[3], produce_tile, (zero, zero, *first))
+        carry: Any = (zero, zero, *queue.first(tokens_of), queue.known(zero + 1))
+        lax.while_loop(lambda carry: carry[2][1], produce_tile, carry)
 
     def consume(refs, ring: Ring, queue: TileQueue, warpgroup):
         def product(slot, carry, accumulator, first):
@@ -162,18 +166,19 @@ def row_matmul(
             pl.when(step > 0)(lambda: left(step - 1, 0))
 
         def consume_tile(carry):
-            turn, step, done, tile, _ = carry
+            turn, step, done, (tile, _) = carry
             first = warpgroup * GROUP_ROWS
             rows = jnp.clip(tile.valid_rows - first, 0, GROUP_ROWS)
             where = Where(warpgroup, tile.expert, tile.first_row + first, rows, tile.row_tile, tile.column_tile)
-            take = partial(queue.take, turn + 1, _Tile)
+            known = queue.known(turn + 1)
+            take = partial(queue.take, turn + 1, known)
 
             def run_held(end: HeldEnd, step):
                 under = stores(done)
                 while len(under) > k_steps:  # those are stored at once
                     under.pop(0)()
-                step, accumulator, following = ring.multiply(step, k_steps, product, under=under, last=take)
-                return step, (end.finish(refs, where, accumulator), where), following
+                step, accumulator, taken = ring.multiply(step, k_steps, product, under=under, last=take)
+                return step, (end.finish(refs, where, accumulator), where), taken
 
             def run_ring(end: RingEnd, step):
                 end_panel = end.begin(refs, where)
@@ -187,21 +192,24 @@ def row_matmul(
                     step += 1
                 return step, (), take()
 
-            run = partial(run_held, end) if isinstance(end, HeldEnd) else partial(run_ring, end)
-            step, done, following = lax.cond(tile.valid_rows > 0, run, lambda s: (s, done, take()), step)
-            return turn + 1, step, done, *following
+            run_tile = partial(run_held, end) if isinstance(end, HeldEnd) else partial(run_ring, end)
+            step, done, taken = lax.cond(tile.valid_rows > 0, run_tile, lambda s: (s, done, take()), step)
+            return turn + 1, step, done, known or taken
 
         zero, done = jnp.int32(0), ()
         if isinstance(end, HeldEnd):
             nothing = plgpu.layout_cast(jnp.zeros((GROUP_ROWS, end.columns), dtype), plgpu.Layout.WGMMA)
             done = (nothing, Where(warpgroup, zero, zero, zero, zero, zero))
-        carry = (zero, zero, done, *queue.take(zero, _Tile))
-        done = lax.while_loop(lambda carry: carry[-1], consume_tile, carry)[2]
+        known = queue.known(zero)
+        carry = (zero, zero, done, known or queue.take(zero, known))
+        done = lax.while_loop(lambda carry: carry[-1][1], consume_tile, carry)[2]
         for store in stores(done):
             store()
 
     return launch(
         name,
+        _Tile,
+        find_tile,
         produce,
         consume,
         tiles=schedule.num_tiles * column_tiles,

@@ -1,12 +1,14 @@
-"""Which tile a block computes next: a number from a counter in device memory, handed to the block's three warpgroups.
+"""Which tile a block computes next: one of a fixed share, or what a counter in device memory says.
 
-Blocks that start late, because a collective's own blocks hold their SMs, find the work done instead of a share that
-waits for them. Tile n is the same whoever computes it, so no result depends on who does.
+With fixed shares, a block takes every `blocks`-th tile from its own number on, and each warpgroup finds them itself.
+Where shares are dynamic, blocks that start late, because a collective's own blocks hold their SMs, find the work done
+instead of a share that waits for them. Tile n is the same whoever computes it, so no result depends on who does.
 
-One thread of the producer counts, finds out what the tile is, and writes that to shared memory, for its own warpgroup
-too. It does so under the last steps of the tile before, where nobody waits for it; not earlier, or one block would have
-two tiles while another has none. A launch takes `tiles + blocks` numbers, one for each tile and one for each block that
-learns that none is left; after so many `atom.inc` begins again. The counter is zero when a kernel starts and ends.
+For that, one thread of the producer counts, finds out what the tile is, and writes that to shared memory, for its own
+warpgroup too. It does so under the last steps of the tile before, where nobody waits for it; not earlier, or one block
+would have two tiles while another has none. A launch takes `tiles + blocks` numbers, one for each tile and one for each
+block that learns that none is left; after so many `atom.inc` begins again. The counter is zero when a kernel starts and
+ends.
 """
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
@@ -43,6 +45,14 @@ PLACES = 4
 """Tiles that the producer may be ahead of the consumers: as many as slots of the ring, for tiles of one step."""
 
 
+def is_dynamic(shares: str | None) -> bool:
+    """Whether tiles are counted out, with `TileTuning.shares`."""
+    if shares is not None:
+        return shares == "dynamic"
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in mesh.manual_axes)  # only there are collectives beside the kernels
+
+
 def memory() -> dict[str, Any]:
     """What a kernel needs in shared memory, by name."""
     return {
@@ -53,13 +63,15 @@ def memory() -> dict[str, Any]:
 
 
 class TileQueue(NamedTuple):
-    """The tiles of a block, one after the other.
+    """The tiles of a block, one after the other; each comes with whether there is one.
 
     Attributes:
       tiles: how many the blocks share out, in all.
       blocks: that share them.
       block: this one.
       dynamic: whether tiles are counted out; otherwise a block takes every `blocks`-th, from its own number on.
+      kind: of named tuple that a tile is.
+      find: `(refs, number) -> tile`; past the end some tile, its values are not used.
       refs: has `counter` and what `memory` names.
     """
 
@@ -67,46 +79,63 @@ class TileQueue(NamedTuple):
     blocks: int
     block: jax.Array
     dynamic: bool
+    kind: Any
+    find: Callable
     refs: Any
 
-    def number(self, turn) -> jax.Array:
-        """Of the block's tile of `turn`, in the producer's first thread; `tiles` or more if there is none."""
+    def known(self, turn):
+        """The tile of `turn` where shares are fixed: any warpgroup finds it, at any time. None where it is handed."""
         if self.dynamic:
-            return count(self.refs.counter, self, turn)
-        return self.block + turn * self.blocks
+            return None
+        number = self.block + turn * self.blocks
+        return self.find(self.refs, number), number < self.tiles
 
-    def hand(self, turn, number, tile: tuple) -> None:
-        """The producer hands the `tile` of `turn` to all, which has that `number`."""
+    def ahead(self, turn, known, begin: Callable) -> tuple[Any, tuple[Callable, ...]]:
+        """For the producer: the tile of `turn` and `begin(tile)`, and what is left to do for it.
+
+        If it is not `known`, that is None, and parts of work: each is given what the one before it returned, and the
+        last returns it.
+        """
+        if known is not None:
+            return (known, begin(known[0])), ()
+
+        def find(number):
+            return number, self.find(self.refs, number)
+
+        def hand(found):
+            self._hand(turn, *found)
+            tile = self._wait(turn)
+            return tile, begin(tile[0])
+
+        return None, (lambda _: count(self.refs.counter, self, turn), find, hand)
+
+    def first(self, begin: Callable):
+        """For the producer: its first tile, and `begin(tile)`."""
+        found, work = self.ahead(jnp.int32(0), self.known(jnp.int32(0)), begin)
+        for part in work:
+            found = part(found)
+        return found
+
+    def take(self, turn, known) -> Any:
+        """For a consumer: the tile of `turn`, which makes room for another; None if it is `known`."""
+        if known is not None:
+            return None
+        tile = self._wait(turn)
+        plgpu.barrier_arrive(self.refs.taken.at[lax.rem(turn, PLACES)])
+        return tile
+
+    def _hand(self, turn, number, tile: tuple) -> None:
         place = lax.rem(turn, PLACES)
         pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))
         is_one = (number < self.tiles).astype(jnp.int32)
         write_words(self.refs.next_tiles, place * FIELDS, (is_one, *tile))
         plgpu.barrier_arrive(self.refs.handed.at[place])
 
-    def ahead(self, turn, find: Callable, take: Callable) -> tuple[Callable, ...]:
-        """The producer's work for the tile of `turn`, in parts: each is given what the one before it returned.
-
-        `find(number)` says what tile it is, and `take(turn)` waits for it and returns what the last part does.
-        """
-
-        def hand(found):
-            self.hand(turn, *found)
-            return take(turn)
-
-        return lambda _: self.number(turn), lambda number: (number, find(number)), hand
-
-    def wait(self, turn, kind):
-        """The tile of `turn`, a `kind` of named tuple, and whether there is one."""
+    def _wait(self, turn):
         place = lax.rem(turn, PLACES)
         plgpu.barrier_wait(self.refs.handed.at[place])
-        is_one, *fields = (self.refs.next_tiles[place * FIELDS + i] for i in range(1 + len(kind._fields)))
-        return kind(*fields), is_one > 0
-
-    def take(self, turn, kind):
-        """The same for a consumer, which makes room for another."""
-        tile = self.wait(turn, kind)
-        plgpu.barrier_arrive(self.refs.taken.at[lax.rem(turn, PLACES)])
-        return tile
+        is_one, *fields = (self.refs.next_tiles[place * FIELDS + i] for i in range(1 + len(self.kind._fields)))
+        return self.kind(*fields), is_one > 0
 
 
 def _is_first_thread():
@@ -132,7 +161,7 @@ def count(counter, queue: TileQueue, turn):
     last = last_number(queue.tiles, queue.blocks)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def run(ctx, counter):
+    def take(ctx, counter):
         number = utils.inline_ptx(
             "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p atom.global.inc.u32 $0, [$1], $2; }",
             global_pointer(counter),
@@ -143,7 +172,7 @@ def count(counter, queue: TileQueue, turn):
         )
         return mgpu.FragmentedArray.splat(number, (), is_signed=True)
 
-    return run(counter)
+    return take(counter)
 
 
 @in_interpreter(forms.write_words)
@@ -151,10 +180,10 @@ def write_words(words, first, values: tuple) -> None:
     """Writes `values` of the first thread to shared memory, from word `first` on."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, (SCALAR,) * len(values)))
-    def run(ctx, words, first, values):
+    def write(ctx, words, first, values):
         address = shared_address(words, arith.muli(scalar(first), c32(4)))
         with utils.when(_is_first_thread()):
             for i, value in enumerate(values):
                 ptx("st.shared.b32 [$0], $1;", arith.addi(address, c32(4 * i)), scalar(value), constraints="r,r")
 
-    run(words, first, values)
+    write(words, first, values)

@@ -6,7 +6,7 @@ neighbour's NaN times zero would be NaN.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,7 @@ def _row_contraction(
     gather = RowGather(tokens, rows=K_STEP, columns=TILE_ROWS)
 
     def find_tile(refs, number) -> _Tile:
-        """Tile `number`; past the end the last one is repeated, its values are not used."""
+        """Tile `number`; past the end the last one."""
         number = jnp.minimum(number, num_tiles - 1)
         expert = number // (row_tiles * column_tiles)
         in_expert = lax.rem(number, row_tiles * column_tiles)
@@ -155,11 +155,10 @@ def _row_contraction(
         return _Tile(expert, *place, refs.offsets[expert], refs.offsets[expert + 1])
 
     def produce(refs, ring: Ring, queue: TileQueue):
-        find, tokens_of = partial(find_tile, refs), partial(gather.load_tokens, refs.token_indices)
-        take = partial(queue.wait, kind=_Tile)
+        tokens_of = partial(gather.load_tokens, refs.token_indices)
 
         def produce_tile(carry):
-            turn, step, tokens, tile, _ = carry
+            turn, step, tokens, (tile, _), known = carry
             steps = tile.steps
 
             def load_step(k, slot, tokens, following):
@@ -172,21 +171,23 @@ def _row_contraction(
                 gather.copy(refs.tokens, offsets, slot.lhs, ring.landed, slot.number, tile.row_tile * TILE_ROWS)
                 row += K_STEP
                 if following:  # the last step is among those after which it is known
-                    row = jnp.where(k + 1 < steps, row, following[0].start)
+                    row = jnp.where(k + 1 < steps, row, start_of(following))
                 return tokens_of(row)
 
-            ahead = queue.ahead(turn + 1, find, take)
-            step, tokens, following = ring.fill(step, steps, load_step, tokens, under=ahead)
+            def start_of(following):
+                (tile, _), _ = following
+                return tile.start
+
+            following, work = queue.ahead(turn + 1, known, lambda _: ())
+            step, tokens, following = ring.fill(step, steps, load_step, tokens, following, work)
+            after = queue.known(turn + 2)
             # An empty expert has no step to load the next tile's first tokens in.
-            tokens = lax.cond(steps > 0, lambda t: t, lambda _: tokens_of(following[0].start), tokens)
-            return turn + 1, step, tokens, *following
+            tokens = lax.cond(steps > 0, lambda t: t, lambda _: tokens_of(start_of(following)), tokens)
+            return turn + 1, step, tokens, following[0], after
 
         zero = jnp.int32(0)
-        first: Any = None
-        for part in queue.ahead(zero, find, take):
-            first = part(first)
-        carry = (zero, zero, tokens_of(first[0].start), *first)
-        lax.while_loop(lambda carry: carry[-1], produce_tile, carry)
+        first, tokens = queue.first(lambda tile: tokens_of(tile.start))
+        lax.while_loop(lambda carry: carry[3][1], produce_tile, (zero, zero, tokens, first, queue.known(zero + 1)))
 
     def consume(refs, ring: Ring, queue: TileQueue, warpgroup):
         def product(slot, rows, accumulator, first):
@@ -224,9 +225,10 @@ def _row_contraction(
             return plgpu.layout_cast(jnp.zeros((GROUP_ROWS, columns), dtype), plgpu.Layout.WGMMA)
 
         def consume_tile(carry):
-            turn, step, held, held_tile, tile, _ = carry
+            turn, step, held, held_tile, (tile, _) = carry
             steps = tile.steps
-            take = partial(queue.take, turn + 1, _Tile)
+            known = queue.known(turn + 1)
+            take = partial(queue.take, turn + 1, known)
 
             def store_held(chunk):
                 pl.when(turn > 0)(partial(store, held, held_tile, chunk))
@@ -242,27 +244,30 @@ def _row_contraction(
 
             def run(step):
                 rows = (tile.start, tile.end)
-                step, accumulator, following = ring.multiply(step, steps, product, rows, under, last=take)
-                return step, end(accumulator), following
+                step, accumulator, taken = ring.multiply(step, steps, product, rows, under, last=take)
+                return step, end(accumulator), taken
 
             def nothing_to_add(step):
                 for work in under:
                     work()
                 return step, end(zeros(TILE_COLUMNS, jnp.float32)), take()
 
-            step, held, following = lax.cond(steps > 0, run, nothing_to_add, step)
-            return turn + 1, step, held, tile, *following
+            step, held, taken = lax.cond(steps > 0, run, nothing_to_add, step)
+            return turn + 1, step, held, tile, known or taken
 
         zero = jnp.int32(0)
         held = zeros(8 if wide else TILE_COLUMNS, dtype)  # nothing is held of a wide result
-        carry = (zero, zero, held, _Tile(zero, zero, zero, zero, zero), *queue.take(zero, _Tile))
-        turns, _, held, tile, *_ = lax.while_loop(lambda carry: carry[-1], consume_tile, carry)
+        known = queue.known(zero)
+        carry = (zero, zero, held, _Tile(zero, zero, zero, zero, zero), known or queue.take(zero, known))
+        turns, _, held, tile, _ = lax.while_loop(lambda carry: carry[-1][1], consume_tile, carry)
         for chunk in () if wide else chunks:
             pl.when(turns > 0)(partial(store, held, tile, chunk))
 
     result = jax.ShapeDtypeStruct((num_experts, *(shape[::-1] if transposed else shape)), dtype)
     return launch(
         name,
+        _Tile,
+        find_tile,
         produce,
         consume,
         tiles=num_tiles,

@@ -44,7 +44,8 @@ class TileTuning:
       minor_dim: 0 or 1, the stripes cut the tiles' rows or columns.
       tile_width: tiles across a stripe, a power of two, so that finding a tile takes no slow division.
       shares: "dynamic", a block takes the next tile when it is done with one, so that blocks may start late; or
-        "fixed", block b takes tiles b, b + blocks and so on. Files of tuned parameters may leave it out.
+        "fixed", block b takes tiles b, b + blocks and so on. None is dynamic inside a `shard_map` over several devices,
+        where collectives hold SMs, and fixed elsewhere. Files of tuned parameters may leave it out.
 
     Raises:
       ValueError: a value is none of these.
@@ -53,13 +54,13 @@ class TileTuning:
     stages: int = MOST_STAGES
     minor_dim: int = 0
     tile_width: int = 1
-    shares: str = "dynamic"
+    shares: str | None = None
 
     def __post_init__(self):
         widths = tuple(1 << i for i in range(9))
         _check(self, stages=tuple(range(2, MOST_STAGES + 1)), minor_dim=(0, 1), tile_width=widths)
-        if self.shares not in ("dynamic", "fixed"):
-            raise ValueError(f"shares={self.shares!r} must be 'dynamic' or 'fixed'")
+        if self.shares not in (None, "dynamic", "fixed"):
+            raise ValueError(f"shares={self.shares!r} must be 'dynamic', 'fixed' or None")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,11 @@
 
 from functools import cache
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import tile_queue
@@ -123,6 +126,22 @@ def test_the_bits_of_fixed_shares(kernel, order, counters):
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_tiles_without_rows(kernel):
     run(kernel, "all_slots_empty", blocks=2)
+
+
+@pytest.mark.parametrize(("sizes", "dynamic"), [((1, 2), False), ((2, 1), True)])
+def test_tiles_are_counted_out_where_a_kernel_is_one_of_several_devices(sizes, dynamic):
+    """Of the axes, `shard_map` maps the first."""
+    found = []
+
+    def look(x):
+        found.append([tile_queue.is_dynamic(shares) for shares in (None, "fixed", "dynamic")])
+        return x
+
+    mesh = jax.make_mesh(sizes, ("mapped", "other"), (AxisType.Auto,) * 2)
+    jax.shard_map(look, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"mapped"})(np.ones(8))
+    look(np.ones(8))
+    assert found[0] == [dynamic, False, True]
+    assert found[-1] == [False, False, True]
 
 
 @pytest.mark.parametrize(("tiles", "blocks"), [(0, 3), (1, 1), (2, 5), (24, 5)])

@@ -125,7 +125,7 @@ def test_a_folder_in_the_files_place_is_a_warning(user_file):
         (
             "up_projection",
             {"stages": 4, "minor_dim": 0, "tile_width": 1, "shares": "some"},
-            "shares='some' must be 'dynamic' or 'fixed'",
+            "shares='some' must be 'dynamic', 'fixed' or None",
         ),
         ("up_projection", {"stages": 4}, "the parameters of up_projection must be stages, minor_dim, tile_width"),
         ("up_projection", None, "got None"),
