@@ -114,8 +114,7 @@ FAULTS = [
     Fault(f"{HOPPER}/weight_gradients.py", "row = jnp.where(k + 1 < steps, row, start_of(following))", "row = row", f"{KERNELS}/test_weight_gradients.py {QUEUE}"),
     Fault(f"{HOPPER}/tile_queue.py", "        plgpu.barrier_wait(self.refs.handed.at[place])\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
     Fault(f"{HOPPER}/tile_queue.py", "        pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
-    Fault(f"{HOPPER}/tile_queue.py", "(number < self.tiles).astype", "(number <= self.tiles).astype", QUEUE),
-    Fault(f"{HOPPER}/tile_queue.py", "return tiles + blocks - 1", "return tiles + blocks", QUEUE),
+    Fault(f"{HOPPER}/row_matmul.py", "number < row_tiles * column_tiles", "number <= row_tiles * column_tiles", QUEUE),
     Fault(f"{SIMT}/combine.py", "select(place < num_rows, rows.load_vector(row, COLUMNS), nothing)", "rows.load_vector(row, COLUMNS)", f"{KERNELS}/test_combine.py {KERNELS}/simt/test_combine.py"),
     # over devices
     Fault(f"{LAYER}/exchange.py", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", PARALLEL),

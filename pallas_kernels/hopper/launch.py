@@ -82,7 +82,7 @@ def launch(
         refs = _named({**operands, **results, **memory}, flat)
         ring = Ring(stages, gathers, refs.lhs, refs.rhs, refs.landed, refs.full, refs.empty)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
-        queue = TileQueue(tiles, blocks, block, dynamic, kind, find_tile, refs)
+        queue = TileQueue(blocks, block, dynamic, kind, find_tile, refs)
         if gathers:
             gather.init_landed(refs.landed, stages)
 

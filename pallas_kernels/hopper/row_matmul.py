@@ -21,7 +21,7 @@ from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.launch import PRODUCER, launch
 from pallas_kernels.hopper.ragged_store import store_buffers, store_rows
 from pallas_kernels.hopper.ring import PANELS, Ring
-from pallas_kernels.hopper.tile_queue import TileQueue
+from pallas_kernels.hopper.tile_queue import TileQueue, is_dynamic
 from pallas_kernels.hopper.wgmma import wgmma
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, Where
 from pallas_kernels.tuning.parameters import TileTuning
@@ -94,13 +94,18 @@ def row_matmul(
     dtype = jax.tree.leaves(list(operands.values()))[0].dtype
     gather = RowGather(operands["tokens"], rows=TILE_ROWS, columns=K_STEP) if "tokens" in operands else None
 
-    def find_tile(refs, number) -> _Tile:
-        """Tile `number`; past the end any."""
-        shape = (schedule.num_tiles, column_tiles)
+    used = None
+    if is_dynamic(tuning.shares):  # a tile without rows would cost as long as it takes to get the next one
+        used = jnp.sum(schedule.valid_rows > 0, dtype=jnp.int32)[None]
+
+    def find_tile(refs, number):
+        """Tile `number`, and whether there is one; past the end it is any."""
+        row_tiles = schedule.num_tiles if refs.used is None else refs.used[0]
+        shape = (row_tiles if used is None else jnp.maximum(row_tiles, 1), column_tiles)
         place = plgpu.planar_snake(number, shape, tuning.minor_dim, tuning.tile_width)
         row_tile = jnp.clip(place[0], 0, schedule.num_tiles - 1)
         expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in refs.schedule)
-        return _Tile(expert, first_row, valid_rows, row_tile, place[1])
+        return _Tile(expert, first_row, valid_rows, row_tile, place[1]), number < row_tiles * column_tiles
 
     def produce(refs, ring: Ring, queue: TileQueue):
         def tokens_of(tile):
@@ -213,7 +218,7 @@ def row_matmul(
         produce,
         consume,
         tiles=schedule.num_tiles * column_tiles,
-        operands={"schedule": schedule, **operands},
+        operands={"schedule": schedule, "used": used, **operands},
         tuning=tuning,
         dtype=dtype,
         gathers=gather is not None,

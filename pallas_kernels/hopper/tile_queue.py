@@ -6,14 +6,13 @@ instead of a share that waits for them. Tile n is the same whoever computes it, 
 
 For that, one thread of the producer counts, finds out what the tile is, and writes that to shared memory, for its own
 warpgroup too. It does so under the last steps of the tile before, where nobody waits for it; not earlier, or one block
-would have two tiles while another has none. A launch takes `tiles + blocks` numbers, one for each tile and one for each
-block that learns that none is left; after so many `atom.inc` begins again. The counter is zero when a kernel starts and
-ends.
+would have two tiles while another has none. A block stops at the first number that is no tile's.
 """
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -66,16 +65,14 @@ class TileQueue(NamedTuple):
     """The tiles of a block, one after the other; each comes with whether there is one.
 
     Attributes:
-      tiles: how many the blocks share out, in all.
-      blocks: that share them.
+      blocks: that share the tiles.
       block: this one.
       dynamic: whether tiles are counted out; otherwise a block takes every `blocks`-th, from its own number on.
       kind: of named tuple that a tile is.
-      find: `(refs, number) -> tile`; past the end some tile, its values are not used.
+      find: `(refs, number) -> tile, whether there is one`; past the end some tile, its values are not used.
       refs: has `counter` and what `memory` names.
     """
 
-    tiles: int
     blocks: int
     block: jax.Array
     dynamic: bool
@@ -87,8 +84,7 @@ class TileQueue(NamedTuple):
         """The tile of `turn` where shares are fixed: any warpgroup finds it, at any time. None where it is handed."""
         if self.dynamic:
             return None
-        number = self.block + turn * self.blocks
-        return self.find(self.refs, number), number < self.tiles
+        return self.find(self.refs, self.block + turn * self.blocks)
 
     def ahead(self, turn, known, begin: Callable) -> tuple[Any, tuple[Callable, ...]]:
         """For the producer: the tile of `turn` and `begin(tile)`, and what is left to do for it.
@@ -99,15 +95,12 @@ class TileQueue(NamedTuple):
         if known is not None:
             return (known, begin(known[0])), ()
 
-        def find(number):
-            return number, self.find(self.refs, number)
-
         def hand(found):
             self._hand(turn, *found)
             tile = self._wait(turn)
             return tile, begin(tile[0])
 
-        return None, (lambda _: count(self.refs.counter, self, turn), find, hand)
+        return None, (lambda _: count(self.refs.counter, self, turn), partial(self.find, self.refs), hand)
 
     def first(self, begin: Callable):
         """For the producer: its first tile, and `begin(tile)`."""
@@ -124,11 +117,10 @@ class TileQueue(NamedTuple):
         plgpu.barrier_arrive(self.refs.taken.at[lax.rem(turn, PLACES)])
         return tile
 
-    def _hand(self, turn, number, tile: tuple) -> None:
+    def _hand(self, turn, tile: tuple, is_one) -> None:
         place = lax.rem(turn, PLACES)
         pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))
-        is_one = (number < self.tiles).astype(jnp.int32)
-        write_words(self.refs.next_tiles, place * FIELDS, (is_one, *tile))
+        write_words(self.refs.next_tiles, place * FIELDS, (is_one.astype(jnp.int32), *tile))
         plgpu.barrier_arrive(self.refs.handed.at[place])
 
     def _wait(self, turn):
@@ -144,28 +136,21 @@ def _is_first_thread():
 
 @in_interpreter(forms.new_counter)
 def new_counter(tiles: int, blocks: int) -> jax.Array:
-    """The counter of a launch of so many blocks that share out `tiles`."""
+    """The counter of a launch of so many blocks that share out `tiles` at most."""
     del tiles, blocks
     return jnp.zeros(1, jnp.int32)
-
-
-def last_number(tiles: int, blocks: int) -> int:
-    """The last that a launch takes; after it, the counter is zero again."""
-    return tiles + blocks - 1
 
 
 @in_interpreter(forms.count)
 def count(counter, queue: TileQueue, turn):
     """The counter's next number, in the first thread, and 0 in the others."""
-    del turn
-    last = last_number(queue.tiles, queue.blocks)
+    del queue, turn
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
     def take(ctx, counter):
         number = utils.inline_ptx(
-            "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; @p atom.global.inc.u32 $0, [$1], $2; }",
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p atom.global.add.u32 $0, [$1], 1; }",
             global_pointer(counter),
-            c32(last),
             arith.extui(int_type(32), _is_first_thread()),
             result_types=int_type(32),
             has_side_effects=True,

@@ -146,13 +146,13 @@ def _row_contraction(
     chunks = range(TILE_COLUMNS // chunk_columns)
     gather = RowGather(tokens, rows=K_STEP, columns=TILE_ROWS)
 
-    def find_tile(refs, number) -> _Tile:
-        """Tile `number`; past the end the last one."""
-        number = jnp.minimum(number, num_tiles - 1)
+    def find_tile(refs, number):
+        """Tile `number`, and whether there is one; past the end it is the last."""
+        is_one, number = number < num_tiles, jnp.minimum(number, num_tiles - 1)
         expert = number // (row_tiles * column_tiles)
         in_expert = lax.rem(number, row_tiles * column_tiles)
         place = plgpu.planar_snake(in_expert, (row_tiles, column_tiles), tuning.minor_dim, tuning.tile_width)
-        return _Tile(expert, *place, refs.offsets[expert], refs.offsets[expert + 1])
+        return _Tile(expert, *place, refs.offsets[expert], refs.offsets[expert + 1]), is_one
 
     def produce(refs, ring: Ring, queue: TileQueue):
         tokens_of = partial(gather.load_tokens, refs.token_indices)

@@ -29,7 +29,7 @@ def test_parts_fill_the_same_rows():
 
     tokens, gradients = normal(PARTS * TOKENS, D), normal(PARTS * TOKENS, D)
     weights, w_down, b_down = (normal(EXPERTS, D, N), normal(EXPERTS, D, N)), normal(EXPERTS, N, D), normal(EXPERTS, D)
-    # Without watching for races: down_backward reads whole tiles, of which rows of a neighbour may be written meanwhile.
+    # No watching for races: down_backward reads whole tiles, of which a neighbour's rows may be written meanwhile.
     with hopper.interpreted(detect_races=False):
         groups = grouped(rng)
         row_weights = jnp.asarray(rng.uniform(size=groups.num_rows), jnp.float32)
