@@ -23,31 +23,47 @@ def combine_columns(
     weights: Float[Array, "T K"] | None,
     dtype,
     most: int | None = None,
-    leave: Callable[[Float[Array, "T columns"]], Float[Array, "T_home columns"]] | None = None,
 ) -> Float[Array, "T d"]:
-    """Combines `rows(first_column, num_columns)`, blocks of at most `most` columns; None for as many as suit.
-
-    The result is what `leave` makes of the columns, block by block: its collectives can run while the next block is
-    computed.
-    """
-    num_experts, n, width = w_down.shape
-    most = most or kernels.column_block(dispatch.num_rows, width, n, num_experts, dtype)
-    block = block_width(width, most)
+    """Combines `rows(first_column, num_columns)`, blocks of at most `most` columns; None for as many as suit."""
+    block, width = _block(kernels, w_down, dispatch, dtype, most), w_down.shape[2]
 
     def step(i, y):
         # A last narrow block reaches back over columns that are done.
         first_column = jnp.minimum(i * block, width - block)
         return kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, y, first_column)
 
-    def empty(columns):  # every column is written
-        return vary_over(lax.empty((dispatch.token_index_map.shape[0], columns), dtype), varying_axes(dispatch))
+    return lax.fori_loop(0, -(-width // block), step, _empty(dispatch, width, dtype))
 
-    if leave is None:
-        return lax.fori_loop(0, -(-width // block), step, empty(width))
-    left, y = [], empty(block)
+
+def departing_columns(
+    kernels: Kernels,
+    rows: Callable,
+    w_down: Float[Array, "E n d"],
+    dispatch: Dispatch,
+    weights: Float[Array, "T K"] | None,
+    dtype,
+    depart: Callable[[Float[Array, "T columns"]], Float[Array, "T_home columns"]],
+) -> tuple[Float[Array, "T_home d"], Array]:
+    """What `depart` makes of the columns that `combine_columns` combines, and the last block of them.
+
+    It is done block by block, so that its collectives can run while the next block is computed.
+    """
+    block, width = _block(kernels, w_down, dispatch, dtype), w_down.shape[2]
+    gone, y = [], _empty(dispatch, block, dtype)
     for end in (*range(block, width, block), width):
         # Each block waits for the rows of the one before, or XLA would keep the rows of many.
         first_column, y = lax.optimization_barrier((jnp.int32(end - block), y))
-        y = kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, empty(block), 0)
-        left.append(leave(y[:, sum(part.shape[1] for part in left) - (end - block) :]))
-    return jnp.concatenate(left, axis=1)
+        unwritten = _empty(dispatch, block, dtype)
+        y = kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, unwritten, 0)
+        gone.append(depart(y[:, sum(part.shape[1] for part in gone) - (end - block) :]))
+    return jnp.concatenate(gone, axis=1), y
+
+
+def _block(kernels: Kernels, w_down: Float[Array, "E n d"], dispatch: Dispatch, dtype, most: int | None = None) -> int:
+    num_experts, n, width = w_down.shape
+    return block_width(width, most or kernels.column_block(dispatch.num_rows, width, n, num_experts, dtype))
+
+
+def _empty(dispatch: Dispatch, columns: int, dtype) -> Float[Array, "T columns"]:
+    """Of which every column is written."""
+    return vary_over(lax.empty((dispatch.token_index_map.shape[0], columns), dtype), varying_axes(dispatch))

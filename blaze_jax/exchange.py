@@ -3,7 +3,7 @@
 Both are linear maps inside `jax.shard_map`, each with its transpose: what goes to several devices comes back as a sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Literal, NamedTuple
@@ -48,6 +48,7 @@ class Transport:
       fsdp: mesh axes along which parameters are gathered.
       specs: of the experts' parameters, in the order of `jax.tree.leaves`.
       keep: whether the backward pass keeps what was gathered.
+      own_first: whether tokens are computed with as they arrive, this device's own before the others'; for "permute".
     """
 
     expert: tuple[str, ...] = ()
@@ -56,6 +57,7 @@ class Transport:
     fsdp: tuple[str, ...] = ()
     specs: tuple[P, ...] = ()
     keep: bool = True
+    own_first: bool = False
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -79,8 +81,7 @@ class Transport:
         if plan is not None:
             return _send(self.group, plan, tokens)
         if self.exchange == "permute":
-            parts = [_rotated(tokens, self.group, shift) for shift in range(self.devices)]
-            return jnp.concatenate(parts)
+            return jnp.concatenate(self._rotations(tokens))
         return lax.all_gather(tokens, self.group, tiled=True)
 
     def scatter(self, plan: Plan, tokens: Float[Array, "T_group ..."]) -> Float[Array, "T ..."]:
@@ -93,6 +94,26 @@ class Transport:
             parts = jnp.split(tokens, self.devices)
             return reduce(jnp.add, (_rotated(part, self.group, -shift) for shift, part in enumerate(parts)))
         return lax.psum_scatter(tokens, self.group, tiled=True)
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the group's tokens are computed with."""
+        return self.devices if self.own_first else 1
+
+    def arrivals(self, plan: Plan, tokens: Float[Array, "T ..."]) -> tuple[Float[Array, "T_part ..."], ...]:
+        """The group's tokens in the parts in which they arrive: `gather`'s, if all are computed with at once."""
+        return self._rotations(tokens) if self.own_first else (self.gather(plan, tokens),)
+
+    def departures(self, plan: Plan) -> list[Callable | None]:
+        """For each part, what brings the sums of its tokens' rows to their device; None for those that stay."""
+        if self.own_first:
+            return [
+                partial(_rotated, group=self.group, shift=-shift) if shift else None for shift in range(self.devices)
+            ]
+        return [partial(self.scatter, plan) if self.devices > 1 else None]
+
+    def _rotations(self, tokens):
+        return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))
 
     @property
     def expert_devices(self) -> int:

@@ -1,5 +1,6 @@
 """The experts of the layer as a function: its arguments checked, and the kernels chosen."""
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -175,6 +176,8 @@ def _compute(
     tell_observers(TracedLayer.of(x, params.up_weights, params.w_down, experts, activation, save, implementation))
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
     num_experts = params.w_down.shape[0]
+    if transport.exchange == "permute" and kernels.in_parts is not None and transport.devices > 1:
+        transport = dataclasses.replace(transport, own_first=True)
     experts = int32_experts(experts, num_experts * transport.expert_devices)
 
     def part(x, weights, experts) -> Tokens:
@@ -183,7 +186,7 @@ def _compute(
         if grouped and grouped.kernels.dispatch is kernels.dispatch:
             dispatch = grouped.dispatch
         else:
-            dispatch = group_by_expert(kernels, experts, num_experts)
+            dispatch = group_by_expert(kernels, *_with_part(experts, num_experts, transport.parts))
         dispatch = checkpoint_name(dispatch, INDEX_NAME)
         return Tokens(x, gathered(transport, plan, weights), experts, dispatch, plan)
 
@@ -192,13 +195,22 @@ def _compute(
     if row_budget is not None:
         share = max(p.x.shape[0] for p in parts) * experts.shape[1] * lax.axis_size(transport.tensor)
         rows = (
-            math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts
-        ) * ROW_MULTIPLE  # each expert's may have a gap
+            math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts * transport.parts
+        ) * ROW_MULTIPLE  # each group may have a gap
     settings = Settings(activation, save, kernels, transport, rows)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     parts, shards = vary_over((parts, shards), varying_axes(parts, shards))
     outputs = experts_output(settings, token, parts, shards)
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
+
+
+def _with_part(experts: Int[Array, "T K"], num_experts: int, parts: int) -> tuple[Int[Array, "T K"], int]:
+    """Ids of an expert and a part of the tokens, which are in parts one after the other, and how many there are."""
+    if parts == 1:
+        return experts, num_experts
+    part = jnp.arange(experts.shape[0], dtype=jnp.int32)[:, None] // (experts.shape[0] // parts)
+    known = (experts >= 0) & (experts < num_experts)
+    return jnp.where(known, experts * parts + part, num_experts * parts), num_experts * parts
 
 
 def _in_parts(array: Array, parts: int) -> list[Array]:

@@ -154,6 +154,11 @@ class Kernels(Protocol):
 
     def row_range(self, groups: Dispatch, first_row: Int[Array, ""] | int, num_rows: int) -> Dispatch: ...
 
+    @property
+    def in_parts(self) -> Callable[[Dispatch, int], tuple[Dispatch, tuple[Dispatch, ...]]] | None:
+        """What cuts rows into parts that are computed one after the other, by `into` of the kernels; None if nothing."""
+        ...
+
     def up_projection(
         self,
         x: Float[Array, "T d"],

@@ -37,12 +37,14 @@ def down_backward(
     groups: Dispatch[TileSchedule],
     *,
     activation: Callable[..., Array],
+    into: Float[Array, "R n"] | None = None,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
 
     At the end of a tile its pre-activations come through the ring of operand slots, 64 columns a slot, and the results
-    leave from there: the ring runs on over the end of a tile, as deep as for the products.
+    leave from there: the ring runs on over the end of a tile, as deep as for the products. The weighted activation of other
+    groups, `into`, keeps their rows.
     """
     num_pre = len(pre_activations)
     num_rows, n = pre_activations[0].shape
@@ -94,9 +96,10 @@ def down_backward(
     out = row_matmul(
         "moe_down_backward",
         groups.tiles,
-        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations},
+        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
         results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
-        aliases=[("pre", "d_pre")],  # a tile has read its pre-activations before it writes their gradients
+        # A tile has read its pre-activations before it writes their gradients.
+        aliases=[("pre", "d_pre"), *([] if into is None else [("into", "weighted_hidden")])],
         column_tiles=column_tiles,
         k_steps=-(-dy.shape[1] // K_STEP),
         load=load,

@@ -75,7 +75,7 @@ class RowGather:
     Args:
       tokens: the array read from, its width a multiple of 8; rows and columns past its end read zeros.
       rows: of a tile.
-      columns: of a tile, 64 or a multiple.
+      columns: of a tile, 64 or 128, so that a thread's rows are swizzled alike.
     """
 
     def __init__(self, tokens: jax.Array, *, rows: int, columns: int):
@@ -136,11 +136,9 @@ class RowGather:
             panel = arith.shrui(chunk, c32(3))  # of 64 columns
             in_panel = arith.andi(chunk, c32(7))
 
-            def destination(row_in_tile):
-                swizzled = arith.xori(in_panel, arith.andi(row_in_tile, c32(7)))
-                in_row = arith.addi(arith.muli(panel, c32(self.rows * 128)), arith.muli(swizzled, c32(CHUNK_BYTES)))
-                return arith.addi(arith.muli(row_in_tile, c32(128)), in_row)
-
+            swizzled = arith.xori(in_panel, arith.andi(row, c32(7)))
+            in_row = arith.addi(arith.muli(panel, c32(self.rows * 128)), arith.muli(swizzled, c32(CHUNK_BYTES)))
+            target = shared_address(panel_ref, arith.addi(arith.muli(row, c32(128)), in_row))
             base = utils.getelementptr(global_pointer(source), [arith.muli(column, c32(2))], int_type(8))
             in_width = arith.cmpi(arith.CmpIPredicate.slt, column, c32(self.width))
             bytes_here = (
@@ -149,15 +147,15 @@ class RowGather:
             for i, register in enumerate(offsets.registers):
                 offset = llvm.extractelement(register, c32(0))
                 reads = arith.cmpi(arith.CmpIPredicate.sge, offset, c32(0))
-                size = arith.select(reads, bytes_here, c32(0))  # of no bytes, no address matters
-                # 64-bit bytes: tokens · width passes 2^31.
-                start = arith.shli(arith.extui(int_type(64), offset), arith.constant(int_type(64), 4))
+                # 64-bit bytes: tokens · width passes 2^31. LLVM would keep the product, and a pointer for each row.
                 ptx(
-                    "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;",
-                    shared_address(panel_ref, destination(arith.addi(row, c32(self.rows_apart * i)))),
-                    utils.getelementptr(base, [start], int_type(8)),
-                    size,
-                    constraints="r,l,r",
+                    "{ .reg .b64 from; mad.wide.u32 from, $1, 16, $2;"
+                    f" cp.async.cg.shared.global.L2::128B [$0 + {self.rows_apart * 128 * i}], [from], 16, $3; }}",
+                    target,
+                    offset,
+                    base,
+                    arith.select(reads, bytes_here, c32(0)),  # of no bytes, no address matters
+                    constraints="r,r,l,r",
                 )
 
         run(source, offsets, panel, first_column)

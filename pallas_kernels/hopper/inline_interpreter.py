@@ -10,6 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic import interpreter
+
+COUNTED = -1
+"""In the place of a number that a block took."""
+
 
 def landed_barriers(stages):
     return plgpu.Barrier(num_arrivals=1, num_barriers=stages)
@@ -99,3 +104,19 @@ def zero_rows(panel, panels, first_row):
 
 def sigmoid(x):
     return lax.logistic(x)
+
+
+def new_counter(tiles, blocks):
+    """What each block gets in each turn, since blocks here do not run at the same time."""
+    return jnp.asarray(interpreter.tiles_taken(tiles, blocks))
+
+
+def count(counter, queue, turn):
+    number = counter[queue.block, turn]
+    counter[queue.block, turn] = COUNTED
+    return number
+
+
+def write_words(words, first, values):
+    for i, value in enumerate(values):
+        words[first + i] = value

@@ -2,36 +2,29 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import gather
+from pallas_kernels.hopper import gather, tile_queue
 from pallas_kernels.hopper.inline import K_STEP, SWIZZLED
 from pallas_kernels.hopper.ring import Ring
+from pallas_kernels.hopper.tile_queue import TileQueue
 from pallas_kernels.mosaic import in_place, interpreter
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
+from pallas_kernels.tuning.parameters import TileTuning
 
 PRODUCER = 2  # the warpgroup
 
 
-class Share(NamedTuple):
-    """The tiles of one block: `turns` of them, every `blocks`-th from `block`."""
-
-    block: jax.Array
-    blocks: int
-    turns: jax.Array
-
-    def tile(self, turn):
-        return self.block + turn * self.blocks
-
-
 def launch(
     name: str,
+    kind: type,
+    find_tile: Callable,
     produce: Callable,
     consume: Callable,
     *,
@@ -39,7 +32,7 @@ def launch(
     operands: Mapping[str, Any],
     results: Mapping[str, Any],
     aliases: Sequence[tuple[str, str]] = (),
-    stages: int,
+    tuning: TileTuning,
     dtype,
     copies: int,
     gathers: bool,
@@ -51,13 +44,15 @@ def launch(
 
     Args:
       name: of the kernel in profiles.
-      produce: `(refs, ring, share)`, fills the ring. `refs` has all that is named here, each by its name.
-      consume: `(refs, ring, share, warpgroup)`, reads the ring, in warpgroups 0 and 1.
+      kind: of named tuple that a tile is.
+      find_tile: `(refs, number) -> tile`; past the last tile any will do.
+      produce: `(refs, ring, queue)`, fills the ring. `refs` has all that is named here, each by its name.
+      consume: `(refs, ring, queue, warpgroup)`, reads the ring, in warpgroups 0 and 1.
       tiles: how many the blocks share out.
       operands: arrays or tuples of them, by name.
       results: shapes and dtypes or tuples of them, by name.
       aliases: pairs of operands and results that may take their memory.
-      stages: slots of the ring.
+      tuning: slots of the ring, and how tiles are shared out.
       dtype: of what is in the slots.
       copies: bulk copies that fill a slot.
       gathers: whether rows are gathered into the slots, too.
@@ -66,7 +61,14 @@ def launch(
       registers: a thread of the producer has, and one of a consumer. `setmaxnreg` shares out the 168 that the launch
         gave to each of three warpgroups; asking for more hangs.
     """
+    stages, blocks, dynamic = tuning.stages, interpreter.blocks(num_sms()), tile_queue.is_dynamic(tuning.shares)
+    if dynamic:
+        counter = tile_queue.new_counter(tiles, blocks)
+        operands = {**operands, "counter": counter}
+        results = {**results, "counter_after": jax.ShapeDtypeStruct(counter.shape, counter.dtype)}
+        aliases = [*aliases, ("counter", "counter_after")]
     memory = {
+        **(tile_queue.memory() if dynamic else {}),
         "lhs": plgpu.SMEM((stages, TILE_ROWS, K_STEP), dtype, transforms=SWIZZLED),
         "rhs": plgpu.SMEM((stages, TILE_COLUMNS, K_STEP), dtype, transforms=SWIZZLED),
         "buffers": buffers,
@@ -75,30 +77,29 @@ def launch(
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         **(barriers or {}),
     }
-    blocks = interpreter.blocks(num_sms())
 
     def kernel(*flat):
         refs = _named({**operands, **results, **memory}, flat)
         ring = Ring(stages, gathers, refs.lhs, refs.rhs, refs.landed, refs.full, refs.empty)
         warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
-        share = Share(block, blocks, (tiles - block + blocks - 1) // blocks)
+        queue = TileQueue(blocks, block, dynamic, kind, find_tile, refs)
         if gathers:
             gather.init_landed(refs.landed, stages)
 
         @pl.when(warpgroup == PRODUCER)
         def _():
             plgpu.set_max_registers(registers[0], action="decrease")
-            produce(refs, ring, share)
+            produce(refs, ring, queue)
 
         @pl.when(warpgroup < PRODUCER)
         def _():
             plgpu.set_max_registers(registers[1], action="increase")
-            consume(refs, ring, share, warpgroup)
+            consume(refs, ring, queue, warpgroup)
             plgpu.wait_smem_to_gmem(0)
 
     kernel.__name__ = name
     number, result_number = (vars(_named(trees, range(len(_leaves(trees))))) for trees in (operands, results))
-    pairs = [zip(number[a], result_number[b], strict=True) for a, b in aliases]
+    pairs = [zip(jax.tree.leaves(number[a]), jax.tree.leaves(result_number[b]), strict=True) for a, b in aliases]
     flat = in_place.kernel(
         kernel,
         in_place={operand: result for pair in pairs for operand, result in pair},

@@ -63,26 +63,40 @@ class Ring(NamedTuple):
         """The warpgroup that calls has read the slot of `step`."""
         plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.stages)])
 
-    def fill(self, step, count, load: Callable, carry=None):
-        """The producer's loop: `load(k, slot, carry) -> carry` starts the copies of each of `count` steps from `step`.
+    def fill(
+        self, step, count, load: Callable, carry=None, found=None, under: Sequence[Callable] = ()
+    ) -> tuple[Any, Any, Any]:
+        """The producer's loop: `load(k, slot, carry, found) -> carry` starts the copies of `count` steps from `step`.
 
-        Returns the step after the last, and the carry.
+        The functions `under` are called before the last steps, one after the other, each with what the one before it
+        returned: whatever they wait for, the slots that are filled give them time. `found` is what the last of them
+        returned, and before that what is given. Returns the step after the last, the carry, and `found`.
         """
 
-        def fill_one(k, loop):
-            step, carry = loop
-            slot = self.slot(step)
-            pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot.number]))
-            carry = load(k, slot, carry)
-            return step + 1, carry
+        def fill_some(first, upto, loop, found):
+            def fill_one(k, loop):
+                step, carry = loop
+                slot = self.slot(step)
+                pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot.number]))
+                carry = load(k, slot, carry, found)
+                return step + 1, carry
 
-        return lax.fori_loop(0, count, fill_one, (step, carry))
+            return lax.fori_loop(first, upto, fill_one, loop)
 
-    def multiply(self, step, count, product: Callable, carry=None, under: Sequence[Callable] = ()):
+        apart = jnp.clip(count // (len(under) + 1), 1, 2)
+        loop, filled, result = (step, carry), 0, found
+        for i, work in enumerate(under):
+            upto = jnp.maximum(count - (len(under) - i) * apart, 0)
+            loop = fill_some(filled, upto, loop, found)
+            filled, result = upto, work(result)
+        return *fill_some(filled, count, loop, result), result
+
+    def multiply(self, step, count, product: Callable, carry=None, under: Sequence[Callable] = (), last=lambda: None):
         """The consumers' loop: a tile's chain of products over the slots of `count` steps, one or more, from `step`.
 
         `product(slot, carry, accumulator, first) -> carry, accumulator` starts one. The functions `under` share out the
-        time that the tensor cores take. Returns the step after the last, and the tile's (64, 256) part in float32.
+        time that the tensor cores take, and `last` has that of the last product. Returns the step after the last, the
+        tile's (64, 256) part in float32, and what `last` returned.
         """
 
         def one(step, carry, accumulator, first=False):
@@ -109,6 +123,7 @@ class Ring(NamedTuple):
                 products = several(most(apart, least(count - 1 - i * apart, 0)), products)
             left = least(count - 1 - len(under) * apart, 0)
         step, _, accumulator = several(left, products)
+        found = last()
         accumulator = wgmma.finish_wgmma(accumulator)
         self.release(step + self.stages - 1)
-        return step, accumulator
+        return step, accumulator, found

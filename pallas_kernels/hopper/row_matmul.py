@@ -18,9 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.launch import PRODUCER, Share, launch
+from pallas_kernels.hopper.launch import PRODUCER, launch
 from pallas_kernels.hopper.ragged_store import store_buffers, store_rows
 from pallas_kernels.hopper.ring import PANELS, Ring
+from pallas_kernels.hopper.tile_queue import TileQueue, is_dynamic
 from pallas_kernels.hopper.wgmma import wgmma
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, Where
 from pallas_kernels.tuning.parameters import TileTuning
@@ -53,6 +54,16 @@ class RingEnd(NamedTuple):
     begin: Callable
 
 
+class _Tile(NamedTuple):
+    """A tile of the results: rows of one expert, and a block of columns."""
+
+    expert: jax.Array
+    first_row: jax.Array
+    valid_rows: jax.Array
+    row_tile: jax.Array
+    column_tile: jax.Array
+
+
 def row_matmul(
     name: str,
     schedule: TileSchedule,
@@ -77,56 +88,68 @@ def row_matmul(
       load: `(refs, where, k, slot)`, starts the bulk copies of one k step, `where` being the whole tile.
       end: of a tile.
       transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns) in panels.
-      tuning: slots of the ring, and the order of the tiles.
+      tuning: slots of the ring, the order of the tiles, and how they are shared out.
       options: of `launch`: `results`, `copies` and others.
     """
     dtype = jax.tree.leaves(list(operands.values()))[0].dtype
     gather = RowGather(operands["tokens"], rows=TILE_ROWS, columns=K_STEP) if "tokens" in operands else None
 
-    def place_of(share: Share, i):
-        """Row and column tile of a block's turn `i`."""
-        shape = (schedule.num_tiles, column_tiles)
-        return plgpu.planar_snake(share.tile(i), shape, tuning.minor_dim, tuning.tile_width)
+    used = None
+    if is_dynamic(tuning.shares):  # a tile without rows would cost as long as it takes to get the next one
+        used = jnp.sum(schedule.valid_rows > 0, dtype=jnp.int32)[None]
 
-    def rows_of(refs, share: Share, i) -> TileSchedule:
-        """Expert, first row and valid rows; past the end the last tile is repeated, its values are not used."""
-        row_tile = jnp.clip(place_of(share, jnp.minimum(i, share.turns - 1))[0], 0, schedule.num_tiles - 1)
-        return TileSchedule(*(of_tiles[row_tile] for of_tiles in refs.schedule))
+    def find_tile(refs, number):
+        """Tile `number`, and whether there is one; past the end it is any."""
+        row_tiles = schedule.num_tiles if refs.used is None else refs.used[0]
+        shape = (row_tiles if used is None else jnp.maximum(row_tiles, 1), column_tiles)
+        place = plgpu.planar_snake(number, shape, tuning.minor_dim, tuning.tile_width)
+        row_tile = jnp.clip(place[0], 0, schedule.num_tiles - 1)
+        expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in refs.schedule)
+        return _Tile(expert, first_row, valid_rows, row_tile, place[1]), number < row_tiles * column_tiles
 
-    def produce(refs, ring: Ring, share: Share):
+    def produce(refs, ring: Ring, queue: TileQueue):
         def tokens_of(tile):
             return gather.load_tokens(refs.token_indices, tile.first_row) if gather else ()
 
-        def produce_tile(i, carry):
-            step, tokens, tile, following = carry
-            row_tile, column_tile = place_of(share, i)
-            where = Where(PRODUCER, tile.expert, tile.first_row, tile.valid_rows, row_tile, column_tile)
+        def produce_tile(carry):
+            turn, step, (tile, _), tokens, known = carry
+            where = Where(PRODUCER, tile.expert, tile.first_row, tile.valid_rows, tile.row_tile, tile.column_tile)
+            offsets = gather.row_chunks(tokens, tile.valid_rows) if gather else None
+            following, work = queue.ahead(turn + 1, known, tokens_of)
+            after = queue.known(turn + 2)  # two ahead: its loads, and then its tokens', finish under this tile's copies
 
-            def run(step):
-                offsets = gather.row_chunks(tokens, tile.valid_rows) if gather else None
+            def load_step(k, slot, *_):
+                load(refs, where, k, slot)
+                if gather:
+                    gather.copy(refs.tokens, offsets, slot.lhs, ring.landed, slot.number, k * K_STEP)
 
-                def load_step(k, slot, _):
-                    load(refs, where, k, slot)
-                    if gather:
-                        gather.copy(refs.tokens, offsets, slot.lhs, ring.landed, slot.number, k * K_STEP)
+            def load_panel(end: RingEnd, panel, slot, *_):
+                end.load(refs, where, panel, slot)
+                if gather:
+                    gather.arrive(ring.landed, slot.number)
 
-                def load_panel(end: RingEnd, panel, slot, _):
-                    end.load(refs, where, panel, slot)
-                    if gather:
-                        gather.arrive(ring.landed, slot.number)
+            def fill_tile(step, steps: Callable = int):
+                last, count = load_step, k_steps
+                if isinstance(end, RingEnd):
+                    step, *_ = ring.fill(step, steps(k_steps), load_step)
+                    last, count = partial(load_panel, end), PANELS
+                step, _, found = ring.fill(step, steps(count), last, under=work)
+                return step, found
 
-                step, _ = ring.fill(step, k_steps, load_step)
-                return ring.fill(step, PANELS, partial(load_panel, end))[0] if isinstance(end, RingEnd) else step
+            def steps(count):
+                return lax.select(tile.valid_rows > 0, jnp.int32(count), jnp.int32(0))
 
-            following_tokens = tokens_of(following)  # a tile ahead: the loads finish under this tile's copies
-            after = rows_of(refs, share, i + 2)
-            return lax.cond(tile.valid_rows > 0, run, lambda s: s, step), following_tokens, following, after
+            if work:  # also where the tile has no rows; static counts would have their last steps unrolled, and spill
+                step, following = fill_tile(step, steps)
+            else:
+                step = lax.cond(tile.valid_rows > 0, lambda s: fill_tile(s)[0], lambda s: s, step)
+            return turn + 1, step, *following, after
 
-        first = rows_of(refs, share, jnp.int32(0))
-        carry = (jnp.int32(0), tokens_of(first), first, rows_of(refs, share, jnp.int32(1)))
-        lax.fori_loop(0, share.turns, produce_tile, carry)
+        zero = jnp.int32(0)
+        carry: Any = (zero, zero, *queue.first(tokens_of), queue.known(zero + 1))
+        lax.while_loop(lambda carry: carry[2][1], produce_tile, carry)
 
-    def consume(refs, ring: Ring, share: Share, warpgroup):
+    def consume(refs, ring: Ring, queue: TileQueue, warpgroup):
         def product(slot, carry, accumulator, first):
             own = slot.lhs.at[pl.ds(warpgroup * GROUP_ROWS, GROUP_ROWS)]
             return carry, wgmma(accumulator, own, slot.rhs, first=first, transpose_rhs=transposed_weights)
@@ -147,23 +170,24 @@ def row_matmul(
             """The same for the last panel of the tile before, if there is one."""
             pl.when(step > 0)(lambda: left(step - 1, 0))
 
-        def consume_tile(i, carry):
-            step, done, tile = carry
-            row_tile, column_tile = place_of(share, i)
+        def consume_tile(carry):
+            turn, step, done, (tile, _) = carry
             first = warpgroup * GROUP_ROWS
             rows = jnp.clip(tile.valid_rows - first, 0, GROUP_ROWS)
-            where = Where(warpgroup, tile.expert, tile.first_row + first, rows, row_tile, column_tile)
+            where = Where(warpgroup, tile.expert, tile.first_row + first, rows, tile.row_tile, tile.column_tile)
+            known = queue.known(turn + 1)
+            take = partial(queue.take, turn + 1, known)
 
             def run_held(end: HeldEnd, step):
                 under = stores(done)
                 while len(under) > k_steps:  # those are stored at once
                     under.pop(0)()
-                step, accumulator = ring.multiply(step, k_steps, product, under=under)
-                return step, (end.finish(refs, where, accumulator), where)
+                step, accumulator, taken = ring.multiply(step, k_steps, product, under=under, last=take)
+                return step, (end.finish(refs, where, accumulator), where), taken
 
             def run_ring(end: RingEnd, step):
                 end_panel = end.begin(refs, where)
-                step, accumulator = ring.multiply(step, k_steps, product, under=[partial(last_left, step)])
+                step, accumulator, _ = ring.multiply(step, k_steps, product, under=[partial(last_left, step)])
                 for panel in range(PANELS):
                     slot = ring.slot(step)
                     plgpu.barrier_wait(slot.full)
@@ -171,27 +195,31 @@ def row_matmul(
                     if panel > 0:
                         left(step - 1, 1)
                     step += 1
-                return step, ()
+                return step, (), take()
 
-            following = rows_of(refs, share, i + 1)
-            run = partial(run_held, end) if isinstance(end, HeldEnd) else partial(run_ring, end)
-            return *lax.cond(tile.valid_rows > 0, run, lambda s: (s, done), step), following
+            run_tile = partial(run_held, end) if isinstance(end, HeldEnd) else partial(run_ring, end)
+            step, done, taken = lax.cond(tile.valid_rows > 0, run_tile, lambda s: (s, done, take()), step)
+            return turn + 1, step, done, known or taken
 
         zero, done = jnp.int32(0), ()
         if isinstance(end, HeldEnd):
             nothing = plgpu.layout_cast(jnp.zeros((GROUP_ROWS, end.columns), dtype), plgpu.Layout.WGMMA)
             done = (nothing, Where(warpgroup, zero, zero, zero, zero, zero))
-        _, done, _ = lax.fori_loop(0, share.turns, consume_tile, (zero, done, rows_of(refs, share, zero)))
+        known = queue.known(zero)
+        carry = (zero, zero, done, known or queue.take(zero, known))
+        done = lax.while_loop(lambda carry: carry[-1][1], consume_tile, carry)[2]
         for store in stores(done):
             store()
 
     return launch(
         name,
+        _Tile,
+        find_tile,
         produce,
         consume,
         tiles=schedule.num_tiles * column_tiles,
-        operands={"schedule": schedule, **operands},
-        stages=tuning.stages,
+        operands={"schedule": schedule, "used": used, **operands},
+        tuning=tuning,
         dtype=dtype,
         gathers=gather is not None,
         buffers=store_buffers(dtype) if isinstance(end, HeldEnd) else None,

@@ -28,13 +28,15 @@ def up_projection(
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
+    into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
 
     A tile holds `256 / len(weights)` columns of each projection side by side, so one wgmma multiplies a gathered tile
     with both. The activation is computed from the float32 accumulators and stored at the end of its tile; the packed
-    pre-activations follow under the next tile. Where they are not kept, the activation does.
+    pre-activations follow under the next tile. Where they are not kept, the activation does. Results of the same call for
+    other groups, `into`, keep those groups' rows.
     """
     weights = tuple(w.astype(x.dtype) for w in weights)
     num_experts, d, n = weights[0].shape
@@ -63,12 +65,13 @@ def up_projection(
             activated.append(value(activation, pre).astype(x.dtype))
             if keep_pre_activations:
                 column = place(panel, where.column_tile)[1]
-                store_rows(refs, where, panel, activated[-1], refs.hidden, column)
+                store_rows(refs, where, panel, activated[-1], refs.written[1], column)
         return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
 
     def store(refs, where, panel, values):
         projection, column = place(panel, where.column_tile)  # the activation's panels are those of the first
-        output = refs.pre_activations[projection] if keep_pre_activations else refs.hidden
+        pre_activations, hidden = refs.written
+        output = pre_activations[projection] if keep_pre_activations else hidden
         store_rows(refs, where, panel, values, output, column)
 
     bias = None
@@ -80,8 +83,15 @@ def up_projection(
     out = row_matmul(
         "moe_up_projection",
         groups.tiles,
-        operands={"tokens": x, "token_indices": groups.expert_token_indices, "weights": weights, "bias": bias},
-        results={"pre_activations": (rows,) * len(weights) if keep_pre_activations else (), "hidden": rows},
+        operands={
+            "tokens": x,
+            "token_indices": groups.expert_token_indices,
+            "weights": weights,
+            "bias": bias,
+            "into": into,
+        },
+        results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
+        aliases=[("into", "written")] if into else (),
         column_tiles=column_tiles,
         k_steps=-(-d // K_STEP),
         load=load,
@@ -90,4 +100,4 @@ def up_projection(
         registers=(88, 208),
         tuning=find_tuning(TileTuning, "up_projection", tuning, shape),
     )
-    return out.pre_activations, out.hidden
+    return out.written

@@ -18,10 +18,11 @@ from jaxtyping import Array, Float
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.launch import Share, launch
+from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.ragged_store import store_buffers, store_through
 from pallas_kernels.hopper.ring import PANELS, Ring
 from pallas_kernels.hopper.stores import zero_rows
+from pallas_kernels.hopper.tile_queue import TileQueue
 from pallas_kernels.hopper.wgmma import wgmma
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.support import WIDTH_MULTIPLE
@@ -132,34 +133,35 @@ def _row_contraction(
       groups: the rows by expert.
       dtype: of the results.
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
-      tuning: slots of the ring, and the order of an expert's tiles.
+      tuning: slots of the ring, the order of an expert's tiles, and how tiles are shared out.
     """
     num_experts = groups.num_experts
     shape = (tokens.shape[1], stored[0].shape[1])
     width = TILE_COLUMNS // len(stored)  # of a result's part of a tile
     row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
+    num_tiles = num_experts * row_tiles * column_tiles
     # A chunk of the result is 128 bytes wide. 16-bit results wait in registers for the next tile's products.
     wide = jnp.dtype(dtype) == jnp.float32
     chunk_columns = 32 if wide else 64
     chunks = range(TILE_COLUMNS // chunk_columns)
     gather = RowGather(tokens, rows=K_STEP, columns=TILE_ROWS)
 
-    def tile_at(refs, share: Share, i) -> _Tile:
-        """The tile of a block's turn `i`; past the end the last one is repeated, its values are not used."""
-        linear = jnp.maximum(share.tile(jnp.minimum(i, share.turns - 1)), 0)
-        expert = linear // (row_tiles * column_tiles)
-        in_expert = lax.rem(linear, row_tiles * column_tiles)
+    def find_tile(refs, number):
+        """Tile `number`, and whether there is one; past the end it is the last."""
+        is_one, number = number < num_tiles, jnp.minimum(number, num_tiles - 1)
+        expert = number // (row_tiles * column_tiles)
+        in_expert = lax.rem(number, row_tiles * column_tiles)
         place = plgpu.planar_snake(in_expert, (row_tiles, column_tiles), tuning.minor_dim, tuning.tile_width)
-        return _Tile(expert, *place, refs.offsets[expert], refs.offsets[expert + 1])
+        return _Tile(expert, *place, refs.offsets[expert], refs.offsets[expert + 1]), is_one
 
-    def produce(refs, ring: Ring, share: Share):
-        tile_of, tokens_of = partial(tile_at, refs, share), partial(gather.load_tokens, refs.token_indices)
+    def produce(refs, ring: Ring, queue: TileQueue):
+        tokens_of = partial(gather.load_tokens, refs.token_indices)
 
-        def produce_tile(i, carry):
-            step, tokens, tile, following = carry
+        def produce_tile(carry):
+            turn, step, tokens, (tile, _), known = carry
             steps = tile.steps
 
-            def load_step(k, slot, tokens):
+            def load_step(k, slot, tokens, following):
                 row = tile.start + k * K_STEP
                 for panel in range(PANELS):
                     source, column = refs.stored[panel * PANEL // width], panel * PANEL % width
@@ -167,19 +169,27 @@ def _row_contraction(
                     slot.fetch(source.at[pl.ds(row, K_STEP), columns], slot.rhs_panel(panel))
                 offsets = gather.row_chunks(tokens, tile.end - row)
                 gather.copy(refs.tokens, offsets, slot.lhs, ring.landed, slot.number, tile.row_tile * TILE_ROWS)
-                return tokens_of(jnp.where(k + 1 < steps, row + K_STEP, following.start))
+                row += K_STEP
+                if following:  # the last step is among those after which it is known
+                    row = jnp.where(k + 1 < steps, row, start_of(following))
+                return tokens_of(row)
 
-            step, tokens = ring.fill(step, steps, load_step, tokens)
-            after = tile_of(i + 2)
+            def start_of(following):
+                (tile, _), _ = following
+                return tile.start
+
+            following, work = queue.ahead(turn + 1, known, lambda _: ())
+            step, tokens, following = ring.fill(step, steps, load_step, tokens, following, work)
+            after = queue.known(turn + 2)
             # An empty expert has no step to load the next tile's first tokens in.
-            tokens = lax.cond(steps > 0, lambda t: t, lambda _: tokens_of(following.start), tokens)
-            return step, tokens, following, after
+            tokens = lax.cond(steps > 0, lambda t: t, lambda _: tokens_of(start_of(following)), tokens)
+            return turn + 1, step, tokens, following[0], after
 
-        first = tile_of(jnp.int32(0))
-        carry = (jnp.int32(0), tokens_of(first.start), first, tile_of(jnp.int32(1)))
-        lax.fori_loop(0, share.turns, produce_tile, carry)
+        zero = jnp.int32(0)
+        first, tokens = queue.first(lambda tile: tokens_of(tile.start))
+        lax.while_loop(lambda carry: carry[3][1], produce_tile, (zero, zero, tokens, first, queue.known(zero + 1)))
 
-    def consume(refs, ring: Ring, share: Share, warpgroup):
+    def consume(refs, ring: Ring, queue: TileQueue, warpgroup):
         def product(slot, rows, accumulator, first):
             row, end = rows
 
@@ -214,12 +224,14 @@ def _row_contraction(
         def zeros(columns, dtype):
             return plgpu.layout_cast(jnp.zeros((GROUP_ROWS, columns), dtype), plgpu.Layout.WGMMA)
 
-        def consume_tile(i, carry):
-            step, held, held_tile, tile = carry
+        def consume_tile(carry):
+            turn, step, held, held_tile, (tile, _) = carry
             steps = tile.steps
+            known = queue.known(turn + 1)
+            take = partial(queue.take, turn + 1, known)
 
             def store_held(chunk):
-                pl.when(i > 0)(partial(store, held, held_tile, chunk))
+                pl.when(turn > 0)(partial(store, held, held_tile, chunk))
 
             under = () if wide else [partial(store_held, chunk) for chunk in chunks]
 
@@ -231,30 +243,34 @@ def _row_contraction(
                 return held
 
             def run(step):
-                step, accumulator = ring.multiply(step, steps, product, (tile.start, tile.end), under)
-                return step, end(accumulator)
+                rows = (tile.start, tile.end)
+                step, accumulator, taken = ring.multiply(step, steps, product, rows, under, last=take)
+                return step, end(accumulator), taken
 
             def nothing_to_add(step):
                 for work in under:
                     work()
-                return step, end(zeros(TILE_COLUMNS, jnp.float32))
+                return step, end(zeros(TILE_COLUMNS, jnp.float32)), take()
 
-            step, held = lax.cond(steps > 0, run, nothing_to_add, step)
-            return step, held, tile, tile_at(refs, share, i + 1)
+            step, held, taken = lax.cond(steps > 0, run, nothing_to_add, step)
+            return turn + 1, step, held, tile, known or taken
 
         zero = jnp.int32(0)
         held = zeros(8 if wide else TILE_COLUMNS, dtype)  # nothing is held of a wide result
-        carry = (zero, held, _Tile(zero, zero, zero, zero, zero), tile_at(refs, share, zero))
-        _, held, tile, _ = lax.fori_loop(0, share.turns, consume_tile, carry)
+        known = queue.known(zero)
+        carry = (zero, zero, held, _Tile(zero, zero, zero, zero, zero), known or queue.take(zero, known))
+        turns, _, held, tile, _ = lax.while_loop(lambda carry: carry[-1][1], consume_tile, carry)
         for chunk in () if wide else chunks:
-            pl.when(share.turns > 0)(partial(store, held, tile, chunk))
+            pl.when(turns > 0)(partial(store, held, tile, chunk))
 
     result = jax.ShapeDtypeStruct((num_experts, *(shape[::-1] if transposed else shape)), dtype)
     return launch(
         name,
+        _Tile,
+        find_tile,
         produce,
         consume,
-        tiles=num_experts * row_tiles * column_tiles,
+        tiles=num_tiles,
         operands={
             "offsets": groups.expert_token_offsets,
             "token_indices": groups.expert_token_indices,
@@ -262,7 +278,7 @@ def _row_contraction(
             "stored": stored,
         },
         results={"results": (result,) * len(stored)},
-        stages=tuning.stages,
+        tuning=tuning,
         dtype=tokens.dtype,
         copies=PANELS,
         gathers=True,

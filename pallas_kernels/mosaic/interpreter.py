@@ -1,19 +1,32 @@
 """The kernels on a machine without a GPU: interpreted, with every race found. The choice of form is made here."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from typing import Any
 
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 FEW_BLOCKS = 2
 
+type Takers = Callable[[int, int], Sequence[int]]
+"""`(tiles, blocks) -> ` the block that takes each tile, where blocks take one when they are free."""
+
+
+def at_random(tiles: int, blocks: int) -> Sequence[int]:
+    """The same on every run."""
+    return np.random.default_rng(0).integers(blocks, size=tiles).tolist()
+
+
 _parameters: ContextVar[plgpu.InterpretGPUParams | None] = ContextVar("parameters", default=None)
+_blocks: ContextVar[int] = ContextVar("blocks", default=FEW_BLOCKS)
+_takers: ContextVar[Takers] = ContextVar("takers", default=at_random)
 
 
 @contextmanager
-def interpreted(*, detect_races: bool = True) -> Iterator[None]:
+def interpreted(*, detect_races: bool = True, blocks: int = FEW_BLOCKS, takers: Takers = at_random) -> Iterator[None]:
     """Kernels called in here run interpreted, on the CPU; it is slow, and meant for small problems.
 
     Two accesses to the same memory, one of them a write, raise an error if nothing puts them in order: a `RaceError`
@@ -25,14 +38,19 @@ def interpreted(*, detect_races: bool = True) -> Iterator[None]:
 
     Args:
       detect_races: whether kernels that work on tiles are watched, which takes longer; the others always are.
+      blocks: of those kernels, at most.
+      takers: which of them takes each tile. On a GPU it is chance; here blocks run one after the other, and the first
+        would take all.
     """
     parameters = plgpu.InterpretGPUParams(detect_races=detect_races)
-    token = _parameters.set(parameters)
+    settings: list[tuple[ContextVar[Any], Any]] = [(_parameters, parameters), (_blocks, blocks), (_takers, takers)]
+    tokens = [(variable, variable.set(value)) for variable, value in settings]
     try:
         with plgpu.force_gpu_interpret_mode(parameters):
             yield
     finally:
-        _parameters.reset(token)
+        for variable, token in tokens:
+            variable.reset(token)
 
 
 def is_interpreted() -> bool:
@@ -59,4 +77,12 @@ def in_interpreter(form: Callable) -> Callable:
 
 def blocks(count: int) -> int:
     """How many blocks to launch where a GPU would run `count`: few, for several tiles each of a small problem."""
-    return min(count, FEW_BLOCKS) if is_interpreted() else count
+    return min(count, _blocks.get()) if is_interpreted() else count
+
+
+def tiles_taken(tiles: int, blocks: int) -> np.ndarray:
+    """`(blocks, turns)` int32: the tile that a block takes in each turn, and `tiles` where none is left."""
+    takers = np.asarray(_takers.get()(tiles, blocks))
+    own = [np.flatnonzero(takers == block) for block in range(blocks)]
+    turns = 1 + max(map(len, own))
+    return np.stack([np.pad(o, (0, turns - len(o)), constant_values=tiles) for o in own]).astype(np.int32)

@@ -66,14 +66,51 @@ def row_range(groups: Dispatch[TileSchedule], first_row: Int[Array, ""] | int, n
     """The rows from `first_row` on, as if there were no others; see the portable twin. Both are multiples of 8."""
     rows = portable_row_range(groups, first_row, num_rows, spare_rows=SPARE_ROWS)
     offsets = rows.expert_token_offsets
-    tiles = jnp.cumsum((jnp.diff(offsets) + TILE_ROWS - 1) // TILE_ROWS)
-    tile = jnp.arange(-(-num_rows // TILE_ROWS) + min(groups.num_experts, num_rows), dtype=jnp.int32)
-    expert = jnp.searchsorted(tiles, tile, side="right").astype(jnp.int32)
-    used = expert < groups.num_experts
-    expert = jnp.where(used, expert, 0)
-    start = offsets[expert] + (tile - jnp.where(expert > 0, tiles[expert - 1], 0)) * TILE_ROWS
-    schedule = (expert, start, jnp.minimum(offsets[expert + 1] - start, TILE_ROWS))
-    return Dispatch(*rows[:-1], TileSchedule(*(jnp.where(used, a, 0).astype(jnp.int32) for a in schedule)))
+    return rows._replace(tiles=_tiles(offsets[:-1], offsets[1:], num_rows))
+
+
+def in_parts(
+    groups: Dispatch[TileSchedule], parts: int
+) -> tuple[Dispatch[TileSchedule], tuple[Dispatch[TileSchedule], ...]]:
+    """Rows that were grouped by expert and part, as groups by expert: all, and those of each part's tokens.
+
+    Args:
+      groups: of the pairs (token, e * parts + p) for expert e and part p. Parts have equally many tokens, in order.
+      parts: how many.
+
+    Returns:
+      All rows by expert, and for each part the rows of its tokens, by the same numbers. There, tokens are counted from
+      the part's first, and expert_token_offsets tell of all rows.
+    """
+    starts, ends = groups.expert_token_offsets[:-1], groups.expert_token_offsets[1:]
+    of_part = groups.token_index_map.shape[0] // parts
+    of_experts = groups._replace(
+        expert_token_offsets=groups.expert_token_offsets[::parts],
+        tiles=groups.tiles._replace(expert=groups.tiles.expert // parts),
+    )
+
+    def part(p: int) -> Dispatch[TileSchedule]:
+        tokens = groups.expert_token_indices - p * of_part
+        return of_experts._replace(
+            expert_token_indices=jnp.where((tokens >= 0) & (tokens < of_part), tokens, of_part),
+            token_index_map=groups.token_index_map[p * of_part : (p + 1) * of_part],
+            tiles=_tiles(starts[p::parts], ends[p::parts], groups.num_rows - SPARE_ROWS),
+        )
+
+    return of_experts, tuple(map(part, range(parts)))
+
+
+def _tiles(starts: Int[Array, " E"], ends: Int[Array, " E"], num_rows: int) -> TileSchedule:
+    """The tiles of groups of rows from `starts` to `ends`, of `num_rows` at most."""
+    groups = starts.shape[0]
+    tiles = jnp.cumsum((ends - starts + TILE_ROWS - 1) // TILE_ROWS)
+    tile = jnp.arange(-(-num_rows // TILE_ROWS) + min(groups, num_rows), dtype=jnp.int32)
+    group = jnp.searchsorted(tiles, tile, side="right", method="compare_all").astype(jnp.int32)
+    used = group < groups
+    group = jnp.where(used, group, 0)
+    start = starts[group] + (tile - jnp.where(group > 0, tiles[group - 1], 0)) * TILE_ROWS
+    schedule = (group, start, jnp.minimum(ends[group] - start, TILE_ROWS))
+    return TileSchedule(*(jnp.where(used, a, 0).astype(jnp.int32) for a in schedule))
 
 
 def dispatch_unsupported(num_experts: int) -> str | None:

@@ -4,6 +4,7 @@ A value is an array with one entry per thread of the launch, or with a single on
 """
 
 from contextlib import contextmanager
+from threading import Lock
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from pallas_kernels.simt.interpreter_matrices import InterpreterOfMatrices
 from pallas_kernels.simt.races import WARP, Memory, Threads
 
 _WARPGROUP = 128
+_ONE_AT_A_TIME = Lock()  # of several devices: the body of a kernel may keep what belongs to one
 
 
 def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
@@ -33,7 +35,7 @@ def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
             for i, size in enumerate(shared):
                 words = np.zeros(blocks * size, np.int32)
                 memories.append(Memory(threads, f"shared array {i}", words, shared=True, empty=True))
-            with np.errstate(all="ignore"):
+            with _ONE_AT_A_TIME, np.errstate(all="ignore"):
                 run(threads, [_Pointer(memory, memory.kind, np.zeros(1, np.int64)) for memory in memories])
             return results
 

@@ -44,6 +44,9 @@ class TileTuning:
         one the tensor cores would wait for themselves.
       minor_dim: 0 or 1, the stripes cut the tiles' rows or columns.
       tile_width: tiles across a stripe, a power of two, so that finding a tile takes no slow division.
+      shares: "dynamic", a block takes the next tile when it is done with one, so that blocks may start late; or
+        "fixed", block b takes tiles b, b + blocks and so on. None is dynamic inside a `shard_map` over several devices,
+        where collectives hold SMs, and fixed elsewhere. Files of tuned parameters may leave it out.
 
     Raises:
       ValueError: a value is none of these.
@@ -52,10 +55,13 @@ class TileTuning:
     stages: int = MOST_STAGES
     minor_dim: int = 0
     tile_width: int = 1
+    shares: str | None = None
 
     def __post_init__(self):
         widths = tuple(1 << i for i in range(9))
         _check(self, stages=tuple(range(2, MOST_STAGES + 1)), minor_dim=(0, 1), tile_width=widths)
+        if self.shares not in (None, "dynamic", "fixed"):
+            raise ValueError(f"shares={self.shares!r} must be 'dynamic', 'fixed' or None")
 
 
 @dataclass(frozen=True)
@@ -183,6 +189,6 @@ def parse(kernel: str, values: Any) -> Tuning:
     if kernel not in KINDS:
         raise ValueError(f"there is no kernel {kernel!r} to tune")
     names = [field.name for field in fields(KINDS[kernel])]
-    if not isinstance(values, dict) or set(values) != set(names):
+    if not isinstance(values, dict) or not {*names} - {"shares"} <= set(values) <= {*names}:
         raise ValueError(f"the parameters of {kernel} must be {', '.join(names)}, got {values!r}")
     return KINDS[kernel](**values)

@@ -113,3 +113,7 @@ def row_range(
         token_index_map=jnp.where((place >= 0) & (place < offsets[-1]), place, total),
         tiles=None,
     )
+
+
+in_parts = None
+"""These kernels compute all rows at once."""

@@ -122,6 +122,11 @@ def test_a_folder_in_the_files_place_is_a_warning(user_file):
         ("up_projection", {"stages": 5, "minor_dim": 0, "tile_width": 1}, "stages=5 must be one of 2, 3, 4"),
         ("up_projection", {"stages": 4, "minor_dim": True, "tile_width": 1}, "minor_dim=True must be one of 0, 1"),
         ("up_projection", {"stages": 4, "minor_dim": 0, "tile_width": 3}, "tile_width=3 must be one of 1, 2, 4"),
+        (
+            "up_projection",
+            {"stages": 4, "minor_dim": 0, "tile_width": 1, "shares": "some"},
+            "shares='some' must be 'dynamic', 'fixed' or None",
+        ),
         ("up_projection", {"stages": 4}, "the parameters of up_projection must be stages, minor_dim, tile_width"),
         ("up_projection", None, "got None"),
         ("combine", {"blocks_per_sm": 0, "rows_in_flight": 8}, "blocks_per_sm=0 must be one of 1, 2"),

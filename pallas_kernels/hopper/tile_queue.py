@@ -1,0 +1,174 @@
+"""Which tile a block computes next: one of a fixed share, or what a counter in device memory says.
+
+With fixed shares, a block takes every `blocks`-th tile from its own number on, and each warpgroup finds them itself.
+Where shares are dynamic, blocks that start late, because a collective's own blocks hold their SMs, find the work done
+instead of a share that waits for them. Tile n is the same whoever computes it, so no result depends on who does.
+
+For that, one thread of the producer counts, finds out what the tile is, and writes that to shared memory, for its own
+warpgroup too. It does so under the last steps of the tile before, where nobody waits for it; not earlier, or one block
+would have two tiles while another has none. A block stops at the first number that is no tile's.
+"""
+
+# pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import arith
+
+from pallas_kernels.hopper import inline_interpreter as forms
+from pallas_kernels.hopper.inline import (
+    SCALAR,
+    c32,
+    global_pointer,
+    int_type,
+    ptx,
+    scalar,
+    shared_address,
+    thread_index,
+)
+from pallas_kernels.mosaic.interpreter import in_interpreter
+
+FIELDS = 8
+"""Words in shared memory that describe a tile, at most."""
+
+PLACES = 4
+"""Tiles that the producer may be ahead of the consumers: as many as slots of the ring, for tiles of one step."""
+
+
+def is_dynamic(shares: str | None) -> bool:
+    """Whether tiles are counted out, with `TileTuning.shares`."""
+    if shares is not None:
+        return shares == "dynamic"
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in mesh.manual_axes)  # only there are collectives beside the kernels
+
+
+def memory() -> dict[str, Any]:
+    """What a kernel needs in shared memory, by name."""
+    return {
+        "next_tiles": plgpu.SMEM((PLACES * FIELDS,), jnp.int32),
+        "handed": plgpu.Barrier(num_arrivals=1, num_barriers=PLACES),
+        "taken": plgpu.Barrier(num_arrivals=2, num_barriers=PLACES),
+    }
+
+
+class TileQueue(NamedTuple):
+    """The tiles of a block, one after the other; each comes with whether there is one.
+
+    Attributes:
+      blocks: that share the tiles.
+      block: this one.
+      dynamic: whether tiles are counted out; otherwise a block takes every `blocks`-th, from its own number on.
+      kind: of named tuple that a tile is.
+      find: `(refs, number) -> tile, whether there is one`; past the end some tile, its values are not used.
+      refs: has `counter` and what `memory` names.
+    """
+
+    blocks: int
+    block: jax.Array
+    dynamic: bool
+    kind: Any
+    find: Callable
+    refs: Any
+
+    def known(self, turn):
+        """The tile of `turn` where shares are fixed: any warpgroup finds it, at any time. None where it is handed."""
+        if self.dynamic:
+            return None
+        return self.find(self.refs, self.block + turn * self.blocks)
+
+    def ahead(self, turn, known, begin: Callable) -> tuple[Any, tuple[Callable, ...]]:
+        """For the producer: the tile of `turn` and `begin(tile)`, and what is left to do for it.
+
+        If it is not `known`, that is None, and parts of work: each is given what the one before it returned, and the
+        last returns it.
+        """
+        if known is not None:
+            return (known, begin(known[0])), ()
+
+        def hand(found):
+            self._hand(turn, *found)
+            tile = self._wait(turn)
+            return tile, begin(tile[0])
+
+        return None, (lambda _: count(self.refs.counter, self, turn), partial(self.find, self.refs), hand)
+
+    def first(self, begin: Callable):
+        """For the producer: its first tile, and `begin(tile)`."""
+        found, work = self.ahead(jnp.int32(0), self.known(jnp.int32(0)), begin)
+        for part in work:
+            found = part(found)
+        return found
+
+    def take(self, turn, known) -> Any:
+        """For a consumer: the tile of `turn`, which makes room for another; None if it is `known`."""
+        if known is not None:
+            return None
+        tile = self._wait(turn)
+        plgpu.barrier_arrive(self.refs.taken.at[lax.rem(turn, PLACES)])
+        return tile
+
+    def _hand(self, turn, tile: tuple, is_one) -> None:
+        place = lax.rem(turn, PLACES)
+        pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))
+        write_words(self.refs.next_tiles, place * FIELDS, (is_one.astype(jnp.int32), *tile))
+        plgpu.barrier_arrive(self.refs.handed.at[place])
+
+    def _wait(self, turn):
+        place = lax.rem(turn, PLACES)
+        plgpu.barrier_wait(self.refs.handed.at[place])
+        is_one, *fields = (self.refs.next_tiles[place * FIELDS + i] for i in range(1 + len(self.kind._fields)))
+        return self.kind(*fields), is_one > 0
+
+
+def _is_first_thread():
+    return arith.cmpi(arith.CmpIPredicate.eq, thread_index(), c32(0))
+
+
+@in_interpreter(forms.new_counter)
+def new_counter(tiles: int, blocks: int) -> jax.Array:
+    """The counter of a launch of so many blocks that share out `tiles` at most."""
+    del tiles, blocks
+    return jnp.zeros(1, jnp.int32)
+
+
+@in_interpreter(forms.count)
+def count(counter, queue: TileQueue, turn):
+    """The counter's next number, in the first thread, and 0 in the others."""
+    del queue, turn
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def take(ctx, counter):
+        number = utils.inline_ptx(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p atom.global.add.u32 $0, [$1], 1; }",
+            global_pointer(counter),
+            arith.extui(int_type(32), _is_first_thread()),
+            result_types=int_type(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+    return take(counter)
+
+
+@in_interpreter(forms.write_words)
+def write_words(words, first, values: tuple) -> None:
+    """Writes `values` of the first thread to shared memory, from word `first` on."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, (SCALAR,) * len(values)))
+    def write(ctx, words, first, values):
+        address = shared_address(words, arith.muli(scalar(first), c32(4)))
+        with utils.when(_is_first_thread()):
+            for i, value in enumerate(values):
+                ptx("st.shared.b32 [$0], $1;", arith.addi(address, c32(4 * i)), scalar(value), constraints="r,r")
+
+    write(words, first, values)

@@ -1,0 +1,153 @@
+"""Blocks take tiles when they are free: each is taken once, and its results have the same bits whoever takes it."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import hopper
+from pallas_kernels.hopper import tile_queue
+from pallas_kernels.hopper.inline_interpreter import COUNTED
+from pallas_kernels.mosaic import in_place
+from pallas_kernels.mosaic.interpreter import at_random, tiles_taken
+from pallas_kernels.tuning.parameters import TileTuning
+from tests.numerics import assert_same_bits
+from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, needs_interpreter
+
+ORDERS = {
+    "alone": (1, lambda tiles, _: [0] * tiles),
+    "one takes all": (2, lambda tiles, _: [0] * tiles),
+    "the others start when none is left": (5, lambda tiles, blocks: [blocks - 1] * tiles),
+    "in turns": (2, lambda tiles, blocks: [tile % blocks for tile in range(tiles)]),
+    "two start late": (3, lambda tiles, blocks: [max(tile - tiles // 2, 0) % blocks for tile in range(tiles)]),
+    "at random": (5, at_random),
+}
+"""How many blocks there are, and who takes which tile."""
+
+
+class Problem:
+    """Operands of every kernel. No tile reads rows that another writes, which would look like a race."""
+
+    def __init__(self, routing):
+        rows = self.rows = Rows(hopper, routing)
+        self.x = rows.normal(rows.num_tokens, D, dtype="bfloat16")
+        self.up_weights = tuple(rows.normal(rows.num_experts, D, N, fan_in=D, dtype="bfloat16") for _ in range(2))
+        self.w_down = rows.normal(rows.num_experts, N, D, fan_in=N, dtype="bfloat16")
+        self.pre = tuple(rows.of_rows(N, dtype="bfloat16") for _ in range(2))
+        self.row_weights = rows.of_rows()
+
+
+def up_projection(p: Problem, groups, tuning):
+    pre, hidden = hopper.up_projection(p.x, p.up_weights, (), groups, activation=ACTIVATIONS[2], tuning=tuning)
+    return *pre, hidden
+
+
+def down_projection(p: Problem, groups, tuning):
+    return (hopper.down_projection(p.pre[0], p.w_down, None, groups, 0, D, tuning=tuning),)
+
+
+def down_backward(p: Problem, groups, tuning):
+    d_pre, weighted_hidden, d_row_weights = hopper.down_backward(
+        p.x, p.w_down, None, p.pre, p.row_weights, groups, activation=ACTIVATIONS[2], tuning=tuning
+    )
+    return *d_pre, weighted_hidden, d_row_weights
+
+
+def up_backward(p: Problem, groups, tuning):
+    return (hopper.up_backward(p.pre, p.up_weights, groups, 0, D, tuning=tuning),)
+
+
+def up_weight_gradients(p: Problem, groups, tuning):
+    dtypes = ("bfloat16",) * 2
+    return hopper.up_weight_gradients(p.x, p.pre, groups, dtypes=dtypes, bias_dtypes=(), tuning=tuning)[0]
+
+
+def down_weight_gradients(p: Problem, groups, tuning):
+    options = {"dtype": "float32", "bias_dtype": None}
+    return (hopper.down_weight_gradients(p.pre[0], p.x, p.row_weights, groups, tuning=tuning, **options)[0],)
+
+
+KERNELS = (up_projection, down_projection, down_backward, up_backward, up_weight_gradients, down_weight_gradients)
+
+
+def run(kernel, routing="whole_tiles_and_a_tail", shares="dynamic", **interpreted):
+    """The kernel's results, without rows of no pair."""
+    with hopper.interpreted(**interpreted):
+        problem = Problem(routing)
+        results = kernel(problem, problem.rows.groups, TileTuning(shares=shares, tile_width=2))
+        owned = problem.rows.owned
+        return [np.asarray(r[owned] if len(r) == owned.size else r, np.float32) for r in results]
+
+
+@cache
+def by_fixed_shares(kernel):
+    return run(kernel, shares="fixed", blocks=2)
+
+
+@pytest.fixture
+def counters(monkeypatch):
+    """What the counter of each kernel said when it started and when it ended."""
+    seen = []
+
+    def kernel(*arguments, **options):
+        launch = actual(*arguments, **options)
+
+        def call(*operands):
+            results = launch(*operands)
+            seen.append((operands[-1], results[-1]))
+            return results
+
+        return call
+
+    actual = in_place.kernel
+    monkeypatch.setattr(in_place, "kernel", kernel)
+    return seen
+
+
+@needs_interpreter
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_the_bits_of_fixed_shares(kernel, order, counters):
+    blocks, takers = ORDERS[order]
+    assert_same_bits(run(kernel, blocks=blocks, takers=takers), by_fixed_shares(kernel))
+    before, after = (np.asarray(a) for a in counters[0])
+    assert len(before) == blocks
+    asked = [sorted(row[left == COUNTED]) for row, left in zip(before, after, strict=True)]
+    tiles = sum(map(len, asked)) - blocks
+    assert sorted(number for own in asked for number in own[:-1]) == [*range(tiles)]
+    assert all(own[-1] >= tiles for own in asked)  # each block stops at the first number that is no tile's
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_tiles_without_rows(kernel):
+    run(kernel, "all_slots_empty", blocks=2)
+
+
+@pytest.mark.parametrize(("sizes", "dynamic"), [((1, 2), False), ((2, 1), True)])
+def test_tiles_are_counted_out_where_a_kernel_is_one_of_several_devices(sizes, dynamic):
+    """Of the axes, `shard_map` maps the first."""
+    found = []
+
+    def look(x):
+        found.append([tile_queue.is_dynamic(shares) for shares in (None, "fixed", "dynamic")])
+        return x
+
+    mesh = jax.make_mesh(sizes, ("mapped", "other"), (AxisType.Auto,) * 2)
+    jax.shard_map(look, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"mapped"})(np.ones(8))
+    look(np.ones(8))
+    assert found[0] == [dynamic, False, True]
+    assert found[-1] == [False, False, True]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_of_the_interpreter_leave_out_no_tile(order):
+    blocks, takers = ORDERS[order]
+    with hopper.interpreted(takers=takers):
+        taken = tiles_taken(7, blocks)
+    assert sorted(taken[taken < 7]) == list(range(7))
+    assert (taken == 7).any(1).all()  # and every block learns that none is left
