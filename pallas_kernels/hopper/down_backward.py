@@ -43,8 +43,8 @@ def down_backward(
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
 
     At the end of a tile its pre-activations come through the ring of operand slots, 64 columns a slot, and the results
-    leave from there: the ring runs on over the end of a tile, as deep as for the products. The weighted activation of other
-    groups, `into`, keeps their rows.
+    leave from there: the ring runs on over the end of a tile, as deep as for the products. `into` is the weighted
+    activation of other groups, whose rows are kept.
     """
     num_pre = len(pre_activations)
     num_rows, n = pre_activations[0].shape

@@ -66,7 +66,7 @@ def row_range(groups: Dispatch[TileSchedule], first_row: Int[Array, ""] | int, n
     """The rows from `first_row` on, as if there were no others; see the portable twin. Both are multiples of 8."""
     rows = portable_row_range(groups, first_row, num_rows, spare_rows=SPARE_ROWS)
     offsets = rows.expert_token_offsets
-    return rows._replace(tiles=_tiles(offsets[:-1], offsets[1:], num_rows))
+    return Dispatch(*rows[:-1], _tiles(offsets[:-1], offsets[1:], num_rows))
 
 
 def in_parts(
