@@ -106,6 +106,7 @@ def down_backward(
         copies=COPIES,
         end=RingEnd(load_panel, begin),
         transposed_weights=True,
+        registers=(88, 208),
         tuning=find_tuning(TileTuning, "down_backward", tuning, shape),
     )
     d_row_weights = rows_of_tiles(out.d_row_weights.sum(1), groups.tiles, num_rows)

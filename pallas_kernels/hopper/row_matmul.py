@@ -27,6 +27,10 @@ from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.tuning.parameters import TileTuning
 
 
+FEW_STEPS = 8
+"""LLVM unrolls a loop of fewer steps whole, and the producer spills: they get a count of which it knows no limit."""
+
+
 class HeldEnd(NamedTuple):
     """The end of a tile that is stored under the next one's products.
 
@@ -141,6 +145,8 @@ def row_matmul(
 
             if work:  # also where the tile has no rows; static counts would have their last steps unrolled, and spill
                 step, following = fill_tile(step, steps)
+            elif k_steps < FEW_STEPS:
+                step, _ = fill_tile(step, lambda count: -(-tile.valid_rows // TILE_ROWS) * count)
             else:
                 step = lax.cond(tile.valid_rows > 0, lambda s: fill_tile(s)[0], lambda s: s, step)
             return turn + 1, step, *following, after
