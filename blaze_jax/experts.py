@@ -20,7 +20,7 @@ from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_ex
 from blaze_jax.exchange import HERE, Transport, gathered
 from blaze_jax.experts_vjp import INDEX_NAME, ROW_MULTIPLE, Parameters, Save, Settings, Tokens, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
-from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
+from blaze_jax.implementation import Implementation, choose_implementation, kernels_of, takes_parts
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
@@ -176,8 +176,8 @@ def _compute(
     tell_observers(TracedLayer.of(x, params.up_weights, params.w_down, experts, activation, save, implementation))
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
     num_experts = params.w_down.shape[0]
-    if transport.exchange == "permute" and kernels.in_parts is not None and transport.devices > 1:
-        transport = dataclasses.replace(transport, own_first=True)
+    if transport.exchange == "permute" and takes_parts(kernels, num_experts * transport.devices):
+        transport = dataclasses.replace(transport, own_first=transport.devices > 1)
     experts = int32_experts(experts, num_experts * transport.expert_devices)
 
     def part(x, weights, experts) -> Tokens:

@@ -104,6 +104,11 @@ def _gpu_family(dtype=jnp.bfloat16):
     return hopper if on_hopper and dtype in (jnp.bfloat16, jnp.float16) else ampere
 
 
+def takes_parts(kernels: Kernels, num_groups: int) -> bool:
+    """Whether these kernels compute parts of the tokens one after the other, by so many groups of expert and part."""
+    return kernels.in_parts is not None and hopper.dispatch_unsupported(num_groups) is None
+
+
 def one_by_one(kernels: Kernels, function: Callable) -> Callable:
     """`function` of arrays, which under `vmap` gets one example after another unless these kernels take batches."""
     return function if kernels is xla else sequential_vmap(function)

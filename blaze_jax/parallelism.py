@@ -31,9 +31,10 @@ class Parallelism:
         their gradients.
       expert: splits the experts. A device sends its tokens to the experts and gets their outputs back.
       tensor: splits each expert's width n in the same way.
-      exchange: how tokens travel along `expert` and `tensor`. "all_gather": to every device. "permute": the same, by
-        collective-permutes, which may be copies without an SM. "all_to_all": each token once to each device that has
-        an expert of its. None for the one that moves the fewest bytes.
+      exchange: how tokens travel along `expert` and `tensor`. "permute": to every device, by collective-permutes; the
+        Hopper kernels compute them as they arrive, a device's own first. "all_gather": the same, all at once.
+        "all_to_all": each token once to each device that has an expert of its. None for "permute" to K devices, and
+        "all_to_all" to more, which moves fewer bytes.
       chunks: a device's tokens travel in so many parts, each while the experts compute another.
       row_budget: rows of a device's buffers, as a multiple of its even share. Rows beyond it are computed in further
         turns, and again in the backward pass: no routing drops a pair or needs more memory. None for buffers that hold
@@ -76,7 +77,7 @@ class Parallelism:
 
     def exchange_for(self, experts_per_token: int, devices: int) -> Exchange:
         """How tokens travel in a group of so many devices."""
-        return self.exchange or ("all_gather" if devices <= experts_per_token else "all_to_all")
+        return self.exchange or ("permute" if devices <= experts_per_token else "all_to_all")
 
     def axes_of(self, role: str) -> tuple[str, ...]:
         """The axes with that role."""

@@ -26,7 +26,6 @@ from pallas_kernels.hopper.wgmma import wgmma
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, Where
 from pallas_kernels.tuning.parameters import TileTuning
 
-
 FEW_STEPS = 8
 """LLVM unrolls a loop of fewer steps whole, and the producer spills: they get a count of which it knows no limit."""
 

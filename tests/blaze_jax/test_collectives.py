@@ -64,9 +64,9 @@ def received(text, devices):
     ("axes", "options", "kinds"),
     [
         ({"expert": 4}, {"exchange": "all_gather"}, ("all-gather", "reduce-scatter")),
-        ({"expert": 2}, {"keep_gathered": True}, ("all-gather", "reduce-scatter")),
+        ({"expert": 2}, {"keep_gathered": True}, ("collective-permute",)),
         ({"tensor": 2}, {"exchange": "permute", "chunks": 2}, ("collective-permute",)),
-        ({"fsdp": 2, "expert": 2}, {}, ("all-gather", "reduce-scatter")),
+        ({"fsdp": 2, "expert": 2}, {}, ("collective-permute",)),
     ],
     ids=str,
 )
