@@ -156,7 +156,7 @@ class Kernels(Protocol):
 
     @property
     def in_parts(self) -> Callable[[Dispatch, int], tuple[Dispatch, tuple[Dispatch, ...]]] | None:
-        """What cuts rows into parts that are computed one after the other, by `into` of the kernels; None if nothing."""
+        """What cuts rows into parts that are computed in turn, by `into` of the kernels; None if nothing does."""
         ...
 
     def up_projection(

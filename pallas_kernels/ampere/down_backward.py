@@ -89,7 +89,7 @@ def down_backward(
         extra=row_weights.astype(jnp.float32),
         in_place=pre_activations,  # a tile has read a piece before it writes it
         results=[jax.ShapeDtypeStruct((num_rows, n), dtype), parts],
-        end=RingEnd(pieces.count, pieces.start, begin, finish),
+        end=RingEnd(pieces.number, pieces.start, begin, finish),
         tile=tile,
     )
     of_an_expert = jnp.arange(num_rows) < groups.expert_token_offsets[-1]

@@ -29,7 +29,7 @@ class Pieces(NamedTuple):
     tile: Tile
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """Of a tile."""
         return self.tile.warp_rows // ROWS * 2
 

@@ -35,8 +35,8 @@ def up_projection(
 
     A tile holds `256 / len(weights)` columns of each projection side by side, so one wgmma multiplies a gathered tile
     with both. The activation is computed from the float32 accumulators and stored at the end of its tile; the packed
-    pre-activations follow under the next tile. Where they are not kept, the activation does. `into` is the results of the
-    same call for other groups, whose rows are kept.
+    pre-activations follow under the next tile. Where they are not kept, the activation does. `into` is the results of
+    the same call for other groups, whose rows are kept.
     """
     weights = tuple(w.astype(x.dtype) for w in weights)
     num_experts, d, n = weights[0].shape
