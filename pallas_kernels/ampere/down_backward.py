@@ -53,11 +53,12 @@ def down_backward(
 
     def finish(row_weights, results, where, sums, piece, slot):
         of_rows, half = divmod(piece, 2)
-        with when(where.rows > of_rows * ROWS):
-            for i in range(2):
+        for i in range(2):
+            first_row = of_rows * ROWS + 8 * i
+            with when(where.rows > first_row):  # a branch of their own, as in `store.for_rows`
                 d_hidden = [d[2 * i : 2 * i + 2] for d in sums[of_rows][half]]
                 pre, weight = pieces.load(slot, where.lane, 8 * i), row_weights[2 * of_rows + i]
-                finish_rows(results, where, of_rows * ROWS + 8 * i, where.halves[half][1], d_hidden, pre, weight)
+                finish_rows(results, where, first_row, where.halves[half][1], d_hidden, pre, weight)
 
     def finish_rows(results, where, first_row, column, d_hidden, pre, weight):
         """The end of 8 rows of half a panel. With more at once the registers of some activations run out."""
