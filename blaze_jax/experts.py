@@ -60,8 +60,9 @@ def expert_ffn(
     """`y[t] = Σ_k weights[t, k] · FFN_e(x[t])` with `e = experts[t, k]` and `FFN_e(x) = act(x·W_gate, x·W_up)·W_down`.
 
     Every pair is computed, none is dropped or padded. The arithmetic runs in the dtype of `x` with float32
-    accumulation; weights of another dtype are converted a slice at a time (by the Hopper kernels, an array or a block
-    of its columns at a time). Two runs give the same bits.
+    accumulation; weights of another dtype are converted a slice at a time (by the kernels for GPUs, an array or a block
+    of its columns at a time). Two runs give the same bits. On NVIDIA GPUs, operands of float32 products are rounded to
+    tf32, unless jax's default matmul precision is "highest".
 
     Args:
       x: tokens, float32, bfloat16 or float16 (float64 where jax has it enabled).

@@ -13,12 +13,9 @@ from blaze_jax.warn import warn_once
 from pallas_kernels import ampere, hopper, xla
 from pallas_kernels.compat import has_symbolic_sizes, varying_axes
 from pallas_kernels.contract import Kernels
-from pallas_kernels.mosaic.device import compute_capability
+from pallas_kernels.mosaic.device import compute_capability, on_nvidia_gpu
 
 Implementation = Literal["mosaic_gpu", "xla"]
-
-CHOSEN_UNASKED = (hopper,)
-"""Families of kernels for GPUs that serve whoever names no implementation: those that were measured."""
 
 
 def check_implementation(implementation: Implementation | None) -> None:
@@ -41,9 +38,12 @@ def choose_implementation(
     """
     arrays = (x, weights, biases)
     family = _gpu_family(x.dtype)
-    if implementation is None and family not in CHOSEN_UNASKED:
-        family = hopper  # which says what it lacks
-    chosen = _choose(implementation, partial(family.unsupported, *arrays), arrays)
+
+    def unsupported() -> str | None:
+        unasked = _too_precise(x) if implementation is None else None
+        return unasked or family.unsupported(*arrays)
+
+    chosen = _choose(implementation, unsupported, arrays)
     if chosen == "mosaic_gpu" and family is hopper and (reason := hopper.why_kernels_spill()):
         warn_once(reason)
     return chosen
@@ -76,18 +76,26 @@ def _choose(implementation: Implementation | None, unsupported: Callable[[], str
         raise NotImplementedError(f"{implementation=} cannot run this: {reason}; use 'xla' or None")
     if implementation is not None:
         return implementation
-    backend = jax.default_backend()
-    if backend == "cpu":
+    if jax.default_backend() == "cpu":
         return "xla"
-    if backend != "gpu" or _gpu_family() not in CHOSEN_UNASKED:
-        reason = f"they are for NVIDIA Hopper GPUs, and this is {jax.devices()[0].device_kind}"
+    if not on_nvidia_gpu():
+        device = jax.devices()[0].device_kind
+        reason = f"they are for NVIDIA GPUs of compute capability 8.0 and newer, and this is {device}"
     if reason is None:
         return "mosaic_gpu"
     warn_once(
-        f"the MoE layer runs in plain XLA, which is slower than the Hopper kernels: {reason}. implementation='xla' "
-        "says that this is meant"
+        f"the MoE layer runs in plain XLA, which is slower than the kernels for NVIDIA GPUs: {reason}. "
+        "implementation='xla' says that this is meant"
     )
     return "xla"
+
+
+def _too_precise(x: Array) -> str | None:
+    """Why tokens `x` are not for kernels that round products to tf32, or None if they are."""
+    precision = jax.config.jax_default_matmul_precision
+    if x.dtype == jnp.float32 and precision in ("highest", "float32"):
+        return f"jax_default_matmul_precision is {precision!r}, and their products of float32 are rounded to tf32"
+    return None
 
 
 def kernels_of(implementation: Implementation, num_tokens: int = 1, dtype=jnp.bfloat16) -> Kernels:
@@ -99,7 +107,7 @@ def kernels_of(implementation: Implementation, num_tokens: int = 1, dtype=jnp.bf
 
 
 def _gpu_family(dtype=jnp.bfloat16):
-    """The kernels for the GPU that jax computes on, or for an H200 elsewhere."""
+    """The kernels for the GPU that jax computes on, or for an H200 elsewhere; Hopper's take 16-bit tokens alone."""
     on_hopper = compute_capability() in (None, "9.0")
     return hopper if on_hopper and dtype in (jnp.bfloat16, jnp.float16) else ampere
 

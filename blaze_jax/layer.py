@@ -69,8 +69,8 @@ def moe(
     """Routes every token, applies its experts and the shared experts, and adds them up.
 
     Args:
-      x: tokens with any leading shape; the arithmetic runs in their dtype, the router in float32. bfloat16 tokens take
-        the fastest kernels.
+      x: tokens with any leading shape; the arithmetic runs in their dtype, the router in float32. bfloat16 and
+        float16 tokens take the fastest kernels.
       params: arrays named and shaped as `config.parameters(d)` says, with biases if there is a "b_down"; `init` makes
         them.
       config: the layer.

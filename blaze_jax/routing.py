@@ -75,8 +75,8 @@ def route(
       selection_bias: added to the scores for selection only, not to the weights (loss-free balancing).
       axis_name: inside `jax.shard_map`, the mesh axes (one or several) over which the tokens are split: demand, losses
         and statistics are then those of all their devices. Capacity and token rounding are each device's own.
-      implementation: None for the best that can run here, or "mosaic_gpu" or "xla". The Hopper kernel is one pass over
-        the logits, but its scores can differ from XLA's in the last bits; where scores rank the experts (with a
+      implementation: None for the best that can run here, or "mosaic_gpu" or "xla". The kernel for GPUs is one pass
+        over the logits, but its scores can differ from XLA's in the last bits; where scores rank the experts (with a
         selection bias, or with groups), nearly equal ones may then be chosen differently.
       **options: fields of `Router`.
 

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from pallas_kernels.compile_only import missing_compiler
+from pallas_kernels.mosaic.device import on_nvidia_gpu
 
 # What somebody tuned on this machine is no part of what is tested.
 os.environ["BLAZE_JAX_TUNING"] = ""
@@ -75,10 +76,10 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skips what needs a Hopper GPU, or a compiler for it, where there is none; leaves sets to `--all`; sorts."""
+    """Skips what needs a GPU, or a compiler for it, where there is none; leaves sets to `--all`; sorts."""
     reasons = {}
-    if not (jax.default_backend() == "gpu" and jax.devices()[0].compute_capability == "9.0"):
-        reasons["gpu"] = "needs a Hopper GPU"
+    if not on_nvidia_gpu():
+        reasons["gpu"] = "needs an NVIDIA GPU since Ampere"
     if missing := missing_compiler():
         reasons["compile_only"] = missing
     for item in items:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tuning.parameters import hopper_gpu
+from pallas_kernels.mosaic.device import on_nvidia_gpu
 from train_example.arguments import Arguments, new_config, resumed_config
 from train_example.checkpoint import Checkpoints
 from train_example.config import TrainConfig
@@ -116,10 +116,10 @@ def _check_mesh(config: TrainConfig, devices: Devices) -> None:
 
 
 def _check_implementation(config: TrainConfig, model: Decoder) -> None:
-    if config.implementation == "mosaic_gpu" and hopper_gpu() is None:
+    if config.implementation == "mosaic_gpu" and not on_nvidia_gpu():
         raise UserError(
-            f"--implementation mosaic_gpu needs a Hopper GPU, the device here is {jax.devices()[0].device_kind}: "
-            "choose xla, or leave the option out"
+            "--implementation mosaic_gpu needs an NVIDIA GPU of compute capability 8.0 or newer, the device here is "
+            f"{jax.devices()[0].device_kind}: choose xla, or leave the option out"
         )
     tokens = jnp.zeros((config.batch_size // config.accumulate, config.sequence_length), jnp.int32)
     try:

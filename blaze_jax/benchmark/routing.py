@@ -10,7 +10,7 @@ from blaze_jax.benchmark.timing import time_calls, wall_times
 from blaze_jax.implementation import Implementation, kernels_of
 from blaze_jax.router import Router
 from blaze_jax.routing import route, route_and_group
-from pallas_kernels.tuning.parameters import hopper_gpu
+from pallas_kernels.mosaic.device import on_nvidia_gpu
 
 OURS = "blaze_jax route + dispatch"
 XLA = "XLA top_k + argsort dispatch"
@@ -38,7 +38,7 @@ def measure_routing(
     A separate call costs what the host needs to launch it, which hides the kernels' time; in a step that time counts.
     """
     logits = jax.random.normal(jax.random.key(0), (num_tokens, num_experts))
-    implementation = implementation or ("mosaic_gpu" if hopper_gpu() else "xla")
+    implementation = implementation or ("mosaic_gpu" if on_nvidia_gpu() else "xla")
     dispatch = partial(kernels_of(implementation).dispatch, num_experts=num_experts)
 
     def ours_route(logits):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.ampere.pieces import ROWS, Pieces
 from pallas_kernels.ampere.row_matmul import RingEnd, row_matmul
-from pallas_kernels.ampere.store import store_half
+from pallas_kernels.ampere.store import store_rows
 from pallas_kernels.ampere.tile import HALF, Tile
 from pallas_kernels.ampere.tuning import default_tile
 from pallas_kernels.contract import Dispatch
@@ -53,29 +53,32 @@ def down_backward(
 
     def finish(row_weights, results, where, sums, piece, slot):
         of_rows, half = divmod(piece, 2)
-        column = where.halves[half][1]
-        with when(where.rows > of_rows * ROWS):
-            weights = row_weights[2 * of_rows : 2 * of_rows + 2]  # of a thread's two rows
-            pre = pieces.load(slot, where.lane)
-            d_pre, weighted = [[] for _ in pre], []
-            d_weights = [Number(0.0)] * 2
-            for eight, d_hidden in enumerate(sums[of_rows][half]):
-                known = column + eight * CHUNK < n
-                own = []
-                for i, d in enumerate(d_hidden):
-                    weight = weights[i // 2]
-                    hidden, gradients = derivative([p[eight][i] for p in pre], weight * d)
-                    d_weights[i // 2] = d_weights[i // 2] + select(known, d * hidden, 0.0)
-                    own.append((weight * hidden, *gradients))
-                for result, values in zip((weighted, *d_pre), zip(*own, strict=True), strict=True):
-                    result.append(list(values))
-            for result, values in zip(results, (*d_pre, weighted), strict=False):
-                store_half(result, where, of_rows * ROWS, column, values, n)
-            for i, d_weight in enumerate(d_weights):
-                row = where.lane // 4 + (of_rows * ROWS + 8 * i)
-                total = combine_lanes(add, d_weight, 4)
-                with when((where.lane % 4).equals(0) & (row < where.rows) & (column < n)):
-                    results[-1][Long(column // HALF) * num_rows + (where.row + row)] = total
+        for i in range(2):
+            first_row = of_rows * ROWS + 8 * i
+            with when(where.rows > first_row):  # a branch of their own, as in `store.for_rows`
+                d_hidden = [d[2 * i : 2 * i + 2] for d in sums[of_rows][half]]
+                pre, weight = pieces.load(slot, where.lane, 8 * i), row_weights[2 * of_rows + i]
+                finish_rows(results, where, first_row, where.halves[half][1], d_hidden, pre, weight)
+
+    def finish_rows(results, where, first_row, column, d_hidden, pre, weight):
+        """The end of 8 rows of half a panel. With more at once the registers of some activations run out."""
+        d_pre, weighted = [[] for _ in pre], []
+        d_weight = Number(0.0)
+        for eight, of_columns in enumerate(d_hidden):
+            known = column + eight * CHUNK < n
+            own = []
+            for i, d in enumerate(of_columns):
+                hidden, gradients = derivative([p[eight][i] for p in pre], weight * d)
+                d_weight = d_weight + select(known, d * hidden, 0.0)
+                own.append((weight * hidden, *gradients))
+            for result, values in zip((weighted, *d_pre), zip(*own, strict=True), strict=True):
+                result.append(list(values))
+        for result, values in zip(results, (*d_pre, weighted), strict=False):
+            store_rows(result, where, first_row, column, values, n)
+        row = where.lane // 4 + first_row
+        total = combine_lanes(add, d_weight, 4)
+        with when((where.lane % 4).equals(0) & (row < where.rows) & (column < n)):
+            results[-1][Long(column // HALF) * num_rows + (where.row + row)] = total
 
     parts = jax.ShapeDtypeStruct((-(-n // HALF), num_rows), jnp.float32)
     *d_pre, weighted_hidden, d_row_weights = row_matmul(
@@ -89,7 +92,7 @@ def down_backward(
         extra=row_weights.astype(jnp.float32),
         in_place=pre_activations,  # a tile has read a piece before it writes it
         results=[jax.ShapeDtypeStruct((num_rows, n), dtype), parts],
-        end=RingEnd(pieces.count, pieces.start, begin, finish),
+        end=RingEnd(pieces.number, pieces.start, begin, finish),
         tile=tile,
     )
     of_an_expert = jnp.arange(num_rows) < groups.expert_token_offsets[-1]

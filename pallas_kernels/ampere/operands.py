@@ -46,11 +46,13 @@ class Steps(NamedTuple):
     each: int
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return -(-self.depth // self.each)
 
 
-def copy_rows(lhs: Pointer, num_rows: int, token_indices: Pointer | None, first_row, valid_rows, tile: Tile, k: Steps):
+def copy_rows(
+    lhs: Pointer, num_rows: int, token_indices: Pointer | None, first_row: Int, valid_rows: Int, tile: Tile, k: Steps
+) -> Callable:
     """`copy(step, slot)` starts this thread's copies of rows, by index or in order; missing rows are zero."""
     row, chunk, passes, apart = tile.lhs_copies(simt.thread())
     chunk_elements = chunk * chunk_size(k.kind)

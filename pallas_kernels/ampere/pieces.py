@@ -29,7 +29,7 @@ class Pieces(NamedTuple):
     tile: Tile
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """Of a tile."""
         return self.tile.warp_rows // ROWS * 2
 
@@ -62,21 +62,18 @@ class Pieces(NamedTuple):
             for number, array in enumerate(arrays):
                 start_copy(own, self._word(row, chunk) + number * self.words, array, start, known)
 
-    def load(self, slot: Pointer, lane: Int) -> list[list[list[Float]]]:
-        """What the thread has of each array, by 8 columns and register, as `matrices.multiply` has its sums."""
+    def load(self, slot: Pointer, lane: Int, first_row: int) -> list[list[list[Float]]]:
+        """What the thread has of 8 rows, from 0 or 8 on: of each array and each 8 columns, two numbers."""
         own = self._own(slot)
-        return [self._load(own.at(number * self.words), lane) for number in range(self.arrays)]
+        return [self._load(own.at(number * self.words), lane, first_row) for number in range(self.arrays)]
 
-    def _load(self, piece: Pointer, lane: Int) -> list[list[Float]]:
+    def _load(self, piece: Pointer, lane: Int, first_row: int) -> list[list[Float]]:
         if self.kind != "float32":
-            words = [load_matrices(piece, self._word(lane % 8 + row, lane // 8)) for row in (0, 8)]
-            return [unpack(upper, self.kind) + unpack(lower, self.kind) for upper, lower in zip(*words, strict=True)]
-        quad = lane % 4
-        numbers = []
-        for i in range(4):
-            places = [self._word(lane // 4 + row, quad // 2 + 2 * i) + quad % 2 * 2 for row in (0, 8)]
-            numbers.append([x.as_float() for place in places for x in piece.load_vector(place, 2).elements()])
-        return numbers
+            words = load_matrices(piece, self._word(lane % 8 + first_row, lane // 8))
+            return [unpack(word, self.kind) for word in words]
+        row, quad = lane // 4 + first_row, lane % 4
+        places = [self._word(row, quad // 2 + 2 * i) + quad % 2 * 2 for i in range(4)]
+        return [[x.as_float() for x in piece.load_vector(place, 2).elements()] for place in places]
 
     def _own(self, slot: Pointer) -> Pointer:
         return slot.at(simt.thread() // WARP * (self.arrays * self.words))

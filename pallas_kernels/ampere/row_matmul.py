@@ -96,7 +96,7 @@ def row_matmul(
     panels = Panels.of(tile, kind)
     right_operand = Columns(kind, tile) if transposed else panels
     of_pair = Steps(kind, depth, panels.rows)
-    steps = of_pair.count * len(lhs)
+    steps = of_pair.number * len(lhs)
 
     def place(column: int) -> tuple[int, int]:
         """The projection of a column of the tile, and its place in that projection's part."""
@@ -115,8 +115,8 @@ def row_matmul(
 
         def copy(step: Int, slot: Pointer):
             for i, (of_rows, of_columns) in enumerate(zip(rows, columns, strict=True)):
-                own = step - i * of_pair.count
-                with when((own >= 0) & (own < of_pair.count)):
+                own = step - i * of_pair.number
+                with when((own >= 0) & (own < of_pair.number)):
                     of_rows(own, slot)
                     of_columns(own, slot)
 
@@ -146,8 +146,8 @@ def row_matmul(
             part = WarpPart.of(tile)
             halves = []
             for half in range(2):
-                projection, start = place(half * (tile.columns // 2))
-                halves.append((projection, column + start + part.panel * PANEL + part.half * HALF))
+                projection, first = place(half * (tile.columns // 2))
+                halves.append((projection, column + first + part.panel * PANEL + part.half * HALF))
             where = Where(expert, first_row + part.row, valid_rows - part.row, tuple(halves), part.lane)
 
             def slot_of(step) -> Pointer:

@@ -48,21 +48,28 @@ def store_half(
       values: by 8 columns and register, as `matrices.multiply` has its sums.
       num_columns: of the output.
     """
+    for i in range(2):
+        of_rows = [v[2 * i : 2 * i + 2] for v in values]
+        store_rows(output, where, first_row + 8 * i, column, of_rows, num_columns)
+
+
+def store_rows(
+    output: Pointer, where: Where, first_row: int, column: Int, values: list[list[Float]], num_columns: int
+) -> None:
+    """Stores 8 rows of half a panel, as `store_half` does: of each 8 columns, the two numbers that the thread has."""
     quad = where.lane % 4
+    row = where.lane // 4 + first_row
     if output.kind == "float32":  # four lanes have 32 bytes of a row, as many as memory moves at once
-        for half in range(2):
-            row, own = where.lane // 4 + (first_row + 8 * half), column + quad * 2
-            for i, of_columns in enumerate(values):
-                with when((row < where.rows) & (own + i * CHUNK < num_columns)):
-                    words = [x.bits() for x in of_columns[2 * half : 2 * half + 2]]
-                    output.store_words(Long(where.row + row) * num_columns + (own + i * CHUNK), words)
+        own = column + quad * 2
+        for i, numbers in enumerate(values):
+            with when((row < where.rows) & (own + i * CHUNK < num_columns)):
+                words = [x.bits() for x in numbers]
+                output.store_words(Long(where.row + row) * num_columns + (own + i * CHUNK), words)
         return
-    for half in range(2):
-        words = [pack(own[2 * half], own[2 * half + 1], output.kind) for own in values]
-        words = _transposed(words, quad)  # now 8 columns of one row, 16 bytes
-        row, own = where.lane // 4 + (first_row + 8 * half), column + quad * CHUNK
-        with when((row < where.rows) & (own < num_columns)):
-            output.store_words(Long(where.row + row) * num_columns + own, words)
+    words = _transposed([pack(low, high, output.kind) for low, high in values], quad)  # 8 columns of one row, 16 bytes
+    own = column + quad * CHUNK
+    with when((row < where.rows) & (own < num_columns)):
+        output.store_words(Long(where.row + row) * num_columns + own, words)
 
 
 def _transposed(words: list[Int], quad: Int) -> list[Int]:

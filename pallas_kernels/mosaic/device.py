@@ -11,5 +11,11 @@ def num_sms() -> int:
 
 
 def compute_capability() -> str | None:
-    """That of the GPU that jax computes on, such as "9.0"; None without one."""
+    """That of the GPU that jax computes on, such as "9.0"; None without one. GPUs of AMD have a name, "gfx942"."""
     return jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else None
+
+
+def on_nvidia_gpu() -> bool:
+    """Whether jax computes on an NVIDIA GPU with kernels here: of compute capability 8.0 or newer."""
+    major = (compute_capability() or "").partition(".")[0]
+    return major.isdigit() and int(major) >= 8

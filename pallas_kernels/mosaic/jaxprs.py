@@ -1,6 +1,7 @@
 """Functions written in jax, evaluated by other means: how kernels get their elementwise functions."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.extend import core
@@ -15,11 +16,11 @@ def evaluate(
     return evaluate_traced(jax.make_jaxpr(function)(*shapes), arguments, ours, otherwise)
 
 
-def evaluate_traced(closed: core.ClosedJaxpr, arguments: Sequence, ours: Callable, otherwise: Callable) -> list:
+def evaluate_traced(closed: Any, arguments: Sequence, ours: Callable, otherwise: Callable) -> list:
     """Results at `arguments` of a function that was traced.
 
     Args:
-      closed: what tracing gave.
+      closed: what `jax.make_jaxpr` gave.
       arguments: what it is evaluated at.
       ours: `(name, inputs)`, the result of the primitive or of the called function of that name, None for others.
       otherwise: `(equation, inputs)`, the results of a primitive that `ours` does not have.

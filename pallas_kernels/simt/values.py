@@ -157,7 +157,7 @@ class Pointer:
         """The array from `index` on; constant indices into it cost no arithmetic."""
         return Pointer(machine().offset(self.pointer, _index(index)))
 
-    def __getitem__(self, index):
+    def __getitem__(self, index) -> Any:
         """`Int`, or `Float` whatever the array's floating type."""
         if self.kind in ("int32", "float32"):
             return (Int if self.kind == "int32" else Float)(machine().load(self.pointer, _index(index)))

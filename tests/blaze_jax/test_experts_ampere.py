@@ -1,21 +1,50 @@
-"""The layer on the kernels for every GPU since Ampere, in their interpreter."""
+"""The layer on the kernels for every GPU since Ampere: in their interpreter, and on a GPU in the tests of Hopper's."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from blaze_jax import expert_ffn
 from blaze_jax.oracle import dense_expert_ffn
 from pallas_kernels import ampere
-from tests.blaze_jax.test_experts_hopper import KERNELS
+from tests.blaze_jax.test_experts_hopper import (
+    KERNELS,
+    test_checkpoint_scan_and_a_jitted_optax_step,
+    test_every_activation_with_biases,
+    test_every_dtype,
+    test_every_routing,
+    test_forward_and_backward_lower_for_cuda,
+    test_layers_stacked_by_scan,
+    test_more_elements_than_32_bits_count,
+    test_nan_token_poisons_no_other_row_or_expert,
+    test_same_bits_on_every_run_and_in_both_save_modes,
+    test_sizes,
+)
 from tests.expert_problems import lowered, make_problem, results
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import ROUTINGS
 
+__all__ = [
+    "test_checkpoint_scan_and_a_jitted_optax_step",
+    "test_every_activation_with_biases",
+    "test_every_dtype",
+    "test_every_routing",
+    "test_forward_and_backward_lower_for_cuda",
+    "test_layers_stacked_by_scan",
+    "test_more_elements_than_32_bits_count",
+    "test_nan_token_poisons_no_other_row_or_expert",
+    "test_same_bits_on_every_run_and_in_both_save_modes",
+    "test_sizes",
+]
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """An A100, as far as the choice of the kernels goes."""
+
+@pytest.fixture(autouse=True)
+def a100(monkeypatch):
+    """An A100, as far as the choice of the kernels goes; what was traced for another GPU is forgotten."""
     monkeypatch.setattr("blaze_jax.implementation.compute_capability", lambda: "8.0")
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 def problem_of(dtype, **options):
@@ -25,7 +54,7 @@ def problem_of(dtype, **options):
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 2e-3), ("bfloat16", 2e-2), ("float16", 5e-3)])
 @pytest.mark.parametrize(("save", "biases"), [("pre_activations", True), ("inputs", False)])
-def test_layer_matches_the_oracle_with_the_same_bits_twice(gpu, dtype, limit, save, biases):
+def test_layer_matches_the_oracle_with_the_same_bits_twice(dtype, limit, save, biases):
     problem = problem_of(dtype, biases=biases)
     with ampere.interpreted():
         out, again = (results(expert_ffn, problem, implementation="mosaic_gpu", save=save) for _ in range(2))

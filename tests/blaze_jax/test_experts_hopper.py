@@ -128,7 +128,7 @@ def test_every_routing(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("param_dtype", ["float32", None])
 def test_every_dtype(dtype, param_dtype):
     out = assert_matches_oracle(problem_of(ROUTINGS["many_tiles"], dtype=dtype, param_dtype=param_dtype))

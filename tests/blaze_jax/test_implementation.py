@@ -4,7 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from blaze_jax.implementation import choose_implementation, kernels_of
+from blaze_jax.implementation import (
+    choose_dispatch_implementation,
+    choose_implementation,
+    choose_router_implementation,
+    kernels_of,
+)
 from blaze_jax.warn import warn_once
 from pallas_kernels import ampere, hopper, xla
 
@@ -55,10 +60,12 @@ class Device:
 @pytest.mark.parametrize(
     ("backend", "device", "changes", "message"),
     [
-        ("gpu", Device("NVIDIA H200", "9.0"), {"dtype": jnp.float32}, r"x has dtype float32, .* dtype=jnp\.bfloat16"),
+        ("gpu", Device("NVIDIA H200", "9.0"), {"num_experts": 2049}, "num_experts=2049 must be"),
         ("gpu", Device("NVIDIA H200", "9.0"), {"d": 100}, "d=100 must be a multiple of 8"),
-        ("gpu", Device("NVIDIA A100", "8.0"), {}, "they are for NVIDIA Hopper GPUs, and this is NVIDIA A100"),
-        ("tpu", Device("TPU v5"), {}, "they are for NVIDIA Hopper GPUs, and this is TPU v5"),
+        ("gpu", Device("NVIDIA A100", "8.0"), {"n": 100}, "n=100 must be a multiple of 8"),
+        ("gpu", Device("Tesla V100", "7.0"), {}, ".* of compute capability 8.0 and newer, and this is Tesla V100"),
+        ("gpu", Device("AMD MI300X", "gfx942"), {}, "they are for NVIDIA GPUs .*, and this is AMD MI300X"),
+        ("tpu", Device("TPU v5"), {}, "they are for NVIDIA GPUs .*, and this is TPU v5"),
     ],
 )
 def test_an_accelerator_without_the_kernels_is_told_once(monkeypatch, backend, device, changes, message):
@@ -66,31 +73,44 @@ def test_an_accelerator_without_the_kernels_is_told_once(monkeypatch, backend, d
     monkeypatch.setattr(jax, "devices", lambda: [device])
     warn_once.cache_clear()
     assert choose_implementation("xla", *operands(**changes)) == "xla"
-    with pytest.warns(UserWarning, match=f"plain XLA, which is slower than the Hopper kernels: {message}") as warned:
+    with pytest.warns(UserWarning, match=f"slower than the kernels for NVIDIA GPUs: {message}") as warned:
         assert choose_implementation(None, *operands(**changes)) == "xla"
     assert "implementation='xla' says that this is meant" in str(warned[0].message)
     assert choose_implementation(None, *operands(**changes)) == "xla"
 
 
-@pytest.mark.default_sets(4)
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
-def test_other_gpus_get_their_kernels_if_asked(monkeypatch, capability):
+def compute_on(monkeypatch, capability):
+    """As if jax computed on such a GPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA", capability)])
-    assert choose_implementation("mosaic_gpu", *operands()) == "mosaic_gpu"
-    assert kernels_of("mosaic_gpu") is kernels_of("mosaic_gpu", dtype=jnp.float32) is ampere
 
 
-def test_hopper_gets_its_kernels(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA H200", "9.0")])
-    assert choose_implementation(None, *operands()) == "mosaic_gpu"
+@pytest.mark.default_sets(6)
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
+def test_every_gpu_since_ampere_gets_its_kernels(monkeypatch, capability):
+    compute_on(monkeypatch, capability)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        assert choose_implementation(None, *operands(dtype=dtype)) == "mosaic_gpu"
+        narrow = dtype != jnp.float32
+        assert kernels_of("mosaic_gpu", dtype=dtype) is (hopper if capability == "9.0" and narrow else ampere)
+    logits = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    assert choose_router_implementation(None, logits, 2) == "mosaic_gpu"
+    assert choose_dispatch_implementation(None, jax.ShapeDtypeStruct((16, 2), jnp.int32), 4) == "mosaic_gpu"
+
+
+def test_products_in_full_float32_are_for_the_portable_form(monkeypatch):
+    compute_on(monkeypatch, "9.0")
+    warn_once.cache_clear()
+    with jax.default_matmul_precision("highest"):
+        with pytest.warns(UserWarning, match="jax_default_matmul_precision is 'highest', and .* rounded to tf32"):
+            assert choose_implementation(None, *operands(dtype=jnp.float32)) == "xla"
+        assert choose_implementation(None, *operands()) == "mosaic_gpu"
+        assert choose_implementation("mosaic_gpu", *operands(dtype=jnp.float32)) == "mosaic_gpu"
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", None])
 def test_kernels_that_spill_say_so_once(monkeypatch, implementation):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA H200", "9.0")])
+    compute_on(monkeypatch, "9.0")
     monkeypatch.setattr(hopper, "why_kernels_spill", lambda: "the kernels spill, because of that")
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match="the kernels spill, because of that"):

@@ -30,7 +30,7 @@ from train_example.presets import PRESETS
         ("--accumulate 3", "--accumulate 3 must divide --batch-size 16"),
         ("--dtype float16", "choose from"),
         ("--implementation cuda", "choose from"),
-        ("--implementation mosaic_gpu", "needs a Hopper GPU, the device here is cpu: choose xla"),
+        ("--implementation mosaic_gpu", "or newer, the device here is cpu: choose xla"),
         ("--step 3", "unrecognized arguments: --step 3"),
         ("--resume", "nothing to resume"),
         ("--checkpoint {tmp}/missing", "missing/config.json: cannot be read: No such file"),

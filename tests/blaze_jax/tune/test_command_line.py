@@ -110,6 +110,7 @@ def test_the_whole_command_with_portable_kernels(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(hopper_gpu() is None, reason="needs a Hopper GPU")
 def test_tuning_on_the_gpu(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("BLAZE_JAX_TUNING", "")
     file = tmp_path / "tuning.json"
