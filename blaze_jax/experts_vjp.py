@@ -152,7 +152,10 @@ def _outputs(settings: Settings, parts: tuple[Tokens, ...], shards: Parameters, 
     """Of each part: the output, pre-activations of the first turn's rows, and what was gathered."""
     params = settings.transport.parameters(shards, parts[0].x.dtype)
     for part in parts:
-        xs = settings.transport.arrivals(part.plan, part.x)
+        x = part.x
+        if settings.transport.own_first:  # apart from the weights and ids, with which XLA would send few tokens
+            x, _ = lax.optimization_barrier((x, part.weights))
+        xs = settings.transport.arrivals(part.plan, x)
         first, turns = settings.turns(part.dispatch)
         pre_activations, hidden = up_projection(settings, xs, params, first)
         y = _output(settings, hidden, params, part, first)

@@ -51,9 +51,14 @@ def missing_compiler() -> str | None:
     return None
 
 
-@cache
 def absent(gpu: str = "h200") -> Any:
-    """The `jax.Device` of a GPU of `GPUS` that need not be there: lowering and compiling for it give its program.
+    """The `jax.Device` of a GPU of `GPUS` that need not be there: lowering and compiling for it give its program."""
+    return absent_host(1, gpu)[0]
+
+
+@cache
+def absent_host(count: int, gpu: str = "h200") -> tuple[Any, ...]:
+    """So many of these GPUs in one host.
 
     Works before and after jax has started, and changes neither the devices that jax computes on nor the environment.
     Where a GPU is visible but only one of these extras is installed, set `JAX_PLATFORMS=cpu`: jax would start that
@@ -68,17 +73,16 @@ def absent(gpu: str = "h200") -> Any:
     target = target_config(GPUS[gpu], "12.9.0" if plugin == "jax_plugins.xla_cuda12" else "13.0.0")
 
     def topology():
-        return topologies.get_topology_desc(gpu, "cuda", target_config=target, topology="1x1x1")
+        return topologies.get_topology_desc(gpu, "cuda", target_config=target, topology=f"1x1x{count}")
 
     # The plugin refuses to load without libraries that only running needs, unless told otherwise when jax first looks
     # for plugins. If jax has already looked, the plugin is asked once more.
     with _environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"):
         try:
-            (device,) = topology().devices
+            return tuple(topology().devices)
         except NotImplementedError:
             importlib.import_module(plugin).initialize()
-            (device,) = topology().devices
-    return device
+            return tuple(topology().devices)
 
 
 def on_gpu(tree, gpu: str = "h200"):
