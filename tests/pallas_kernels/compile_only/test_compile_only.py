@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compile_only
-from pallas_kernels.compile_only import absent, compile_for_gpu, on_gpu
+from pallas_kernels.compile_only import absent, absent_host, compile_for_gpu, on_gpu
 
 
 def scale_kernel(x):
@@ -27,7 +27,7 @@ def array(*shape):
 
 def test_without_the_plugin_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(compile_only, "find_spec", lambda name: None)
-    absent.cache_clear()
+    absent_host.cache_clear()
     with pytest.raises(NotImplementedError, match=r"cannot compile for the h200: .*blaze_jax\[compile-only\]"):
         on_gpu(jnp.zeros(3))
 
