@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compile_only
-from pallas_kernels.compile_only import absent, absent_host, compile_for_gpu, on_gpu
+from pallas_kernels.compile_only import absent_host, compile_for_gpu, on_gpu
 
 
 def scale_kernel(x):
