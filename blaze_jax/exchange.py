@@ -104,12 +104,10 @@ class Transport:
         """The group's tokens in the parts in which they arrive: `gather`'s, if all are computed with at once."""
         return self._rotations(tokens) if self.own_first else (self.gather(plan, tokens),)
 
-    def departures(self, plan: Plan) -> list[Callable | None]:
-        """For each part, what brings the sums of its tokens' rows to their device; None for those that stay."""
-        if self.own_first:
-            return [
-                partial(_rotated, group=self.group, shift=-shift) if shift else None for shift in range(self.devices)
-            ]
+    def departures(self, plan: Plan, parts: int) -> list[Callable | None]:
+        """For each of `parts`, what brings the sums of its tokens' rows to their device; None for those that stay."""
+        if parts > 1:
+            return [None, *(partial(_rotated, group=self.group, shift=-shift) for shift in range(1, parts))]
         return [partial(self.scatter, plan) if self.devices > 1 else None]
 
     def _rotations(self, tokens):

@@ -330,9 +330,6 @@ class _Sums(NamedTuple):
 
     def _parts(self):
         parts = len(self.rows.parts)
-        transport = self.settings.transport
-        departures = transport.departures(self.part.plan)
-        if parts < len(departures):  # rows of all tokens at once
-            departures = [partial(transport.scatter, self.part.plan)]
+        departures = self.settings.transport.departures(self.part.plan, parts)
         weights = [None] * parts if self.weights is None else jnp.split(self.weights, parts)
         return zip(self.rows.parts, weights, departures, strict=True)
