@@ -156,7 +156,12 @@ class Kernels(Protocol):
 
     @property
     def in_parts(self) -> Callable[[Dispatch, int], tuple[Dispatch, tuple[Dispatch, ...]]] | None:
-        """What cuts rows into parts that are computed one by one, with `into` of the kernels; None if nothing."""
+        """What cuts rows into parts of the tokens, computed one by one with `into` of the kernels; None if nothing."""
+        ...
+
+    @property
+    def of_experts(self) -> Callable[..., Dispatch] | None:
+        """What picks the rows of some experts, to compute them in the same way; None if nothing does."""
         ...
 
     def up_projection(

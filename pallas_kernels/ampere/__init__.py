@@ -21,4 +21,5 @@ from pallas_kernels.simt.token_selection import experts_added as experts_added
 from pallas_kernels.simt.token_selection import token_cutoffs as token_cutoffs
 from pallas_kernels.xla.column_block import column_block as column_block
 from pallas_kernels.xla.dispatch import in_parts as in_parts
+from pallas_kernels.xla.dispatch import of_experts as of_experts
 from pallas_kernels.xla.router import router_backward as router_backward

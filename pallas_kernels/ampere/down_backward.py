@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.ampere.pieces import ROWS, Pieces
 from pallas_kernels.ampere.row_matmul import RingEnd, row_matmul
 from pallas_kernels.ampere.store import store_rows
-from pallas_kernels.ampere.tile import HALF, Tile
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.tile import HALF
+from pallas_kernels.ampere.tuning import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.bias_part import bias_part
 from pallas_kernels.mosaic.row_groups import TileSchedule
@@ -22,9 +22,10 @@ from pallas_kernels.simt.matrices import CHUNK
 from pallas_kernels.simt.values import Float as Number
 from pallas_kernels.simt.values import Long, minimum, select
 from pallas_kernels.simt.warp import combine_lanes
+from pallas_kernels.tuning.parameters import MmaTuning
 
 
-@traced_once("activation", "tile")
+@traced_once("activation", "tuning")
 def down_backward(
     dy: Float[Array, "T d"],
     w_down: Float[Array, "E n d"],
@@ -34,7 +35,7 @@ def down_backward(
     groups: Dispatch[TileSchedule],
     *,
     activation: Callable[..., Array],
-    tile: Tile | None = None,
+    tuning: MmaTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
 
@@ -43,7 +44,7 @@ def down_backward(
     """
     num_rows, n = pre_activations[0].shape
     dtype = pre_activations[0].dtype
-    tile = tile or default_tile(kind=dtype.name)
+    tile = tuned_tile("down_backward", tuning, pre_activations[0], dy.shape[1], groups)
     pieces = Pieces(len(pre_activations), dtype.name, n, tile)
     derivative = with_gradients(activation, len(pre_activations))
 

@@ -7,14 +7,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.ampere.row_matmul import row_matmul
 from pallas_kernels.ampere.store import add_bias, bias_of, for_rows, store_half
-from pallas_kernels.ampere.tile import Tile
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.tuning import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.tuning.parameters import MmaTuning
 
 
-@traced_once("num_columns", "tile")
+@traced_once("num_columns", "tuning")
 def down_projection(
     hidden: Float[Array, "R n"],
     w_down: Float[Array, "E n d"],
@@ -23,7 +23,7 @@ def down_projection(
     first_column: Int[Array, ""] | int,
     num_columns: int,
     *,
-    tile: Tile | None = None,
+    tuning: MmaTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """Columns `first_column`, a multiple of 8, to `first_column + num_columns` of every row's expert output."""
     first_column = weight_column = jnp.asarray(first_column, jnp.int32)
@@ -54,6 +54,6 @@ def down_projection(
         extra=bias,
         results=[jax.ShapeDtypeStruct((hidden.shape[0], num_columns), hidden.dtype)],
         end=end,
-        tile=tile or default_tile(kind=hidden.dtype.name),
+        tile=tuned_tile("down_projection", tuning, hidden, w_down.shape[2], groups),
     )
     return rows

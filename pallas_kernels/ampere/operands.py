@@ -5,13 +5,17 @@ for each column, so that they are transposed, lie as the rows do (`Columns`); ot
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pallas_kernels.ampere.panels import CHUNKS, ROW_WORDS, UNIT, Panels
 from pallas_kernels.ampere.tile import Tile
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.matrices import chunk_size, load_matrices, start_copy, tensor_operand
-from pallas_kernels.simt.values import Int, Long, Pointer
+from pallas_kernels.simt.values import Bool, Int, Long, Pointer, select
+
+type Copy = Callable[[Int, Pointer], None]
+"""`copy(step, slot)` starts a thread's copy of 16 bytes of a step, if there is such a step, to its slot."""
 
 
 class Columns(NamedTuple):
@@ -33,100 +37,144 @@ class Columns(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The contracted dimension, cut into what is in a slot.
+    """The contracted dimension of one or two pairs of operands, one after the other, cut into what is in a slot.
 
     Attributes:
       kind: of the operands.
       depth: how long the dimension is.
       each: of a slot.
+      pairs: of operands.
     """
 
     kind: str
     depth: int
     each: int
+    pairs: int
+
+    @property
+    def of_pair(self) -> int:
+        return -(-self.depth // self.each)
 
     @property
     def number(self) -> int:
-        return -(-self.depth // self.each)
+        return self.of_pair * self.pairs
+
+    def choose(self, operands: Sequence[Pointer], step: Int) -> tuple[Pointer, Int]:
+        """The operand, of those of all pairs, that a step is about, and where its part of the dimension starts."""
+        if self.pairs == 1:
+            return operands[0], step * self.each
+        second = step >= self.of_pair
+        return operands[0].or_else(second, operands[1]), select(second, step - self.of_pair, step) * self.each
 
 
 def copy_rows(
-    lhs: Pointer, num_rows: int, token_indices: Pointer | None, first_row: Int, valid_rows: Int, tile: Tile, k: Steps
-) -> Callable:
-    """`copy(step, slot)` starts this thread's copies of rows, by index or in order; missing rows are zero."""
+    lhs: Sequence[Pointer],
+    num_rows: int,
+    token_indices: Pointer | None,
+    first_row: Int,
+    valid_rows: Int,
+    tile: Tile,
+    k: Steps,
+) -> list[Copy]:
+    """This thread's copies of rows, by index or in order; missing rows are zero."""
     row, chunk, passes, apart = tile.lhs_copies(simt.thread())
     chunk_elements = chunk * chunk_size(k.kind)
-    rows = []
-    for i in range(passes):
-        mine = row + i * apart
-        source = first_row + mine if token_indices is None else token_indices[first_row + mine]
-        known = (mine < valid_rows) & (source >= 0) & (source < num_rows)
-        rows.append((lhs.at(Long(source) * k.depth + chunk_elements), known))
     word = tile.lhs_word(row, chunk)
 
-    def copy(step, slot: Pointer):
-        inside = step * k.each + chunk_elements < k.depth
-        for i, (source, known) in enumerate(rows):
-            start_copy(slot, word + i * apart * (tile.k_step // 2), source, step * k.each, known & inside)
+    def start(i: int, rows: Pointer, first: Int, wanted: Bool, step: Int, slot: Pointer):
+        start_copy(slot, word + i * apart * (tile.k_step // 2), rows, first, wanted, step < k.number)
 
-    return copy
+    if token_indices is None:
+        place = Long(first_row + row) * k.depth + chunk_elements
+
+        def copy(i: int, step: Int, slot: Pointer):
+            rows, first = k.choose(lhs, step)
+            wanted = all_or_none(first + chunk_elements < k.depth, valid_rows - row) > i * apart
+            start(i, rows.at(place).at(Int(i * apart * k.depth)), first, wanted, step, slot)
+
+        return [partial(copy, i) for i in range(passes)]
+
+    def copy_of(i: int) -> Copy:
+        mine = row + i * apart
+        token = token_indices[first_row + mine]
+        known = (mine < valid_rows) & (token >= 0) & (token < num_rows)
+        end = select(known, Int(k.depth) - chunk_elements, 0)  # one register says it all
+        place = Long(token) * k.depth + chunk_elements
+
+        def copy(step: Int, slot: Pointer):
+            rows, first = k.choose(lhs, step)
+            start(i, rows.at(place), first, first < end, step, slot)
+
+        return copy
+
+    return [copy_of(i) for i in range(passes)]
+
+
+def all_or_none(inside: Bool, number: Int) -> Int:
+    """So many rows or columns, or none outside of the contracted dimension.
+
+    As this depends on the step, it is asked in each; LLVM would keep answers that do not in registers, one a copy.
+    """
+    return select(inside, number, 0)
 
 
 def copy_panels(
-    weights: Sequence[tuple[Pointer, Int]],
+    weights: Sequence[Pointer],
     weight_columns: int,
     expert,
     offset: Int,
+    first: Int,
     end: int,
     panels: Panels,
     tile: Tile,
     k: Steps,
-) -> Callable:
-    """`copy(step, slot)` starts this thread's copies of weights `(E, depth, weight_columns)`.
+) -> list[Copy]:
+    """This thread's copies of weights `(E, depth, weight_columns)`, of which a tile has equal parts.
 
-    Args:
-      weights: of each panel, and the panel's first column of those wanted.
-      weight_columns: of each of the weights.
-      expert: whose.
-      offset: of the columns wanted.
-      end: of the columns wanted.
-      panels: where they lie.
-      tile: of the block.
-      k: the contracted dimension.
+    The columns are those from `first` on of those wanted, which start at `offset` and of which there are `end`.
     """
     row, chunk = simt.thread() // CHUNKS, simt.thread() % CHUNKS
-    parts = []
-    for of, first in weights:
-        mine = first + chunk * chunk_size(k.kind)
-        parts.append((of.at((Long(expert) * k.depth + row) * weight_columns + (offset + mine)), mine < end))
+    column = first + chunk * chunk_size(k.kind)
+    place = (Long(expert) * k.depth + row) * weight_columns + Long(offset + column)
+    sources = [of.at(place) for of in weights]
+    width = tile.columns // len(weights)
     word = panels.word(row, chunk) + tile.lhs_words
 
-    def copy(step, slot: Pointer):
-        for i in range(0, panels.rows, panels.apart):
-            step_row = step * k.each + i
-            inside = step_row + row < k.depth
-            for panel, (source, known) in enumerate(parts):
-                target = word + (panel * panels.words + i * ROW_WORDS)
-                start_copy(slot, target, source, step_row * weight_columns, known & inside)
+    def copy(i: int, panel: int, step: Int, slot: Pointer):
+        part, later = divmod(panel * panels.columns, width)
+        step_row = step * k.each + i
+        wanted = all_or_none(step_row + row < k.depth, Int(end) - column) > later
+        target = word + (panel * panels.words + i * ROW_WORDS)
+        start_copy(slot, target, sources[part].at(later), step_row * weight_columns, wanted, step < k.number)
 
-    return copy
+    of_tile = range(tile.columns // panels.columns)
+    return [partial(copy, i, panel) for i in range(0, panels.rows, panels.apart) for panel in of_tile]
 
 
-def copy_columns(weight: Pointer, weight_columns: int, expert, offset: Int, first: Int, end: int, tile: Tile, k: Steps):
-    """`copy(step, slot)` starts this thread's copies of weights `(E, weight_columns, depth)`.
+def copy_columns(
+    weights: Sequence[Pointer],
+    weight_columns: int,
+    expert,
+    offset: Int,
+    first: Int,
+    end: int,
+    tile: Tile,
+    k: Steps,
+) -> list[Copy]:
+    """This thread's copies of weights `(E, weight_columns, depth)`, one of each pair.
 
     The columns are those from `first` on of those wanted, which start at `offset` and of which there are `end`.
     """
     row, chunk, _, apart = tile.lhs_copies(simt.thread())
     chunk_elements = chunk * chunk_size(k.kind)
     column = first + row
-    source = weight.at((Long(expert) * weight_columns + (offset + column)) * k.depth + chunk_elements)
+    place = (Long(expert) * weight_columns + (offset + column)) * k.depth + chunk_elements
     word = tile.lhs_word(row, chunk) + tile.lhs_words
 
-    def copy(step, slot: Pointer):
-        inside = step * k.each + chunk_elements < k.depth
-        for i in range(0, tile.columns, apart):
-            known = inside & (column + i < end)
-            start_copy(slot, word + i * (tile.k_step // 2), source, step * k.each + i * k.depth, known)
+    def copy(i: int, step: Int, slot: Pointer):
+        weight, start = k.choose(weights, step)
+        wanted = all_or_none(start + chunk_elements < k.depth, Int(end) - column) > i
+        target = word + i * (tile.k_step // 2)
+        start_copy(slot, target, weight.at(place), start + i * k.depth, wanted, step < k.number)
 
-    return copy
+    return [partial(copy, i) for i in range(0, tile.columns, apart)]

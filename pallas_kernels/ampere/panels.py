@@ -103,34 +103,21 @@ class RightOperand(Protocol):
     def load(self, operand: Pointer, unit: Int, pair: int, step: int, lane: Int, /) -> list[Int]: ...
 
 
-def multiply_columns(
-    sums: Sums,
-    left: Sequence[list[Int]],
-    right: RightOperand,
-    operand: Pointer,
-    tile: Tile,
-    part: WarpPart,
-    step: int,
-) -> None:
-    """Adds the products of a step to `sums`: `left`, of each 16 rows, with the warp's columns of the right operand.
+def load_columns(
+    right: RightOperand, operand: Pointer, tile: Tile, part: WarpPart, step: int, half: int
+) -> list[list[Int]]:
+    """A half panel of the warp's columns of the right operand in a slot: of each 16 columns, what its `load` gives."""
+    unit = part.unit + half * (tile.columns // 2 // UNIT)
+    return [right.load(operand, unit, pair, step, part.lane) for pair in range(2)]
 
-    Args:
-      sums: of the thread, changed.
-      left: left operands of `matrices.multiply`.
-      right: how the right operand lies.
-      operand: the right one in a slot.
-      tile: of the block.
-      part: of the tile, the warp's.
-      step: which product's part of the contracted dimension.
-    """
-    for half in range(2):
-        unit = part.unit + half * (tile.columns // 2 // UNIT)
-        for pair in range(2):
-            loaded = right.load(operand, unit, pair, step, part.lane)
-            for of_rows, a in zip(sums, left, strict=True):
-                for i in range(2):
-                    own = of_rows[half]
-                    own[2 * pair + i] = multiply(own[2 * pair + i], a, loaded[2 * i : 2 * i + 2], right.kind)
+
+def add_products(sums: Sums, half: int, left: Sequence[list[Int]], right: Sequence[list[Int]], kind: str) -> None:
+    """Adds to `sums`, in place, products of `left`, of each 16 rows, with a half panel as `load_columns` has it."""
+    for of_rows, a in zip(sums, left, strict=True):
+        own = of_rows[half]
+        for eight in range(4):
+            of_pair = right[eight // 2]
+            own[eight] = multiply(own[eight], a, of_pair[eight % 2 * 2 :][:2], kind)
 
 
 def no_sums(tile: Tile) -> Sums:

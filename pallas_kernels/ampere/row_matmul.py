@@ -2,6 +2,8 @@
 
 A block has a tile. All its threads copy 16 bytes at a time into a ring of slots, several steps ahead, and every warp
 multiplies its own part of the tile. One barrier a step says both that a slot is there and that another one is free.
+Tensor cores have work meanwhile: what is multiplied is loaded to registers one product ahead, across the barrier, and
+copies are started between the products, a few at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,13 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ampere.operands import Columns, Steps, copy_columns, copy_panels, copy_rows
-from pallas_kernels.ampere.panels import Panels, Sums, copied, multiply_columns, no_sums
-from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart
-from pallas_kernels.mosaic.row_groups import TileSchedule
+from pallas_kernels.ampere.operands import Columns, Copy, Steps, copy_columns, copy_panels, copy_rows
+from pallas_kernels.ampere.panels import Panels, load_columns
+from pallas_kernels.ampere.pipeline import Operands, Ring, sum_products
+from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart, abreast
+from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import loop, when
-from pallas_kernels.simt.matrices import commit_copies, load_matrices, tensor_operand, wait_for_copies
+from pallas_kernels.simt.language import when
+from pallas_kernels.simt.matrices import commit_copies, load_matrices, tensor_operand
 from pallas_kernels.simt.values import Int, Pointer
 
 
@@ -91,58 +94,40 @@ def row_matmul(
     projections = 1 if transposed else len(weights)  # side by side in a tile
     weight_columns = weights[0].shape[1 if transposed else 2]
     width = tile.columns // projections
-    column_tiles = -(-num_columns // width)
+    row_tiles, column_tiles = schedule.num_tiles, -(-num_columns // width)
     kind = jnp.dtype(lhs[0].dtype).name
     panels = Panels.of(tile, kind)
     right_operand = Columns(kind, tile) if transposed else panels
-    of_pair = Steps(kind, depth, panels.rows)
-    steps = of_pair.number * len(lhs)
+    k = Steps(kind, depth, panels.rows, len(lhs))
+    steps = k.number
 
     def place(column: int) -> tuple[int, int]:
         """The projection of a column of the tile, and its place in that projection's part."""
         return divmod(column, width)
 
-    def copies(lhs, token_indices, weights, expert, first_row, valid_rows, offset: Int, column: Int) -> Callable:
-        """`copy(step, slot)` starts this thread's copies; `column` is the tile's first one of those wanted."""
-        rows = [copy_rows(left, num_lhs_rows, token_indices, first_row, valid_rows, tile, of_pair) for left in lhs]
+    def copies(lhs, token_indices, weights, expert, first_row, valid_rows, offset: Int, column: Int) -> list[Copy]:
+        """Of this thread; `column` is the tile's first one of those wanted."""
+        rows = copy_rows(lhs, num_lhs_rows, token_indices, first_row, valid_rows, tile, k)
+        wanted = (weight_columns, expert, offset, column, num_columns)
         if transposed:
-            wanted = (weight_columns, expert, offset, column, num_columns)
-            columns = [copy_columns(w, *wanted, tile, of_pair) for w in weights]
-        else:
-            places = [place(first) for first in range(0, tile.columns, panels.columns)]
-            parts = [(weights[projection], column + start) for projection, start in places]
-            columns = [copy_panels(parts, weight_columns, expert, offset, num_columns, panels, tile, of_pair)]
+            return rows + copy_columns(weights, *wanted, tile, k)
+        return rows + copy_panels(weights, *wanted, panels, tile, k)
 
-        def copy(step: Int, slot: Pointer):
-            for i, (of_rows, of_columns) in enumerate(zip(rows, columns, strict=True)):
-                own = step - i * of_pair.number
-                with when((own >= 0) & (own < of_pair.number)):
-                    of_rows(own, slot)
-                    of_columns(own, slot)
-
-        return copy
-
-    def multiply_slot(slot: Pointer, part: WarpPart, sums: Sums) -> Sums:
+    def load_rows(slot: Pointer, part: WarpPart, product: int) -> list[list[Int]]:
         own_row, side = part.lane % 16, part.lane // 16  # of the 16 rows and two chunks that a warp loads at a time
-        rows, right = slot.at(part.row * (tile.k_step // 2)), slot.at(tile.lhs_words)
-        sums = copied(sums)
-        for step in range(panels.steps):
-            left = [
-                load_matrices(rows, tile.lhs_word(own_row, side + 2 * step) + m * 16 * (tile.k_step // 2))
-                for m in range(tile.warp_rows // 16)
-            ]
-            left = [tensor_operand(a, kind) for a in left]
-            multiply_columns(sums, left, right_operand, right, tile, part, step)
-        return sums
+        word = tile.lhs_word(own_row, side + 2 * product)
+        apart = 16 * (tile.k_step // 2)
+        rows = slot.at(part.row * (tile.k_step // 2))
+        return [tensor_operand(load_matrices(rows, word + m * apart), kind) for m in range(tile.warp_rows // 16)]
 
     def body(schedule, lhs, token_indices, weights, first_column, extra, *others):
-        operands, out, ring = others[: len(in_place)], others[len(in_place) : -1], others[-1]
-        row_tile, column_tile = simt.block() // column_tiles, simt.block() % column_tiles
+        operands, out, ring = others[: len(in_place)], others[len(in_place) : -1], Ring(others[-1], tile)
+        row_tile, column_tile = abreast(simt.block(), row_tiles, column_tiles, tile.abreast)
         expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in schedule)
         with when(valid_rows > 0):
             column = column_tile * width
             offset = first_column[0] if first_column else Int(0)
-            copy = copies(lhs, token_indices, weights, expert, first_row, valid_rows, offset, column)
+            own_copies = copies(lhs, token_indices, weights, expert, first_row, valid_rows, offset, column)
             part = WarpPart.of(tile)
             halves = []
             for half in range(2):
@@ -150,50 +135,37 @@ def row_matmul(
                 halves.append((projection, column + first + part.panel * PANEL + part.half * HALF))
             where = Where(expert, first_row + part.row, valid_rows - part.row, tuple(halves), part.lane)
 
-            def slot_of(step) -> Pointer:
-                return ring.at(step % tile.stages * tile.slot_words)
-
             def start_piece(piece: Int):
                 if isinstance(end, RingEnd):
                     with when((piece >= 0) & (piece < end.pieces)):
-                        end.start(operands, where, piece, slot_of(piece + steps))
+                        end.start(operands, where, piece, ring.slot(piece + steps))
 
-            def start(step: Int):
-                copy(step, slot_of(step))
-                start_piece(step - steps)
-                commit_copies()
-
-            def wait():
-                wait_for_copies(tile.stages - 2)
-                simt.block_barrier()
-
-            for k in range(tile.stages - 1):
-                start(Int(k))
-
-            def step(k, *flat):
-                wait()
-                start(k + (tile.stages - 1))
-                sums = multiply_slot(slot_of(k), part, jax.tree.unflatten(tree, flat))
-                return jax.tree.leaves(sums)
-
-            flat, tree = jax.tree.flatten(no_sums(tile))
-            sums = jax.tree.unflatten(tree, loop(0, steps, 1, step, flat))
+            multiplied = Operands(
+                kind,
+                panels.steps,
+                own_copies,
+                lambda slot, product: load_rows(slot, part, product),
+                lambda slot, *place: load_columns(right_operand, slot.at(tile.lhs_words), tile, part, *place),
+                behind=lambda step: start_piece(step - steps),
+            )
+            # A number that the assembler does not know: it would unroll a few steps whole, and registers would run out.
+            sums = sum_products(ring, multiplied, (valid_rows + (TILE_ROWS - 1)) // TILE_ROWS * steps)
             if not isinstance(end, RingEnd):
                 end(extra, out, where, sums)
                 return
             begun = end.begin(extra, where)
             for piece in range(end.pieces):
-                wait()
+                ring.wait()
                 if piece + tile.stages - 1 < end.pieces:
                     start_piece(Int(piece + tile.stages - 1))
                 commit_copies()
-                end.finish(begun, out, where, sums, piece, slot_of(Int(steps + piece)))
+                end.finish(begun, out, where, sums, piece, ring.slot(Int(steps + piece)))
 
     return simt.simt_kernel(
         body,
         name=name,
         outputs=results,
-        blocks=schedule.num_tiles * column_tiles,
+        blocks=row_tiles * column_tiles,
         warpgroups=WARPGROUPS,
         shared=[tile.stages * tile.slot_words],
         updated=len(in_place),

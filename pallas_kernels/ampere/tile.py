@@ -1,11 +1,13 @@
 """The shape of a tile, where its operands lie in shared memory, and which part of it is whose."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pallas_kernels.mosaic.row_groups import TILE_ROWS
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.matrices import CHUNK
-from pallas_kernels.simt.values import Int
+from pallas_kernels.simt.values import Int, minimum
+from pallas_kernels.tuning.parameters import MmaTuning
 
 WARPGROUPS = 2
 THREADS = WARPGROUPS * 128
@@ -17,18 +19,9 @@ HALF = PANEL // 2
 """Columns of half a panel. A warp has two halves of panels, of two projections where there are two."""
 
 
-class Tile(NamedTuple):
-    """A tile of 128 rows, and the ring of slots that its operands arrive in.
-
-    Attributes:
-      columns: 128 or 256, as 2 or 4 panels. A warp multiplies 32 or 64 of the rows with 64 of the columns.
-      k_step: 32 or 64, how much of the contracted dimension is in a slot; half as much of float32.
-      stages: slots; all but one are on their way while the last is multiplied.
-    """
-
-    columns: int
-    k_step: int
-    stages: int
+@dataclass(frozen=True)
+class Tile(MmaTuning):
+    """A tile, and where its operands lie in a slot."""
 
     @property
     def panels(self) -> int:
@@ -50,10 +43,6 @@ class Tile(NamedTuple):
     @property
     def slot_words(self) -> int:
         return self.lhs_words + self.panels * self.panel_words
-
-    @property
-    def shared_bytes(self) -> int:
-        return 4 * self.stages * self.slot_words
 
     def lhs_word(self, row: Int, chunk: Int) -> Int:
         """Where 16 bytes of a row of the left operand are. Eight rows that are read at once are in all 32 banks."""
@@ -92,3 +81,13 @@ class WarpPart(NamedTuple):
     def unit(self) -> Int:
         """Which 32 columns the first half is."""
         return self.panel * 2 + self.half
+
+
+def abreast(number: Int, row_tiles: int, column_tiles: int, rows: int) -> tuple[Int, Int]:
+    """Row and column of a tile by its number: `rows` row tiles at a time, which are taken column by column."""
+    if rows == 1:
+        return number // column_tiles, number % column_tiles
+    first = number // (rows * column_tiles) * rows
+    across = minimum(Int(row_tiles) - first, rows)
+    of_stripe = number % (rows * column_tiles)
+    return first + of_stripe % across, of_stripe // across

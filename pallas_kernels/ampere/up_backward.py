@@ -7,14 +7,14 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.ampere.row_matmul import row_matmul
 from pallas_kernels.ampere.store import for_rows, store_half
-from pallas_kernels.ampere.tile import Tile
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.tuning import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.tuning.parameters import MmaTuning
 
 
-@traced_once("num_columns", "tile")
+@traced_once("num_columns", "tuning")
 def up_backward(
     d_pre_activations: tuple[Float[Array, "R n"], ...],
     weights: tuple[Float[Array, "E d n"], ...],
@@ -22,7 +22,7 @@ def up_backward(
     first_column: Int[Array, ""] | int,
     num_columns: int,
     *,
-    tile: Tile | None = None,
+    tuning: MmaTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """`Σ dP · Wᵀ` over the projections, into the same sums; see the portable twin."""
     num_rows, dtype = d_pre_activations[0].shape[0], d_pre_activations[0].dtype
@@ -50,6 +50,6 @@ def up_backward(
         num_columns=num_columns,
         results=[jax.ShapeDtypeStruct((num_rows, num_columns), dtype)],
         end=end,
-        tile=tile or default_tile(kind=dtype.name),
+        tile=tuned_tile("up_backward", tuning, d_pre_activations[0], weights[0].shape[1], groups),
     )
     return rows

@@ -8,15 +8,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.ampere.row_matmul import row_matmul
 from pallas_kernels.ampere.store import add_bias, bias_of, for_rows, store_half
-from pallas_kernels.ampere.tile import Tile
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.tuning import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.elementwise import value
+from pallas_kernels.tuning.parameters import MmaTuning
 
 
-@traced_once("activation", "keep_pre_activations", "tile")
+@traced_once("activation", "keep_pre_activations", "tuning")
 def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
@@ -25,7 +25,7 @@ def up_projection(
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
-    tile: Tile | None = None,
+    tuning: MmaTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
 
@@ -65,6 +65,6 @@ def up_projection(
         extra=tuple(b.astype(jnp.float32) for b in biases),
         results=[rows] * (len(weights) * keep_pre_activations + 1),
         end=end,
-        tile=tile or default_tile(kind=x.dtype.name),
+        tile=tuned_tile("up_projection", tuning, rows, x.shape[1], groups),
     )
     return tuple(pre_activations), hidden

@@ -5,41 +5,38 @@ so there is a block for every tile, and a multiprocessor takes the next one when
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.ampere.operands import all_or_none
 from pallas_kernels.ampere.panels import (
     CHUNKS,
     ROW_WORDS,
     UNIT,
     Panels,
-    Sums,
     as_left,
-    copied,
-    multiply_columns,
-    no_sums,
+    load_columns,
 )
+from pallas_kernels.ampere.pipeline import Operands, Ring, sum_products
 from pallas_kernels.ampere.row_matmul import Where
 from pallas_kernels.ampere.store import for_rows, store_half
-from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart, abreast
+from pallas_kernels.ampere.tuning import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.expert_sums import expert_sums
-from pallas_kernels.simt.language import loop, when
-from pallas_kernels.simt.matrices import chunk_size, commit_copies, start_copy, wait_for_copies
+from pallas_kernels.simt.matrices import chunk_size, start_copy
 from pallas_kernels.simt.values import Int, Long, Pointer, minimum
-
-STRIPE = 8
-"""Tiles of rows across a stripe of an expert's tiles: blocks that run together then share most of what they read."""
+from pallas_kernels.tuning.parameters import MmaTuning
 
 
-@traced_once("dtypes", "bias_dtypes", "tile", "stripe")
+@traced_once("dtypes", "bias_dtypes", "tuning")
 def up_weight_gradients(
     x: Float[Array, "T d"],
     d_pre_activations: tuple[Float[Array, "R n"], ...],
@@ -47,8 +44,7 @@ def up_weight_gradients(
     *,
     dtypes: tuple,
     bias_dtypes: tuple,
-    tile: Tile | None = None,
-    stripe: int = STRIPE,
+    tuning: MmaTuning | None = None,
 ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
     """`X_gᵀ · dP` per projection, in one pass over the gathered token rows; see the portable twin.
 
@@ -61,15 +57,14 @@ def up_weight_gradients(
         groups,
         num_tokens=x.shape[0],
         dtypes=dtypes,
-        tile=tile,
-        stripe=stripe,
+        tile=tuned_tile("up_weight_gradients", tuning, d_pre_activations[0], x.shape[1], groups),
     )
     pairs = zip(d_pre_activations, bias_dtypes, strict=False)
     biases = [expert_sums("moe_up_bias_gradients", d, groups, num_tokens=x.shape[0], dtype=t) for d, t in pairs]
     return tuple(gradients), tuple(biases)
 
 
-@traced_once("dtype", "bias_dtype", "tile", "stripe")
+@traced_once("dtype", "bias_dtype", "tuning")
 def down_weight_gradients(
     weighted_hidden: Float[Array, "R n"],
     dy: Float[Array, "T d"],
@@ -78,8 +73,7 @@ def down_weight_gradients(
     *,
     dtype,
     bias_dtype,
-    tile: Tile | None = None,
-    stripe: int = STRIPE,
+    tuning: MmaTuning | None = None,
 ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
     """`(weights · A)ᵀ · dy_g`; see the portable twin. Rounds as `up_weight_gradients` does."""
     (gradient,) = _row_contraction(
@@ -89,8 +83,7 @@ def down_weight_gradients(
         groups,
         num_tokens=dy.shape[0],
         dtypes=(dtype,),
-        tile=tile,
-        stripe=stripe,
+        tile=tuned_tile("down_weight_gradients", tuning, weighted_hidden, dy.shape[1], groups),
     )
     if bias_dtype is None:
         return gradient, None
@@ -138,8 +131,7 @@ def _row_contraction(
     *,
     num_tokens: int,
     dtypes: tuple,
-    tile: Tile | None,
-    stripe: int,
+    tile: Tile,
 ) -> list[jax.Array]:
     """`leftᵀ · r` over each expert's rows for every array `r` of the right operand.
 
@@ -150,11 +142,9 @@ def _row_contraction(
       groups: the rows by expert; those of no token do not count.
       num_tokens: rows of what is gathered.
       dtypes: of the results, `(E, a, b)`.
-      tile: its shape.
-      stripe: tiles of rows across a stripe of an expert's tiles.
+      tile: its shape. Blocks that run together share most of what they read if several row tiles are abreast.
     """
     kind = jnp.dtype(left.arrays[0].dtype).name
-    tile = tile or default_tile(kind=kind)
     elements, panels = chunk_size(kind), Panels.of(tile, kind)
     shape = left.width, right.width
     width = tile.columns // len(right.arrays)
@@ -162,47 +152,50 @@ def _row_contraction(
     num_rows = groups.num_rows
 
     def place(block: Int) -> tuple[Int, Int, Int]:
-        """Expert, row tile and column tile of a block: an expert's tiles in stripes, and there column by column."""
+        """Expert, row tile and column tile of a block: so many row tiles abreast, column by column."""
         expert, of_expert = block // (row_tiles * column_tiles), block % (row_tiles * column_tiles)
-        first = of_expert // (stripe * column_tiles) * stripe
-        across = minimum(Int(row_tiles) - first, stripe)
-        of_stripe = of_expert % (stripe * column_tiles)
-        return expert, first + of_stripe % across, of_stripe // across
+        return expert, *abreast(of_expert, row_tiles, column_tiles, tile.abreast)
 
-    def copies(sides: Sequence[_Side], first_row: Int, end: Int, token_indices: Pointer) -> tuple[Callable, Callable]:
-        """`tokens(k)` loads the tokens of this thread's rows in step k, `copy(k, tokens, slot)` starts its copies."""
+    def copies(
+        sides: Sequence[_Side], first_row: Int, end: Int, token_indices: Pointer
+    ) -> tuple[Callable, list[Callable]]:
+        """`tokens(k)` loads the tokens of this thread's rows in step k; others start copies, as in `Operands`.
+
+        Rows past the expert's are zero.
+        """
         thread = simt.thread()
         own_row, chunk = thread // CHUNKS, thread % CHUNKS
         word = panels.word(own_row, chunk)
+        apart = range(0, panels.rows, panels.apart)
 
-        def rows(k) -> list[Int]:
-            return [first_row + own_row + (k * panels.rows + i) for i in range(0, panels.rows, panels.apart)]
+        def row_of(k, i: int) -> Int:
+            return first_row + own_row + (k * panels.rows + i)
 
         def tokens(k) -> list:
-            return [token_indices[minimum(row, num_rows - 1)] for row in rows(k)]
+            return [token_indices[minimum(row_of(k, i), num_rows - 1)] for i in apart]
 
-        def copy(k, tokens: Sequence[Int], slot: Pointer):
-            for i, (row, token) in enumerate(zip(rows(k), tokens, strict=True)):
-                known = (row < end) & (token >= 0) & (token < num_tokens)
-                for side in sides:
-                    column = side.first + chunk * elements
-                    start = Long(token if side.operand.gathered else row) * side.operand.width + column
-                    target = word + (side.word + i * panels.apart * ROW_WORDS)
-                    for panel in range(len(side.pointers) * side.columns // panels.columns):
-                        array, later = divmod(panel * panels.columns, side.columns)
-                        inside = known & (column + later < side.operand.width)
-                        source = side.pointers[array].at(start)
-                        start_copy(slot, target + panel * panels.words, source, Int(later), inside)
+        def copy(number: int, i: int, side: _Side, panel: int, k, slot: Pointer, *tokens: Int):
+            row, token = row_of(k, i), tokens[number]
+            known = (row < end) & (token >= 0) & (token < num_tokens)
+            column = side.first + chunk * elements
+            start = Long(token if side.operand.gathered else row) * side.operand.width + column
+            target = word + (side.word + i * ROW_WORDS + panel * panels.words)
+            array, later = divmod(panel * panels.columns, side.columns)
+            wanted = all_or_none(known, Int(side.operand.width) - column) > later
+            start_copy(slot, target, side.pointers[array].at(start), Int(later), wanted)
 
-        return tokens, copy
+        return tokens, [
+            partial(copy, number, i, side, panel)
+            for number, i in enumerate(apart)
+            for side in sides
+            for panel in range(len(side.pointers) * side.columns // panels.columns)
+        ]
 
-    def multiply_slot(slot: Pointer, part: WarpPart, sums: Sums) -> Sums:
-        first, second = part.row // UNIT, slot.at(tile.lhs_words)
-        sums = copied(sums)
-        for step in range(panels.steps):
-            rows = [as_left(panels.load(slot, first + m // 2, m % 2, step, part.lane)) for m in range(len(sums))]
-            multiply_columns(sums, rows, panels, second, tile, part, step)
-        return sums
+    def load_rows(slot: Pointer, part: WarpPart, product: int) -> list[list[Int]]:
+        first = part.row // UNIT
+        return [
+            as_left(panels.load(slot, first + m // 2, m % 2, product, part.lane)) for m in range(tile.warp_rows // 16)
+        ]
 
     def body(offsets, token_indices, left_array, right_arrays, *results_and_ring):
         *results, ring = results_and_ring
@@ -213,29 +206,18 @@ def _row_contraction(
             _Side(left, (left_array,), row_tile * TILE_ROWS, TILE_ROWS, 0),
             _Side(right, right_arrays, column_tile * width, width, tile.lhs_words),
         )
-        tokens_of, start_copies = copies(sides, first_row, end, token_indices)
-        known_tokens = [tokens_of(Int(k)) for k in range(tile.stages)]
-        for k in range(tile.stages - 1):
-            with when(steps > k):
-                start_copies(Int(k), known_tokens[k], ring.at(k * tile.slot_words))
-            commit_copies()
+        tokens_of, own_copies = copies(sides, first_row, end, token_indices)
         part = WarpPart.of(tile)
 
-        def step(k, *carry):
-            tokens, flat = carry[: len(known_tokens[-1])], carry[len(known_tokens[-1]) :]
-            wait_for_copies(tile.stages - 2)
-            simt.block_barrier()
-            following = k + (tile.stages - 1)
-            with when(following < steps):
-                start_copies(following, tokens, ring.at(following % tile.stages * tile.slot_words))
-            commit_copies()
-            tokens = tokens_of(following + 1)  # a step ahead: nobody waits for them
-            slot = ring.at(k % tile.stages * tile.slot_words)
-            return [*tokens, *jax.tree.leaves(multiply_slot(slot, part, jax.tree.unflatten(tree, flat)))]
-
-        flat, tree = jax.tree.flatten(no_sums(tile))
-        carry = loop(0, steps, 1, step, [*known_tokens[-1], *flat])
-        sums = jax.tree.unflatten(tree, carry[len(known_tokens[-1]) :])
+        multiplied = Operands(
+            kind,
+            panels.steps,
+            own_copies,
+            lambda slot, product: load_rows(slot, part, product),
+            lambda slot, *place: load_columns(panels, slot.at(tile.lhs_words), tile, part, *place),
+            state=tokens_of,
+        )
+        sums = sum_products(Ring(ring, tile), multiplied, steps)
 
         halves = []
         for half in range(2):

@@ -16,6 +16,7 @@ from pallas_kernels.simt.combine import combine as combine
 from pallas_kernels.simt.dispatch import dispatch as dispatch
 from pallas_kernels.simt.dispatch import dispatch_unsupported as dispatch_unsupported
 from pallas_kernels.simt.dispatch import in_parts as in_parts
+from pallas_kernels.simt.dispatch import of_experts as of_experts
 from pallas_kernels.simt.dispatch import row_range as row_range
 from pallas_kernels.simt.router import router as router
 from pallas_kernels.simt.router import router_unsupported as router_unsupported

@@ -24,9 +24,13 @@ def down_projection(
     first_column: Int[Array, ""] | int,
     num_columns: int,
     *,
+    into: Float[Array, "R columns"] | None = None,
     tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
-    """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
+    """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin.
+
+    `into` holds results of the same call for other groups, whose rows are kept.
+    """
     num_experts, n, d = w_down.shape
     shape = shape_key(groups.num_rows, hidden.dtype, d=d, n=n, E=num_experts)
     first_column = jnp.asarray(first_column, jnp.int32)
@@ -53,8 +57,15 @@ def down_projection(
     return row_matmul(
         "moe_down_projection",
         groups.tiles,
-        operands={"hidden": hidden, "w_down": w_down, "first_column": weight_column.reshape(1), "bias": bias},
+        operands={
+            "hidden": hidden,
+            "w_down": w_down,
+            "first_column": weight_column.reshape(1),
+            "bias": bias,
+            "into": into,
+        },
         results={"rows": jax.ShapeDtypeStruct((hidden.shape[0], num_columns), hidden.dtype)},
+        aliases=[] if into is None else [("into", "rows")],
         column_tiles=column_tiles,
         k_steps=-(-n // K_STEP),
         load=load,

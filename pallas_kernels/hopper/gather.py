@@ -73,13 +73,16 @@ class RowGather:
     (rows, 64) one after the other.
 
     Args:
-      tokens: the array read from, its width a multiple of 8; rows and columns past its end read zeros.
+      tokens: the array read from, or several of as many rows that follow each other; their width is a multiple of 8,
+        and rows and columns past their end read zeros.
       rows: of a tile.
       columns: of a tile, 64 or 128, so that a thread's rows are swizzled alike.
     """
 
-    def __init__(self, tokens: jax.Array, *, rows: int, columns: int):
-        self.rows, self.columns, (self.num_tokens, self.width) = rows, columns, tokens.shape
+    def __init__(self, tokens: jax.Array | tuple[jax.Array, ...], *, rows: int, columns: int):
+        sources = tokens if isinstance(tokens, tuple) else (tokens,)
+        self.rows, self.columns, (self.of_source, self.width) = rows, columns, sources[0].shape
+        self.num_tokens = self.of_source * len(sources)
         self.chunks = columns // 8
         self.rows_apart = WARPGROUP // self.chunks
         self.per_thread = rows // self.rows_apart
@@ -125,11 +128,13 @@ class RowGather:
         return run(tokens, valid_rows)
 
     @in_interpreter(forms.copy_rows)
-    def copy(self, source, offsets, panel, landed, slot, first_column):
+    def copy(self, tokens, offsets, panel, landed, slot, first_column):
         """Starts the copies, to the tile whose first panel is `panel`; they arrive on `landed[slot]` as they land."""
+        sources = tokens if isinstance(tokens, tuple) else (tokens,)
+        of_source = self.of_source * self.width  # numbers
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.layout, plgpu.RefType(SWIZZLED), SCALAR))
-        def run(ctx, source, offsets, panel_ref, first_column):
+        @plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType(SWIZZLED), SCALAR, *[plgpu.RefType()] * len(sources)))
+        def run(ctx, offsets, panel_ref, first_column, *sources):
             chunk = arith.remui(thread_index(), c32(self.chunks))
             row = arith.divui(thread_index(), c32(self.chunks))
             column = arith.addi(scalar(first_column), arith.muli(chunk, c32(8)))
@@ -139,7 +144,14 @@ class RowGather:
             swizzled = arith.xori(in_panel, arith.andi(row, c32(7)))
             in_row = arith.addi(arith.muli(panel, c32(self.rows * 128)), arith.muli(swizzled, c32(CHUNK_BYTES)))
             target = shared_address(panel_ref, arith.addi(arith.muli(row, c32(128)), in_row))
-            base = utils.getelementptr(global_pointer(source), [arith.muli(column, c32(2))], int_type(8))
+            # Each source's, as if it began where its rows are counted from.
+            pointers = [
+                utils.getelementptr(
+                    global_pointer(source), [arith.constant(int_type(64), -2 * i * of_source)], int_type(8)
+                )
+                for i, source in enumerate(sources)
+            ]
+            bases = [utils.getelementptr(p, [arith.muli(column, c32(2))], int_type(8)) for p in pointers]
             in_width = arith.cmpi(arith.CmpIPredicate.slt, column, c32(self.width))
             bytes_here = (
                 arith.select(in_width, c32(CHUNK_BYTES), c32(0)) if self.width % self.columns else c32(CHUNK_BYTES)
@@ -147,6 +159,10 @@ class RowGather:
             for i, register in enumerate(offsets.registers):
                 offset = llvm.extractelement(register, c32(0))
                 reads = arith.cmpi(arith.CmpIPredicate.sge, offset, c32(0))
+                base = bases[0]
+                for source, following in enumerate(bases[1:], 1):
+                    beyond = arith.cmpi(arith.CmpIPredicate.uge, offset, c32(source * of_source // 8))
+                    base = arith.select(beyond, following, base)
                 # 64-bit bytes: tokens · width passes 2^31. LLVM would keep the product, and a pointer for each row.
                 ptx(
                     "{ .reg .b64 from; mad.wide.u32 from, $1, 16, $2;"
@@ -158,7 +174,7 @@ class RowGather:
                     constraints="r,r,l,r",
                 )
 
-        run(source, offsets, panel, first_column)
+        run(offsets, panel, first_column, *sources)
         self.arrive(landed, slot)
 
     @in_interpreter(forms.arrive)

@@ -39,13 +39,15 @@ def row_chunks(gather, tokens, valid_rows):
     return jnp.where(reads, tokens * (gather.width // 8), -1)
 
 
-def copy_rows(gather, source, offsets, panel, landed, slot, first_column):
+def copy_rows(gather, tokens, offsets, panel, landed, slot, first_column):
     chunk = offsets[:: gather.chunks, None]
     column = first_column + jnp.arange(gather.columns)
     known = (chunk >= 0) & (column < gather.width)
     # One load of everything, where the kernel loads what it needs: nobody writes to the source.
     row = jnp.maximum(chunk, 0) // (gather.width // 8)
-    values = jnp.where(known, source[...][row, jnp.minimum(column, gather.width - 1)], 0)
+    sources = tokens if isinstance(tokens, tuple) else (tokens,)
+    everything = jnp.concatenate([source[...] for source in sources])
+    values = jnp.where(known, everything[row, jnp.minimum(column, gather.width - 1)], 0)
     panel[...] = _as_panels(values, panel)
     plgpu.barrier_arrive(landed.at[slot])
 

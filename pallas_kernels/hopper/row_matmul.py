@@ -104,11 +104,13 @@ def row_matmul(
     def find_tile(refs, number):
         """Tile `number`, and whether there is one; past the end it is any."""
         row_tiles = schedule.num_tiles if refs.used is None else refs.used[0]
+        tiles = row_tiles * column_tiles
+        is_one, number = number < tiles, jnp.clip(number, 0, tiles - 1)
         shape = (row_tiles if used is None else jnp.maximum(row_tiles, 1), column_tiles)
         place = plgpu.planar_snake(number, shape, tuning.minor_dim, tuning.tile_width)
         row_tile = jnp.clip(place[0], 0, schedule.num_tiles - 1)
         expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in refs.schedule)
-        return _Tile(expert, first_row, valid_rows, row_tile, place[1]), number < row_tiles * column_tiles
+        return _Tile(expert, first_row, valid_rows, row_tile, place[1]), is_one
 
     def produce(refs, ring: Ring, queue: TileQueue):
         def tokens_of(tile):

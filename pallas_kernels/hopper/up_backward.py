@@ -22,9 +22,13 @@ def up_backward(
     first_column: Int[Array, ""] | int,
     num_columns: int,
     *,
+    into: Float[Array, "R columns"] | None = None,
     tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
-    """`Σ dP · Wᵀ` over the projections, into one accumulator; see the portable twin."""
+    """`Σ dP · Wᵀ` over the projections, into one accumulator; see the portable twin.
+
+    `into` holds results of the same call for other groups, whose rows are kept.
+    """
     rows, n = d_pre_activations[0].shape
     steps_each = -(-n // K_STEP)
     dtype = d_pre_activations[0].dtype
@@ -50,8 +54,9 @@ def up_backward(
     return row_matmul(
         "moe_up_backward",
         groups.tiles,
-        operands={"pairs": pairs, "first_column": first_column.reshape(1), "bias": None},
+        operands={"pairs": pairs, "first_column": first_column.reshape(1), "bias": None, "into": into},
         results={"rows": jax.ShapeDtypeStruct((rows, num_columns), dtype)},
+        aliases=[] if into is None else [("into", "rows")],
         column_tiles=-(-num_columns // TILE_COLUMNS),
         k_steps=len(weights) * steps_each,
         load=load,

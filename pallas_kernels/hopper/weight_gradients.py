@@ -32,7 +32,7 @@ from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
 @traced_once("dtypes", "bias_dtypes", "tuning")
 def up_weight_gradients(
-    x: Float[Array, "T d"],
+    x: Float[Array, "T d"] | tuple[Float[Array, "T_part d"], ...],
     d_pre_activations: tuple[Float[Array, "R n"], ...],
     groups: Dispatch[TileSchedule],
     *,
@@ -40,9 +40,13 @@ def up_weight_gradients(
     bias_dtypes: tuple,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
-    """`X_gᵀ · dP` per projection, in one pass over the gathered token rows; see the portable twin."""
+    """`X_gᵀ · dP` per projection, in one pass over the gathered token rows; see the portable twin.
+
+    `x` may be in several arrays of as many tokens, one after the other; so may `dy` below.
+    """
     (num_rows, n), num_experts = d_pre_activations[0].shape, groups.num_experts
-    shape = shape_key(num_rows, x.dtype, d=x.shape[1], n=n, E=num_experts)
+    x = x if isinstance(x, tuple) else (x,)
+    shape = shape_key(num_rows, x[0].dtype, d=x[0].shape[1], n=n, E=num_experts)
     gradients = _row_contraction(
         "moe_up_weight_gradients",
         x,
@@ -55,12 +59,12 @@ def up_weight_gradients(
     if not bias_dtypes:
         return gradients, ()
     # Sums over rows are products with ones: every row gathers the same token.
-    is_row = groups.expert_token_indices < x.shape[0]
+    is_row = groups.expert_token_indices < sum(part.shape[0] for part in x)
     rows_of_ones = groups._replace(expert_token_indices=jnp.where(is_row, jnp.int32(0), 1))
-    ones = jnp.ones((1, WIDTH_MULTIPLE), x.dtype)
+    ones = jnp.ones((1, WIDTH_MULTIPLE), x[0].dtype)
     sums = _row_contraction(
         "moe_up_bias_gradients",
-        ones,
+        (ones,),
         d_pre_activations,
         rows_of_ones,
         dtype=jnp.float32,
@@ -72,7 +76,7 @@ def up_weight_gradients(
 @traced_once("dtype", "bias_dtype", "tuning")
 def down_weight_gradients(
     weighted_hidden: Float[Array, "R n"],
-    dy: Float[Array, "T d"],
+    dy: Float[Array, "T d"] | tuple[Float[Array, "T_part d"], ...],
     row_weights: Float[Array, " R"],
     groups: Dispatch[TileSchedule],
     *,
@@ -83,7 +87,8 @@ def down_weight_gradients(
     """`(weights · A)ᵀ · dy_g`; see the portable twin."""
     # The gathered side on the left, where a tile is narrow: half the bytes to gather, and the product is transposed.
     (num_rows, n), num_experts = weighted_hidden.shape, groups.num_experts
-    shape = shape_key(num_rows, dy.dtype, d=dy.shape[1], n=n, E=num_experts)
+    dy = dy if isinstance(dy, tuple) else (dy,)
+    shape = shape_key(num_rows, dy[0].dtype, d=dy[0].shape[1], n=n, E=num_experts)
     (gradient,) = _row_contraction(
         "moe_down_weight_gradients",
         dy,
@@ -95,7 +100,7 @@ def down_weight_gradients(
     )
     if bias_dtype is None:
         return gradient, None
-    stored = jnp.broadcast_to(row_weights.astype(dy.dtype)[:, None], (groups.num_rows, WIDTH_MULTIPLE))
+    stored = jnp.broadcast_to(row_weights.astype(dy[0].dtype)[:, None], (groups.num_rows, WIDTH_MULTIPLE))
     (sums,) = _row_contraction("moe_down_bias_gradients", dy, (stored,), groups, dtype=bias_dtype, transposed=True)
     return gradient, sums[:, 0]
 
@@ -116,7 +121,7 @@ class _Tile(NamedTuple):
 
 def _row_contraction(
     name: str,
-    tokens: jax.Array,
+    tokens: tuple[jax.Array, ...],
     stored: tuple[jax.Array, ...],
     groups: Dispatch[TileSchedule],
     *,
@@ -128,7 +133,7 @@ def _row_contraction(
 
     Args:
       name: of the kernel in profiles.
-      tokens: `(T, a)`, read by token index.
+      tokens: `(T, a)` in one or several arrays, read by token index.
       stored: arrays `(R, b)`, read by row.
       groups: the rows by expert.
       dtype: of the results.
@@ -136,7 +141,7 @@ def _row_contraction(
       tuning: slots of the ring, the order of an expert's tiles, and how tiles are shared out.
     """
     num_experts = groups.num_experts
-    shape = (tokens.shape[1], stored[0].shape[1])
+    shape = (tokens[0].shape[1], stored[0].shape[1])
     width = TILE_COLUMNS // len(stored)  # of a result's part of a tile
     row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
     num_tiles = num_experts * row_tiles * column_tiles
@@ -279,7 +284,7 @@ def _row_contraction(
         },
         results={"results": (result,) * len(stored)},
         tuning=tuning,
-        dtype=tokens.dtype,
+        dtype=tokens[0].dtype,
         copies=PANELS,
         gathers=True,
         buffers=store_buffers(dtype, chunk_columns),

@@ -163,6 +163,9 @@ class Code(CodeOfMatrices):
         addresses = [llvm.ptrtoint(_type("int64"), p.value) for p in (pointer, other)]
         return arith.cmpi(arith.CmpIPredicate.eq, *addresses)
 
+    def either_pointer(self, condition, pointer, otherwise):
+        return pointer._replace(value=arith.select(condition, pointer.value, otherwise.value))
+
     def offset(self, pointer, index):
         return pointer._replace(value=_address(pointer, index))
 

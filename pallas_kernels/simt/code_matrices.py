@@ -35,10 +35,14 @@ def _word(pointer, index):
 class CodeOfMatrices:
     """The methods that `matrices` calls."""
 
-    def start_copy(self, target, word, source, index, wanted):
+    def start_copy(self, target, word, source, index, wanted, when):
         size = arith.select(wanted, arith.constant(_int32(), 16), arith.constant(_int32(), 0))
         operands = [_word(target, word), self.offset(source, index).value, size]
-        _ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", operands, "r,l,r,~{memory}")
+        copy = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
+        if when is None:
+            _ptx(copy, operands, "r,l,r,~{memory}")
+        else:
+            _ptx(f"@$3 {copy}", [*operands, when], "r,l,r,b,~{memory}")
 
     def commit_copies(self):
         _ptx("cp.async.commit_group;", [], "~{memory}")

@@ -100,6 +100,34 @@ def in_parts(
     return of_experts, tuple(map(part, range(parts)))
 
 
+def of_experts(
+    groups: Dispatch[TileSchedule], first: int, experts: int, *, counted_from: int | None = None
+) -> Dispatch[TileSchedule]:
+    """The rows of `experts` experts, `first` and those after it, by the same numbers.
+
+    There, experts are counted from `counted_from`, the first one whose weights the kernels get; None for `first`.
+    """
+    tiles, offsets = groups.tiles, groups.expert_token_offsets[first : first + experts + 1]
+    with_rows, expert = tiles.valid_rows > 0, tiles.expert
+    before = jnp.sum(with_rows & (expert < first), dtype=jnp.int32)
+    mine = jnp.sum(with_rows & (expert >= first) & (expert < first + experts), dtype=jnp.int32)
+    tile = jnp.arange(tiles.num_tiles, dtype=jnp.int32)
+
+    def moved(values):
+        return jnp.where(tile < mine, values.at[before + tile].get(mode="fill", fill_value=0), 0)
+
+    row = jnp.arange(groups.num_rows, dtype=jnp.int32)
+    tokens = groups.expert_token_indices
+    counted = expert - (first if counted_from is None else counted_from)
+    return groups._replace(
+        expert_token_indices=jnp.where(
+            (row >= offsets[0]) & (row < offsets[-1]), tokens, groups.token_index_map.shape[0]
+        ),
+        expert_token_offsets=offsets,
+        tiles=TileSchedule(*map(moved, tiles._replace(expert=counted))),
+    )
+
+
 def _tiles(starts: Int[Array, " E"], ends: Int[Array, " E"], num_rows: int) -> TileSchedule:
     """The tiles of groups of rows from `starts` to `ends`, of `num_rows` at most."""
     groups = starts.shape[0]

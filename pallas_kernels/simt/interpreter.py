@@ -127,6 +127,11 @@ class Numpy(InterpreterOfMatrices, Threads):
     def is_same(self, pointer: _Pointer, other: _Pointer):
         return np.full(1, pointer.memory is other.memory)
 
+    def either_pointer(self, condition, pointer: _Pointer, otherwise: _Pointer):
+        known = np.broadcast_to(condition, self.index.shape)[self.active]
+        assert known.all() or not known.any(), f"{self.name}: threads choose different arrays"
+        return pointer if known.any() else otherwise
+
     def offset(self, pointer: _Pointer, index):
         return pointer._replace(start=pointer.start + index)
 

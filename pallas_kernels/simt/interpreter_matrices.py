@@ -38,7 +38,11 @@ class InterpreterOfMatrices:
         super().__init__(*arguments)
         self.started, self.groups = [], []
 
-    def start_copy(self, target, word, source, index, wanted):
+    def start_copy(self, target, word, source, index, wanted, when):
+        if when is not None:
+            with self.where(when):
+                self.start_copy(target, word, source, index, wanted, None)
+            return
         with self.where(wanted):
             values = self.load_vector(source, index, 16 // source.memory.array.itemsize)
         values = np.where(np.broadcast_to(wanted, self.index.shape)[:, None], values, np.zeros((), values.dtype))

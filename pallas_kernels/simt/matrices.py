@@ -12,12 +12,15 @@ def chunk_size(kind: str) -> int:
     return CHUNK // 2 if kind == "float32" else CHUNK
 
 
-def start_copy(target: Pointer, word, source: Pointer, index, wanted: Bool) -> None:
+def start_copy(target: Pointer, word, source: Pointer, index, wanted: Bool, when: Bool | None = None) -> None:
     """Starts a copy of 16 bytes from `source[index]` on, or of zeros where not `wanted`, to 4 shared words.
 
-    Nobody may touch those words until the thread has waited. Where nothing is wanted, `index` does not matter.
+    Nobody may touch those words until the thread has waited. Where nothing is wanted, `index` does not matter. Where
+    `when` does not hold, nothing happens, as in a branch; but the assembler mixes a copy with what comes before and
+    after, which it does with no branch.
     """
-    machine().start_copy(target.pointer, Int(word).value, source.pointer, index.value, wanted.value)
+    condition = None if when is None else when.value
+    machine().start_copy(target.pointer, Int(word).value, source.pointer, index.value, wanted.value, condition)
 
 
 def commit_copies() -> None:

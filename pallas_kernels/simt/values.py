@@ -153,6 +153,10 @@ class Pointer:
         """Whether it is the same memory. An output may be that of the input it comes from, but need not."""
         return Bool(machine().is_same(self.pointer, other.pointer))
 
+    def or_else(self, condition: Bool, other: "Pointer") -> "Pointer":
+        """This array, or the other one where the condition holds, which must be so in all threads or in none."""
+        return Pointer(machine().either_pointer(condition.value, other.pointer, self.pointer))
+
     def at(self, index) -> "Pointer":
         """The array from `index` on; constant indices into it cost no arithmetic."""
         return Pointer(machine().offset(self.pointer, _index(index)))

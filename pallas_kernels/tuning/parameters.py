@@ -1,4 +1,4 @@
-"""The free parameters of the Hopper kernels, and which a call gets: its own, the user's, the package's, or a guess.
+"""The free parameters of the kernels, and which a call gets: its own, the user's, the package's, or a guess.
 
 None of them changes a result's bits: every number is the sum of the same terms in the same order whichever tile comes
 first, however many copies are under way, and however wide the block of columns that it belongs to.
@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic.device import compute_capability
+from pallas_kernels.mosaic.device import compute_capability, on_nvidia_gpu
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.tuning import files as tuning_files
 
 H200 = "NVIDIA H200"
-"""The GPU whose table is read on a machine without a Hopper GPU, where programs are lowered for one elsewhere."""
+"""The GPU whose table is read on a machine without a GPU, where programs are lowered for one elsewhere."""
 
 SHARED_MEMORY = 227 * 1024
 SLOT_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
@@ -101,9 +101,41 @@ class ColumnBlock:
         _check(self, columns=(128, 256, 512))
 
 
-type Tuning = TileTuning | CombineTuning | ColumnBlock
+@dataclass(frozen=True)
+class MmaTuning:
+    """Of a kernel for Ampere and later: a tile of 128 rows, and the ring of slots that its operands arrive in.
 
-KINDS: dict[str, type[TileTuning] | type[CombineTuning] | type[ColumnBlock]] = {
+    Attributes:
+      columns: of a tile, 128 or 256. A warp multiplies 32 or 64 of the rows with 64 of the columns.
+      k_step: 32 or 64, how much of the contracted dimension is in a slot; half as much of float32, which must have 64.
+      stages: slots; all but one are on their way while the last is multiplied.
+      abreast: row tiles whose first column tiles are taken before any of their second ones.
+
+    Raises:
+      ValueError: a value is none of these.
+    """
+
+    columns: int
+    k_step: int
+    stages: int
+    abreast: int = 1
+
+    def __post_init__(self):
+        widths = tuple(1 << i for i in range(9))
+        _check(self, columns=(128, 256), k_step=(32, 64), stages=tuple(range(2, 17)), abreast=widths)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of shared memory."""
+        return self.stages * (TILE_ROWS + self.columns) * self.k_step * 2
+
+
+type Tuning = TileTuning | CombineTuning | ColumnBlock | MmaTuning
+
+MMA = "mma_"
+"""What the names of the kernels for Ampere and later begin with."""
+
+KINDS: dict[str, type[TileTuning] | type[CombineTuning] | type[ColumnBlock] | type[MmaTuning]] = {
     "up_projection": TileTuning,
     "down_projection": TileTuning,
     "down_backward": TileTuning,
@@ -112,19 +144,48 @@ KINDS: dict[str, type[TileTuning] | type[CombineTuning] | type[ColumnBlock]] = {
     "up_backward": TileTuning,
     "combine": CombineTuning,
     "column_block": ColumnBlock,
+    f"{MMA}up_projection": MmaTuning,
+    f"{MMA}down_projection": MmaTuning,
+    f"{MMA}down_backward": MmaTuning,
+    f"{MMA}down_weight_gradients": MmaTuning,
+    f"{MMA}up_weight_gradients": MmaTuning,
+    f"{MMA}up_backward": MmaTuning,
 }
 """What there is to tune, and by which parameters."""
 
+BLOCK_KIB = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227}
+"""Shared memory of a block by compute capability; 99 KiB for every other one."""
 
-def heuristic[K: TileTuning | CombineTuning | ColumnBlock](kind: type[K], kernel: str, shape: str) -> K:
-    """Parameters of `kernel` for a `shape` (of `shape_key`) that no table has: so far the same for all shapes.
+
+def heuristic[K: TileTuning | CombineTuning | ColumnBlock | MmaTuning](kind: type[K], kernel: str, shape: str) -> K:
+    """Parameters of `kernel` for a `shape` (of `shape_key`) that no table has: so far the same for all sizes.
 
     A row tile's column tiles follow each other, so that the SMs share gathered rows and an expert's weights in the L2;
     an expert's gradient is done in stripes of 8 row tiles, which saved 2% to 7% at three sizes; all of shared memory is
     in use; a combine of up to 8 experts a token loads all their rows at once.
     """
-    del shape
+    if kind is MmaTuning:
+        return mma_heuristic(kernel, shape.rpartition(",")[2])  # pyright: ignore[reportReturnType]
     return kind(tile_width=8) if kernel.endswith("weight_gradients") else kind()  # pyright: ignore[reportCallIssue]
+
+
+def block_kib(capability: str | None = None) -> int:
+    """Shared memory of a block, of the GPU that jax computes on by default; without one, the least of all GPUs."""
+    return BLOCK_KIB.get(capability or compute_capability() or "", 99)
+
+
+def mma_heuristic(kernel: str, dtype: str, capability: str | None = None) -> MmaTuning:
+    """The largest tile whose ring fits, with slots for a copy to take a step or two.
+
+    Args:
+      kernel: a name of `KINDS`.
+      dtype: of the operands.
+      capability: of the GPU, such as "8.6"; None: of the one that jax computes on. Without one, what fits all.
+    """
+    abreast = 8 if kernel.endswith("weight_gradients") else 1
+    if block_kib(capability) > 99:
+        return MmaTuning(256, 64, 3, abreast)
+    return MmaTuning(128, 64, 3, abreast) if dtype == "float32" else MmaTuning(256, 32, 4, abreast)
 
 
 def shape_key(rows: int, dtype, **sizes: int) -> str:
@@ -144,9 +205,14 @@ def hopper_gpu() -> str | None:
     return jax.devices()[0].device_kind if compute_capability() == "9.0" else None
 
 
+def nvidia_gpu() -> str | None:
+    """Name of the GPU with kernels here that jax computes on, None if it is another device."""
+    return jax.devices()[0].device_kind if on_nvidia_gpu() else None
+
+
 def _gpu() -> str:
     """The GPU whose table is read."""
-    return hopper_gpu() or H200
+    return nvidia_gpu() or H200
 
 
 def tables_in_use() -> tuple:
@@ -154,7 +220,7 @@ def tables_in_use() -> tuple:
     return _gpu(), *tuning_files.user_version()
 
 
-def find_tuning[K: TileTuning | CombineTuning | ColumnBlock](
+def find_tuning[K: TileTuning | CombineTuning | ColumnBlock | MmaTuning](
     kind: type[K], kernel: str, own: K | None, shape: str
 ) -> K:
     """The parameters of a call: `own` if there are, else the user's, else the package's, else the heuristic.

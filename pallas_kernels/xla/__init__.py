@@ -4,6 +4,7 @@ from pallas_kernels.xla.column_block import column_block as column_block
 from pallas_kernels.xla.combine import combine as combine
 from pallas_kernels.xla.dispatch import dispatch as dispatch
 from pallas_kernels.xla.dispatch import in_parts as in_parts
+from pallas_kernels.xla.dispatch import of_experts as of_experts
 from pallas_kernels.xla.dispatch import row_range as row_range
 from pallas_kernels.xla.down_backward import down_backward as down_backward
 from pallas_kernels.xla.down_projection import down_projection as down_projection

@@ -115,5 +115,5 @@ def row_range(
     )
 
 
-in_parts = None
+in_parts = of_experts = None
 """These kernels compute all rows at once."""

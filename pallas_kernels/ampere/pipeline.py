@@ -1,0 +1,102 @@
+"""The pipeline of a block: copies several slots ahead, registers half a product ahead, and products in between.
+
+Tensor cores have work while a block waits at its barrier, and while copies are started: what they multiply next is in
+registers by then, and the copies of a slot are spread over the products of another. Everything in a turn of the loop is
+in one piece without branches, which the assembler can mix.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.ampere.panels import Sums, add_products, copied, no_sums
+from pallas_kernels.ampere.tile import Tile
+from pallas_kernels.simt import language as simt
+from pallas_kernels.simt.language import loop
+from pallas_kernels.simt.matrices import commit_copies, wait_for_copies
+from pallas_kernels.simt.values import Int, Pointer, minimum
+
+
+class Ring(NamedTuple):
+    """The slots that a block's operands arrive in, in turns.
+
+    Attributes:
+      memory: of all.
+      tile: of the block.
+    """
+
+    memory: Pointer
+    tile: Tile
+
+    def slot(self, step) -> Pointer:
+        return self.memory.at(step % self.tile.stages * self.tile.slot_words)
+
+    def wait(self) -> None:
+        """Until all threads see the oldest slot that is on its way, and have left the one before it."""
+        wait_for_copies(self.tile.stages - 2)
+        simt.block_barrier()
+
+
+class Operands(NamedTuple):
+    """What is multiplied.
+
+    Attributes:
+      kind: of the elements.
+      products: of a slot, one after the other.
+      copies: each `(step, slot, *state)` starts a copy of the thread, to the slot of a step.
+      left: `(slot, product)` loads the thread's part of the left operand, for each 16 rows.
+      right: `(slot, product, half)` loads its part of the right one, of a half panel.
+      state: of a step, loaded before what its copies wait for is needed.
+      behind: `(step)` may start other copies behind those of a step.
+    """
+
+    kind: str
+    products: int
+    copies: Sequence[Callable]
+    left: Callable
+    right: Callable
+    state: Callable = lambda step: []
+    behind: Callable = lambda step: None
+
+
+def sum_products(ring: Ring, operands: Operands, steps) -> Sums:
+    """The sums of the products of so many slots; the one that follows has been waited for."""
+    ahead = ring.tile.stages - 1
+    *states, next_state = [operands.state(Int(step)) for step in range(ahead + 1)]
+    for step, state in enumerate(states):
+        for copy in operands.copies:
+            copy(Int(step), ring.slot(step), *state)
+        operands.behind(Int(step))
+        commit_copies()
+    ring.wait()
+    places = [(product, half) for product in range(operands.products) for half in range(2)]
+    held_ahead = operands.kind != "float32"  # whose operands are converted, for which registers are few
+
+    def load(slot: Pointer, place: tuple[int, int], left: list) -> tuple[list, list]:
+        product, half = place
+        return left if half else operands.left(slot, product), operands.right(slot, product, half)
+
+    def turn(k, *flat):
+        sums, (left, right), state = jax.tree.unflatten(tree, flat)
+        sums, following, slot = copied(sums), k + ahead, ring.slot(k)
+        for number, place in enumerate(places):
+            if not held_ahead:
+                left, right = load(slot, place, left)
+            if place == places[-1]:
+                operands.behind(following)
+                commit_copies()
+                state = operands.state(following + 1)
+                ring.wait()
+                slot = ring.slot(minimum(k + 1, steps - 1))
+            later = load(slot, places[(number + 1) % len(places)], left) if held_ahead else (left, right)
+            if place != places[-1]:
+                for copy in operands.copies[number :: len(places) - 1]:
+                    copy(following, ring.slot(following), *state)
+            add_products(sums, place[1], left, right, operands.kind)
+            left, right = later
+        return jax.tree.leaves((sums, (left, right) if held_ahead else ([], []), state))
+
+    first = load(ring.slot(0), places[0], []) if held_ahead else ([], [])
+    flat, tree = jax.tree.flatten((no_sums(ring.tile), first, next_state))
+    return jax.tree.unflatten(tree, loop(0, steps, 1, turn, flat))[0]
