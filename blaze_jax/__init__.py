@@ -8,7 +8,7 @@ from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAMES
 from blaze_jax.layer import auxiliary_losses, init, moe, statistics
 from blaze_jax.linen import MoE
-from blaze_jax.parallelism import Parallelism
+from blaze_jax.parallelism import Parallelism, transport_options
 from blaze_jax.router import Router
 from blaze_jax.routing import Routing, route, update_selection_bias
 from blaze_jax.version import __version__
@@ -38,5 +38,6 @@ __all__ = [
     "nnx",
     "route",
     "statistics",
+    "transport_options",
     "update_selection_bias",
 ]

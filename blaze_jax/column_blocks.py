@@ -23,8 +23,16 @@ def combine_columns(
     weights: Float[Array, "T K"] | None,
     dtype,
     most: int | None = None,
+    at_once: bool = False,
 ) -> Float[Array, "T d"]:
-    """Combines `rows(first_column, num_columns)`, blocks of at most `most` columns; None for as many as suit."""
+    """Combines `rows(first_column, num_columns)`, blocks of at most `most` columns; None for as many as suit.
+
+    With `at_once`, rows that are not wider than an expert are a single block.
+    """
+    if at_once and w_down.shape[2] <= w_down.shape[1]:
+        num_columns = w_down.shape[2]
+        y = _empty(dispatch, num_columns, dtype)
+        return kernels.combine(rows(0, num_columns), dispatch.token_index_map, weights, y, 0)
     block, width = _block(kernels, w_down, dispatch, dtype, most), w_down.shape[2]
 
     def step(i, y):

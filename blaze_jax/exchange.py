@@ -49,6 +49,7 @@ class Transport:
       specs: of the experts' parameters, in the order of `jax.tree.leaves`.
       keep: whether the backward pass keeps what was gathered.
       own_first: whether tokens are computed with as they arrive, this device's own before the others'; for "permute".
+      own_experts_first: the same for experts that are split along `fsdp`.
     """
 
     expert: tuple[str, ...] = ()
@@ -58,6 +59,7 @@ class Transport:
     specs: tuple[P, ...] = ()
     keep: bool = True
     own_first: bool = False
+    own_experts_first: bool = False
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -124,23 +126,62 @@ class Transport:
             return None
         return _trips(experts, experts_per_device, self.devices, self.expert_devices)
 
-    def experts_here(self, plan: Plan, experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "T_group K"]:
-        """Ids of the group's tokens, as this device counts its own experts: -1 for others', E for no expert at all."""
+    def experts_here(
+        self, plan: Plan, experts: Int[Array, "T K"], num_experts: int
+    ) -> tuple[Int[Array, "T_group K"], Int[Array, ""] | None]:
+        """Ids of the group's tokens, as this device counts its own experts: -1 for others', E for no expert at all.
+
+        And how many pairs (token, expert) the device of the group has that has the most, if all devices know that.
+        """
         if self.devices == 1:
-            return experts
+            return experts, None
         experts = self.gather(plan, experts + 1) - 1  # zero, where there is no token, becomes an empty slot
         first = lax.axis_index(self.expert) * num_experts
         mine = (experts >= first) & (experts < first + num_experts)
         unknown = experts >= num_experts * self.expert_devices
-        return jnp.where(mine, experts - first, jnp.where(unknown, num_experts, EMPTY_SLOT))
+        most_pairs = None
+        if plan is None:
+            device = jnp.arange(self.expert_devices, dtype=experts.dtype)
+            most_pairs = jnp.max(jnp.sum((experts // num_experts)[..., None] == device, axis=(0, 1), dtype=jnp.int32))
+        return jnp.where(mine, experts - first, jnp.where(unknown, num_experts, EMPTY_SLOT)), most_pairs
+
+    @property
+    def blocks(self) -> int:
+        """In how many blocks of experts this device computes."""
+        return lax.axis_size(self.fsdp) if self.own_experts_first else 1
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether `fsdp` splits all parameters by experts, so that a device has all of its own ones."""
+        return all(_has(spec[0], self.fsdp) and not any(_has(s, self.fsdp) for s in spec[1:]) for spec in self.specs)
 
     def parameters(self, shards, dtype):
-        """The parameters that this device computes with; in `dtype` if they have to be gathered."""
+        """The parameters that this device computes with, or its own block; in `dtype` if they have to travel."""
         if not self.fsdp:
             return shards
         leaves, structure = jax.tree.flatten(shards)
-        gathered = [gather_shards(a.astype(dtype), spec, self.fsdp) for a, spec in zip(leaves, self.specs, strict=True)]
-        return jax.tree.unflatten(structure, gathered)
+        leaves = [leaf.astype(dtype) for leaf in leaves]
+        if not self.own_experts_first:
+            leaves = [gather_shards(leaf, spec, self.fsdp) for leaf, spec in zip(leaves, self.specs, strict=True)]
+        return jax.tree.unflatten(structure, leaves)
+
+    def block_arrives(self, own, block: int, after):
+        """Parameters of a block of experts, of which this device has `own`; they leave after `after` is computed."""
+        own, _ = lax.optimization_barrier((own, after))
+        return jax.tree.map(partial(_rotated, group=self.fsdp, shift=-block), own)
+
+    def block_departs(self, gradients, block: int, after):
+        """The transpose of `block_arrives`."""
+        gradients, _ = lax.optimization_barrier((gradients, after))
+        return jax.tree.map(partial(_rotated, group=self.fsdp, shift=block), gradients)
+
+    def by_block(self, experts: Int[Array, "T K"], num_experts: int) -> Int[Array, "T K"]:
+        """Ids of this device's `num_experts` experts, counted in the order in which their parameters arrive."""
+        if self.blocks == 1:
+            return experts
+        first = lax.axis_index(self.fsdp) * (num_experts // self.blocks)
+        known = (experts >= 0) & (experts < num_experts)
+        return jnp.where(known, (experts - first) % num_experts, experts)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -167,6 +208,10 @@ def gather_shards(shard: Array, spec: P, axes: Sequence[str]) -> Array:
         if mine := tuple(name for name in names if name in axes):
             shard = lax.all_gather(shard, mine, axis=dimension, tiled=True)
     return shard
+
+
+def _has(names, axes: Sequence[str]) -> bool:
+    return any(name in axes for name in ((names,) if isinstance(names, str) else names or ()))
 
 
 def _rotated(part: Array, group: tuple[str, ...], shift: int) -> Array:

@@ -20,10 +20,11 @@ from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_ex
 from blaze_jax.exchange import HERE, Transport, gathered
 from blaze_jax.experts_vjp import INDEX_NAME, ROW_MULTIPLE, Parameters, Save, Settings, Tokens, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
-from blaze_jax.implementation import Implementation, choose_implementation, kernels_of, takes_parts
+from blaze_jax.implementation import Implementation, choose_implementation, kernels_of, takes_blocks, takes_parts
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
+from blaze_jax.token_ranges import token_ranges
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes
 from pallas_kernels.contract import accumulator_dtype
 
@@ -161,6 +162,10 @@ def experts_over_devices(
     return _compute(tokens, params, act, save, implementation, None, transport, parallel.row_budget, parallel.chunks)
 
 
+MOST_BLOCKS = 8
+"""Devices from each of which a block of experts comes by itself; more are gathered from at once."""
+
+
 def _compute(
     tokens, shards: Parameters, activation, save, implementation, grouped, transport=HERE, row_budget=None, chunks=1
 ) -> Float[Array, "T d"]:
@@ -179,17 +184,32 @@ def _compute(
     num_experts = params.w_down.shape[0]
     if transport.exchange == "permute" and takes_parts(kernels, num_experts * transport.devices):
         transport = dataclasses.replace(transport, own_first=transport.devices > 1)
+    if (
+        takes_blocks(kernels)
+        and transport.splits_experts
+        and not transport.keep
+        and lax.axis_size(transport.fsdp) <= MOST_BLOCKS
+    ):
+        transport = dataclasses.replace(transport, own_experts_first=lax.axis_size(transport.fsdp) > 1)
     experts = int32_experts(experts, num_experts * transport.expert_devices)
+
+    ranges = None
+    if transport is HERE:
+        row_bytes = params.w_down.shape[1] * x.dtype.itemsize
+        ranges = token_ranges(experts.shape[0], experts.shape[1], num_experts, row_bytes)
 
     def part(x, weights, experts) -> Tokens:
         plan = transport.plan(experts, num_experts)
-        experts = transport.experts_here(plan, experts, num_experts)
-        if grouped and grouped.kernels.dispatch is kernels.dispatch:
+        experts, most_pairs = transport.experts_here(plan, experts, num_experts)
+        experts = transport.by_block(experts, num_experts)
+        if ranges:
+            dispatch = ranges.dispatch(partial(group_by_expert, kernels, num_experts=num_experts), experts)
+        elif grouped and grouped.kernels.dispatch is kernels.dispatch:
             dispatch = grouped.dispatch
         else:
             dispatch = group_by_expert(kernels, *_with_part(experts, num_experts, transport.parts))
-        dispatch = checkpoint_name(dispatch, INDEX_NAME)
-        return Tokens(x, gathered(transport, plan, weights), experts, dispatch, plan)
+        dispatch, most_pairs = checkpoint_name((dispatch, most_pairs), INDEX_NAME)
+        return Tokens(x, gathered(transport, plan, weights), experts, dispatch, plan, most_pairs)
 
     parts = tuple(map(part, *(_in_parts(array, chunks) for array in (x, weights, experts))))
     rows = None
@@ -198,7 +218,7 @@ def _compute(
         rows = (
             math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts * transport.parts
         ) * ROW_MULTIPLE  # each group may have a gap
-    settings = Settings(activation, save, kernels, transport, rows)
+    settings = Settings(activation, save, kernels, transport, rows, ranges)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     parts, shards = vary_over((parts, shards), varying_axes(parts, shards))
     outputs = experts_output(settings, token, parts, shards)

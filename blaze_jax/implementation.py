@@ -1,8 +1,10 @@
 """Which implementation of the kernels a call runs on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,11 @@ from pallas_kernels.contract import Kernels
 from pallas_kernels.mosaic.device import compute_capability, on_nvidia_gpu
 
 Implementation = Literal["mosaic_gpu", "xla"]
+
+FAMILIES: dict[str, Any] = {"hopper": hopper, "ampere": ampere}
+"""The kernels behind "mosaic_gpu", by name."""
+
+_demanded: ContextVar[str | None] = ContextVar("family", default=None)
 
 
 def check_implementation(implementation: Implementation | None) -> None:
@@ -106,8 +113,20 @@ def kernels_of(implementation: Implementation, num_tokens: int = 1, dtype=jnp.bf
     return _gpu_family(dtype) if implementation == "mosaic_gpu" and num_tokens else xla
 
 
+@contextmanager
+def demanded_family(name: str | None) -> Iterator[None]:
+    """What is traced inside runs on this family of `FAMILIES`, whatever the GPU; None leaves the choice as it is."""
+    token = _demanded.set(name)
+    try:
+        yield
+    finally:
+        _demanded.reset(token)
+
+
 def _gpu_family(dtype=jnp.bfloat16):
     """The kernels for the GPU that jax computes on, or for an H200 elsewhere; Hopper's take 16-bit tokens alone."""
+    if name := _demanded.get():
+        return FAMILIES[name]
     on_hopper = compute_capability() in (None, "9.0")
     return hopper if on_hopper and dtype in (jnp.bfloat16, jnp.float16) else ampere
 
@@ -115,6 +134,11 @@ def _gpu_family(dtype=jnp.bfloat16):
 def takes_parts(kernels: Kernels, num_groups: int) -> bool:
     """Whether these kernels compute parts of the tokens one after the other, by so many groups of expert and part."""
     return kernels.in_parts is not None and hopper.dispatch_unsupported(num_groups) is None
+
+
+def takes_blocks(kernels: Kernels) -> bool:
+    """Whether these kernels compute the rows of one block of experts after another's."""
+    return kernels.of_experts is not None
 
 
 def one_by_one(kernels: Kernels, function: Callable) -> Callable:

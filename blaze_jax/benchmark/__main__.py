@@ -21,6 +21,7 @@ from blaze_jax.benchmark.rounding import measure_rounding
 from blaze_jax.benchmark.routing import measure_routing
 from blaze_jax.benchmark.scaling import measure_scaling_point, print_flatness
 from blaze_jax.benchmark.tables import terminal
+from blaze_jax.implementation import demanded_family
 from blaze_jax.progress import Say, counted, write
 from pallas_kernels.compile_only import missing_compiler
 
@@ -30,7 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         recorded = [read_results(path) for path in arguments.recorded or ()]
-        results = recorded or [_measure(arguments)]
+        with demanded_family(arguments.family):
+            results = recorded or [_measure(arguments)]
         if arguments.plot is not None:
             _draw(results, arguments.plot)
     except (ValueError, NotImplementedError) as error:
@@ -58,6 +60,8 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     values = environment()
     if target:
         values["device"] = f"{values['device']}, compiled for {target}"
+    if arguments.family:
+        values["device"] = f"{values['device']}, kernels for {arguments.family.capitalize()}"
     file = ResultsFile(arguments.json, values)
     print(describe(file.environment))
     on_gpu = jax.default_backend() == "gpu"

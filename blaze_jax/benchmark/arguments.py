@@ -6,6 +6,7 @@ from pathlib import Path
 from blaze_jax.benchmark.mesh import parse_mesh, parse_variant
 from blaze_jax.benchmark.peers import PEERS
 from blaze_jax.benchmark.sizes import PRESET_NAMES, Sizes
+from blaze_jax.implementation import FAMILIES
 
 _MODES = (
     ("kernels", "a table of our kernels, each against what this device can do"),
@@ -34,6 +35,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, default=16384, metavar="T", help="tokens of the presets (16384)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="(bfloat16 on a GPU, float32 elsewhere)")
     add("--implementation", choices=("mosaic_gpu", "xla"), help="of our kernels (the best that can run)")
+    add("--family", choices=tuple(FAMILIES), help="of our kernels for GPUs (that of the GPU)")
     add("--peers", nargs="*", choices=PEERS, default=list(PEERS), metavar="PEER", help=f"of {', '.join(PEERS)} (all)")
     add("--same-experts", action="store_true", help="route all tokens to the same K experts, in the comparison")
     add("--float32-weights", action="store_true", help="time our layer with float32 weights, too, in the comparison")
@@ -76,6 +78,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         least = 1 if isinstance(value, int) else 0
         if not value >= least:
             parser.error(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    if arguments.family and arguments.mesh:
+        parser.error("--family is not for --mesh, whose cases are processes of their own")
     if arguments.recorded and arguments.plot is None:
         parser.error("--recorded needs --plot FOLDER: there is nothing else to do with the results")
     for name in ("routing", "scaling", "token_rounding", "recorded"):

@@ -29,7 +29,7 @@ from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.traffic import traffic
 from blaze_jax.config import MoEConfig
 from blaze_jax.experts import expert_ffn, experts_over_devices
-from blaze_jax.parallelism import Parallelism
+from blaze_jax.parallelism import Parallelism, transport_options
 
 NAMES = ("w_gate", "w_up", "w_down")
 TRAVELS = ("nccl", "memcpyp2p", "memcpy p2p", "all_to_all", "all-gather", "collective")
@@ -112,7 +112,7 @@ def measure(
         ):
             run = _both(function) if backward else function
             arguments = arguments if backward else arguments[:-1]
-            compiled = jax.jit(run).lower(*arguments).compile()
+            compiled = jax.jit(run).lower(*arguments).compile(transport_options())
             calls[which] = partial(compiled, *arguments)
             plans[which] = plan_of(compiled.memory_analysis())
             results[which] = jax.block_until_ready(calls[which]())

@@ -5,8 +5,11 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +17,16 @@ import jax.numpy as jnp
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.inputs import expert_inputs
 from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.implementation import FAMILIES, kernels_of
 from blaze_jax.progress import counted, write
 from blaze_jax.tune.cases import Case, Operands, make_operands, tuning_cases
 from blaze_jax.tune.measure import Found, tune
-from pallas_kernels import hopper
 from pallas_kernels.tuning.files import USER_FILE_VARIABLE, add_tunings, user_file
-from pallas_kernels.tuning.parameters import KINDS, hopper_gpu
+from pallas_kernels.tuning.parameters import KINDS, MMA, nvidia_gpu
 
 PROGRAM = "python -m blaze_jax.tune"
+
+NAMES = tuple(dict.fromkeys(name.removeprefix(MMA) for name in KINDS))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +44,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line, `sys.argv` for None; errors end the program with a message."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="Times every kernel of the experts with every candidate of its parameters on this machine's Hopper "
+        description="Times every kernel of the experts with every candidate of its parameters on this machine's NVIDIA "
         "GPU, and writes the fastest to a file that later runs read. No parameter changes a result's bits.",
         epilog=f"The file is {USER_FILE_VARIABLE}, or blaze_jax/tuning.json in $XDG_CACHE_HOME or ~/.cache.",
         allow_abbrev=False,
@@ -53,13 +58,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="T,d,n,E,K",
         help="tokens, width, expert width, experts, experts per token; repeatable",
     )
-    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="(bfloat16)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(bfloat16)")
+    add("--family", choices=tuple(FAMILIES), help="of kernels (those that the GPU and the dtype get)")
     add(
         "--kernel",
-        choices=tuple(KINDS),
+        choices=NAMES,
         action="append",
         metavar="NAME",
-        help=f"of {', '.join(KINDS)}; repeatable (all)",
+        help=f"of {', '.join(NAMES)}; repeatable (all)",
     )
     add("--seconds", type=float, default=90.0, metavar="N", help="per config, to compile and time in (90)")
     add("--output", type=Path, metavar="FILE", help="write there instead; entries of other shapes there are kept")
@@ -70,9 +76,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _tune_all(arguments: argparse.Namespace) -> None:
-    gpu = hopper_gpu()
+    gpu = nvidia_gpu()
     if gpu is None:
-        raise NotImplementedError(f"there is no Hopper GPU here, only {jax.devices()[0].device_kind}: nothing to tune")
+        device = jax.devices()[0].device_kind
+        raise NotImplementedError(f"there is no NVIDIA GPU since Ampere here, only {device}: nothing to tune")
     path = arguments.output or user_file()
     if path is None:
         raise ValueError(f"{USER_FILE_VARIABLE} is empty, which means no file: say --output FILE")
@@ -82,7 +89,7 @@ def _tune_all(arguments: argparse.Namespace) -> None:
     print(machine)
     for sizes in arguments.config:
         print(f"{sizes}, {arguments.dtype}")
-        for case, found in _tune_layer(sizes, jnp.dtype(arguments.dtype), arguments.kernel or list(KINDS), arguments):
+        for case, found in _tune_layer(sizes, jnp.dtype(arguments.dtype), arguments.kernel or NAMES, arguments):
             write(line(case.kernel, found))
             measured = {"us": round(found.us, 2), "heuristic_us": round(found.heuristic_us, 2), "on": machine}
             entry = {"tuning": asdict(found.tuning), "measured": measured}
@@ -90,14 +97,15 @@ def _tune_all(arguments: argparse.Namespace) -> None:
     print(f"wrote {path}")
 
 
-def _tune_layer(sizes: Sizes, dtype, kernels: list[str], arguments: argparse.Namespace):
+def _tune_layer(sizes: Sizes, dtype, names: Sequence[str], arguments: argparse.Namespace):
     """Yields each case with what was found."""
     began = time.monotonic()
+    kernels: Any = FAMILIES[arguments.family] if arguments.family else kernels_of("mosaic_gpu", dtype=dtype)
     inputs = expert_inputs(sizes, dtype)
-    if reason := hopper.unsupported(inputs[0], inputs[1:4], ()):
+    if reason := kernels.unsupported(inputs[0], inputs[1:4], ()):
         raise ValueError(f"--config {','.join(map(str, sizes))} cannot run on the kernels: {reason}")
-    operands: Operands = jax.block_until_ready(jax.jit(make_operands)(*inputs))
-    cases: list[Case] = [case for case in tuning_cases(operands) if case.kernel in kernels]
+    operands: Operands = jax.block_until_ready(jax.jit(partial(make_operands, kernels=kernels))(*inputs))
+    cases: list[Case] = [case for case in tuning_cases(operands, kernels) if case.kernel.removeprefix(MMA) in names]
     for number, (case, say) in enumerate(counted(cases, unit="kernel")):
         left = arguments.seconds - (time.monotonic() - began)
         yield case, tune(case, operands, seconds=left / (len(cases) - number), say=say)

@@ -10,10 +10,20 @@ from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
 from blaze_jax.column_blocks import block_width, combine_columns
-from pallas_kernels import hopper
-from pallas_kernels.contract import Dispatch
+from pallas_kernels import ampere, hopper
+from pallas_kernels.contract import Dispatch, Kernels
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
-from pallas_kernels.tuning.parameters import ColumnBlock, CombineTuning, TileTuning, Tuning, heuristic, shape_key
+from pallas_kernels.tuning.parameters import (
+    MMA,
+    ColumnBlock,
+    CombineTuning,
+    MmaTuning,
+    TileTuning,
+    Tuning,
+    block_kib,
+    heuristic,
+    shape_key,
+)
 
 _ACTIVATION = get_activation("swiglu").function
 
@@ -22,6 +32,21 @@ _ORDERS = ((0, 4), (0, 8), (1, 8), (0, 16), (1, 4), (1, 16), (1, 1))
 
 _COMBINES = ((8, 8), (2, 8), (4, 4), (8, 4), (4, 16))
 """`blocks_per_sm` and `rows_in_flight`."""
+
+
+_MMA_RINGS = (
+    (256, 64, 3),
+    (256, 64, 4),
+    (256, 32, 4),
+    (256, 32, 6),
+    (128, 64, 3),
+    (128, 64, 6),
+    (128, 32, 6),
+    (256, 64, 2),
+)
+"""`columns`, `k_step` and `stages`, the more likely ones first."""
+
+_ABREAST = (1, 4, 8, 16)
 
 
 class Operands(NamedTuple):
@@ -56,19 +81,19 @@ class Case(NamedTuple):
     candidates: tuple[Tuning, ...]
 
 
-def make_operands(x, w_gate, w_up, w_down, weights, experts) -> Operands:
+def make_operands(x, w_gate, w_up, w_down, weights, experts, *, kernels: Kernels = hopper) -> Operands:
     """What the kernels of a layer take, from the layer's own arguments."""
-    dispatch = hopper.dispatch(experts, w_down.shape[0])
+    dispatch = kernels.dispatch(experts, w_down.shape[0])
     row_weights = jnp.zeros(dispatch.num_rows, weights.dtype).at[dispatch.token_index_map].set(weights, mode="drop")
     columns = block_width(x.shape[1], ColumnBlock().columns)
-    tuning = TileTuning()
-    pre, hidden = hopper.up_projection(x, (w_gate, w_up), (), dispatch, activation=_ACTIVATION, tuning=tuning)
-    block = hopper.down_projection(hidden, w_down, None, dispatch, 0, columns, tuning=tuning)
+    pre, hidden = kernels.up_projection(x, (w_gate, w_up), (), dispatch, activation=_ACTIVATION)
+    block = kernels.down_projection(hidden, w_down, None, dispatch, 0, columns)
     return Operands(x, (w_gate, w_up), w_down, weights, dispatch, row_weights, pre, hidden, block)
 
 
-def tuning_cases(operands: Operands) -> list[Case]:
-    """Every kernel in the order of a training step, those with nothing to choose at these sizes left out."""
+def tuning_cases(operands: Operands, kernels: Kernels = hopper) -> list[Case]:
+    """Every kernel of a family in the order of a training step, those with nothing to choose here left out."""
+    mma = kernels is ampere
     (num_tokens, d), (num_experts, n, _) = operands.x.shape, operands.w_down.shape
     num_rows, dtype = operands.hidden.shape[0], operands.x.dtype
     slots, columns = operands.weights.shape[1], operands.block.shape[1]
@@ -81,7 +106,11 @@ def tuning_cases(operands: Operands) -> list[Case]:
     combined = shape_key(num_tokens * slots, dtype, d=d, columns=columns, K=slots)
 
     def tiled(kernel, run, by_row, *tiles):
-        return Case(kernel, layer, run, by_row, orders(heuristic(TileTuning, kernel, layer), *tiles))
+        if mma:
+            default = heuristic(MmaTuning, MMA + kernel, layer)
+            return Case(MMA + kernel, layer, partial(run, kernels), by_row, mma_candidates(default, dtype))
+        default = heuristic(TileTuning, kernel, layer)
+        return Case(kernel, layer, partial(run, kernels), by_row, orders(default, *tiles))
 
     combines = (heuristic(CombineTuning, "combine", combined), *(CombineTuning(*values) for values in _COMBINES))
     combines = _distinct(combines, lambda t: (t.blocks_per_sm, min(t.rows_in_flight, slots)))
@@ -90,13 +119,14 @@ def tuning_cases(operands: Operands) -> list[Case]:
     cases = [
         tiled("up_projection", _up_projection, True, tiles, narrow),
         tiled("down_projection", _down_projection, True, tiles, block_tiles),
-        Case("combine", combined, _combine, False, combines),
+        Case("combine", combined, partial(_combine, kernels), False, combines),
         tiled("down_backward", _down_backward, True, tiles, wide),
         tiled("down_weight_gradients", _down_weight_gradients, False, row_tiles, wide),
         tiled("up_weight_gradients", _up_weight_gradients, False, row_tiles, narrow),
         tiled("up_backward", _up_backward, True, tiles, block_tiles),
-        Case("column_block", layer, _column_block, False, column_blocks),
     ]
+    if not mma:
+        cases.append(Case("column_block", layer, partial(_column_block, kernels), False, column_blocks))
     return [case for case in cases if len(case.candidates) > 1]
 
 
@@ -109,6 +139,15 @@ def orders(default: TileTuning, row_tiles: int, column_tiles: int) -> tuple[Tile
     return _distinct((default, *others), lambda t: (t.minor_dim, min(t.tile_width, shape[t.minor_dim])))
 
 
+def mma_candidates(default: MmaTuning, dtype) -> tuple[MmaTuning, ...]:
+    """The default, and other rings and orders that a block of this GPU can have."""
+    others = [
+        MmaTuning(*ring, default.abreast) for ring in _MMA_RINGS if jnp.dtype(dtype).itemsize == 2 or ring[1] == 64
+    ]
+    others += [replace(default, abreast=rows) for rows in _ABREAST]
+    return _distinct((default, *(t for t in others if t.shared_bytes <= block_kib() * 1024)), lambda t: t)
+
+
 def _distinct[K](candidates: Iterable[K], effect: Callable[[K], object]) -> tuple[K, ...]:
     """The first candidate of each effect."""
     first: dict[object, K] = {}
@@ -117,45 +156,45 @@ def _distinct[K](candidates: Iterable[K], effect: Callable[[K], object]) -> tupl
     return tuple(first.values())
 
 
-def _up_projection(tuning, o: Operands):
-    return hopper.up_projection(o.x, o.up_weights, (), o.dispatch, activation=_ACTIVATION, tuning=tuning)
+def _up_projection(kernels, tuning, o: Operands):
+    return kernels.up_projection(o.x, o.up_weights, (), o.dispatch, activation=_ACTIVATION, tuning=tuning)
 
 
-def _down_projection(tuning, o: Operands):
-    return hopper.down_projection(o.hidden, o.w_down, None, o.dispatch, 0, o.block.shape[1], tuning=tuning)
+def _down_projection(kernels, tuning, o: Operands):
+    return kernels.down_projection(o.hidden, o.w_down, None, o.dispatch, 0, o.block.shape[1], tuning=tuning)
 
 
-def _combine(tuning, o: Operands):
-    return hopper.combine(o.block, o.dispatch.token_index_map, o.weights, o.x, 0, tuning=tuning)
+def _combine(kernels, tuning, o: Operands):
+    return kernels.combine(o.block, o.dispatch.token_index_map, o.weights, o.x, 0, tuning=tuning)
 
 
-def _down_backward(tuning, o: Operands):
-    return hopper.down_backward(
+def _down_backward(kernels, tuning, o: Operands):
+    return kernels.down_backward(
         o.x, o.w_down, None, o.pre, o.row_weights, o.dispatch, activation=_ACTIVATION, tuning=tuning
     )
 
 
-def _down_weight_gradients(tuning, o: Operands):
-    gradient, _ = hopper.down_weight_gradients(
+def _down_weight_gradients(kernels, tuning, o: Operands):
+    gradient, _ = kernels.down_weight_gradients(
         o.hidden, o.x, o.row_weights, o.dispatch, dtype=o.w_down.dtype, bias_dtype=None, tuning=tuning
     )
     return gradient
 
 
-def _up_weight_gradients(tuning, o: Operands):
+def _up_weight_gradients(kernels, tuning, o: Operands):
     dtypes = tuple(w.dtype for w in o.up_weights)
-    return hopper.up_weight_gradients(o.x, o.pre, o.dispatch, dtypes=dtypes, bias_dtypes=(), tuning=tuning)
+    return kernels.up_weight_gradients(o.x, o.pre, o.dispatch, dtypes=dtypes, bias_dtypes=(), tuning=tuning)
 
 
-def _up_backward(tuning, o: Operands):
-    return hopper.up_backward(o.pre, o.up_weights, o.dispatch, 0, o.block.shape[1], tuning=tuning)
+def _up_backward(kernels, tuning, o: Operands):
+    return kernels.up_backward(o.pre, o.up_weights, o.dispatch, 0, o.block.shape[1], tuning=tuning)
 
 
-def _column_block(tuning, o: Operands):
+def _column_block(kernels, tuning, o: Operands):
     """Both loops over blocks of columns: the forward pass's last step, and the backward pass's."""
-    down = partial(hopper.down_projection, o.hidden, o.w_down, None, o.dispatch)
-    up = partial(hopper.up_backward, o.pre, o.up_weights, o.dispatch)
+    down = partial(kernels.down_projection, o.hidden, o.w_down, None, o.dispatch)
+    up = partial(kernels.up_backward, o.pre, o.up_weights, o.dispatch)
     return [
-        combine_columns(hopper, rows, o.w_down, o.dispatch, weights, o.x.dtype, tuning.columns)
+        combine_columns(kernels, rows, o.w_down, o.dispatch, weights, o.x.dtype, tuning.columns)
         for rows, weights in ((down, o.weights), (up, None))
     ]

@@ -13,7 +13,7 @@ from jax import lax
 
 from blaze_jax.benchmark.timing import Timing, time_calls
 from blaze_jax.tune.cases import Case, Operands
-from pallas_kernels.tuning.parameters import Tuning
+from pallas_kernels.tuning.parameters import MMA, Tuning
 
 WORTH = 0.01
 """A share of the heuristic's time. Candidates that save less do not replace it: two runs may differ by as much."""
@@ -84,7 +84,7 @@ def choose[K](us: dict[K, float], default: K) -> K:
 
 def kernel_us(timing: Timing, kernel: str) -> float:
     """The kernel's own time where the profiler knows its name, else the time of all that ran."""
-    own = [total.us for name, total in timing.kernels.items() if f"moe_{kernel}" in name]
+    own = [total.us for name, total in timing.kernels.items() if f"moe_{kernel.removeprefix(MMA)}" in name]
     return sum(own) if own else timing.us
 
 
