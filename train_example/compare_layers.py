@@ -11,7 +11,10 @@ import multiprocessing
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +25,7 @@ from blaze_jax.benchmark.plan import plan_of
 from blaze_jax.benchmark.results_file import command_line
 from blaze_jax.config import Save
 from train_example.attention import AttentionKernel
-from train_example.compile_step import compile_step
+from train_example.compile_step import equal_bits_options, lower_step
 from train_example.config import DType, Remat, TrainConfig
 from train_example.data import Corpus, open_text
 from train_example.errors import UserError
@@ -86,24 +89,32 @@ def measured(config: TrainConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def train_briefly(config: TrainConfig) -> dict[str, Any]:
-    """Trains and keeps the loss of every step, the speed of the later ones, and the memory."""
+    """Trains and keeps the loss of every step, the speed of the later ones, and the memory.
+
+    Each phase is printed before it starts, and its time after: a conventional layer may take minutes in any of them.
+    """
     experts_function(config.experts_layer)  # to tell early if it is missing
     corpus = Corpus(open_text(config.data), config.sequence_length)
     model = make_model(config)
-    state = jit_once(lambda: init_state(config, model))()
+    phases: dict[str, float] = {}  # seconds
+    phase = partial(_phase, config.experts_layer, phases)
+    with phase("initial state"):
+        state = jax.block_until_ready(jit_once(lambda: init_state(config, model))())
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
 
     def batch(step: int):
         return microbatches(config, corpus.batch(config.seed, step, config.batch_size))
 
-    start = time.perf_counter()
-    compiled = compile_step(config, model, state, batch(0))
-    compile_seconds = time.perf_counter() - start
+    with phase("lowering"):
+        lowered = lower_step(config, model, state, batch(0))
+    with phase("compiling"):
+        compiled = lowered.compile(equal_bits_options(config))
     losses, seconds = [], []
     for step in range(config.steps):
         windows, start = batch(step), time.perf_counter()
-        state, metrics = compiled(state, windows)
-        losses.append(float(metrics.loss) / math.log(2))
+        with nullcontext() if step else phase("first step"):
+            state, metrics = compiled(state, windows)
+            losses.append(float(metrics.loss) / math.log(2))
         seconds.append(time.perf_counter() - start)
     last = max(1, config.steps // 20)
     plan = plan_of(compiled.memory_analysis())
@@ -119,10 +130,20 @@ def train_briefly(config: TrainConfig) -> dict[str, Any]:
         "tokens_per_second": tokens / statistics.median(steady),
         "peak_gib": peak_memory_gib(),
         "planned_gib": None if plan is None else plan.total / 2**30,
-        "compile_seconds": compile_seconds,
+        "compile_seconds": phases["lowering"] + phases["compiling"],
+        "phase_seconds": phases,
         "final_loss": statistics.mean(losses[-last:]),
         "loss": losses,
     }
+
+
+@contextmanager
+def _phase(layer: str, seconds: dict[str, float], name: str) -> Iterator[None]:
+    print(f"{layer}: {name}", flush=True)
+    start = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - start
+    print(f"{layer}: {name} took {seconds[name]:.1f} s", flush=True)
 
 
 def _line(record: dict[str, Any]) -> str:
