@@ -39,18 +39,15 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_compilation_cache_dir", OWN_CACHE)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
+# Elsewhere, kernels are interpreted, and training and files are tested.
+USED_ON_CPUS = ("tests/blaze_jax/test_", "tests/pallas_kernels/test_", "tests/pallas_kernels/xla/")
+
 hypothesis.settings.register_profile("library", derandomize=True, deadline=None, max_examples=30, database=None)
 hypothesis.settings.load_profile("library")
 
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run every test with every parameter set, as CI does")
-
-
-def pytest_configure(config):
-    """The default run compiles with little optimisation, which saves a third of its time; GPUs always get all."""
-    if not config.getoption("--all") and jax.default_backend() == "cpu":
-        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 def pytest_runtest_teardown():
@@ -60,7 +57,13 @@ def pytest_runtest_teardown():
 
 
 def pytest_runtest_setup(item):
-    little = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1" and not item.get_closest_marker("compile_only")
+    """Has programs compiled with little optimisation, which saves a third of the time, but not those for GPUs.
+
+    With `--all`, the layer and the portable kernels are compiled as users compile them.
+    """
+    as_users_do = item.config.getoption("--all") and item.nodeid.startswith(USED_ON_CPUS)
+    little = jax.default_backend() == "cpu" and not (as_users_do or item.get_closest_marker("compile_only"))
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(little))  # of processes that a test starts
     jax.config.update("jax_disable_most_optimizations", little)
 
 
@@ -95,7 +98,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     # The longest first: no worker is left alone with them at the end.
-    items.sort(key=lambda item: "tests/train_example" not in item.nodeid)
+    items.sort(key=lambda item: not any(name in item.nodeid for name in ("tests/train_example", "test_every_gpu")))
 
 
 def by_default(item) -> int:

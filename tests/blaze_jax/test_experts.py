@@ -28,7 +28,8 @@ def assert_matches_oracle(problem, tolerance, kernels=partial(results, expert_ff
 @pytest.mark.parametrize(
     ("routing", "dtype"),
     [
-        *((r, d) for r in ROUTINGS for d in ("float32", "bfloat16")),
+        *((routing, "float32") for routing in ROUTINGS),
+        *((routing, "bfloat16") for routing in (*list(ROUTINGS)[:8], "many_tiles")),  # eight of one shape
         ("empty_slots", "float16"),
         ("many_tiles", "float16"),
     ],
@@ -118,7 +119,7 @@ def test_no_tokens():
     chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
 
 
-@pytest.mark.parametrize("activation", ACTIVATION_NAMES)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu"])
 def test_gradients_are_those_of_finite_differences(activation):
     with jax.enable_x64(True):
         experts = random_experts(5, 2, range(3))

@@ -34,6 +34,7 @@ class Layer(NamedTuple):
     param_dtype: str = "bfloat16"
     activation: str = "swiglu"
     biases: bool = False
+    save: str = "pre_activations"
 
     def __str__(self):
         sizes, variant = self[:5], (v for v, d in zip(self[5:], Layer._field_defaults.values(), strict=True) if v != d)
@@ -55,9 +56,8 @@ class Layer(NamedTuple):
         """The output, and the function from its gradient to the arguments'."""
 
         def run(x, params, weights):
-            return apply(
-                expert_ffn, x, params, weights, experts, activation=self.activation, implementation="mosaic_gpu"
-            )
+            options = {"activation": self.activation, "save": self.save, "implementation": "mosaic_gpu"}
+            return apply(expert_ffn, x, params, weights, experts, **options)
 
         return jax.vjp(run, x, params, weights)
 
@@ -70,8 +70,9 @@ FINE = Layer(24576, 1536, 256, 128, 8)
 WIDE = Layer(32768, 4096, 1024, 128, 8)
 NARROW = Layer(65536, 1024, 4096, 16, 4)
 LONG = Layer(2097152, 512, 2048, 4, 1)
+LONG_AGAIN = LONG._replace(save="inputs")
 
-MEMORY = {FINE: (197, 540), WIDE: (1032, 2400), NARROW: (4104, 6700), LONG: (16480, 29000)}
+MEMORY = {FINE: (197, 540), WIDE: (1032, 2400), NARROW: (4104, 6700), LONG: (16480, 18600), LONG_AGAIN: (40, 1600)}
 """MiB: kept for the backward pass beyond x and the weights; alive at once in forward and backward together."""
 
 SMALL = Layer(37, 320, 256, 6, 2)
@@ -79,14 +80,11 @@ SMALL = Layer(37, 320, 256, 6, 2)
 LAYERS = [
     *MEMORY,
     Layer(32768, 4096, 256, 256, 16),
-    Layer(32768, 2048, 8192, 16, 4),
     SMALL._replace(dtype="float16", param_dtype="float16", activation="geglu"),
-    SMALL._replace(dtype="float16", param_dtype="float32"),
+    SMALL._replace(dtype="float16", param_dtype="float32", activation="gelu"),
     SMALL._replace(param_dtype="float32", activation="clamped_swiglu"),
-    SMALL._replace(param_dtype="float32", activation="gelu"),
-    SMALL._replace(activation="relu2"),
     SMALL._replace(biases=True),
-    Layer(1, 8, 8, 1, 1),
+    Layer(1, 8, 8, 1, 1, activation="relu2"),
     Layer(100, 72, 200, 5, 3, param_dtype="float32", activation="silu", biases=True),
 ]
 

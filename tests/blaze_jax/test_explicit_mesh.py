@@ -20,7 +20,6 @@ from tests.routings import random_experts
 MESH = jax.make_mesh((4,), ("data",), devices=jax.devices("cpu")[:4])  # a GPU may be the only one
 SPLIT, WHOLE, NOWHERE = P("data"), P(), None
 PLACES = [(SPLIT, WHOLE), (SPLIT, NOWHERE), (WHOLE, WHOLE), (NOWHERE, WHOLE), (NOWHERE, NOWHERE)]
-over_places = pytest.mark.parametrize(("tokens", "parameters"), PLACES, ids=str)
 
 
 def put(tree, spec, mesh=MESH):
@@ -38,7 +37,7 @@ def total(outputs):
     )
 
 
-@over_places
+@pytest.mark.parametrize(("tokens", "parameters"), PLACES[::2], ids=str)  # a layer meets all of them
 @pytest.mark.default_sets(0)
 def test_experts(tokens, parameters):
     problem = make_problem(random_experts(32, 2, range(6)), 6)
@@ -138,9 +137,8 @@ def test_router_and_dispatch_by_themselves(spec):
     assert_same_bits(dispatch, build_dispatch(expected.experts, 6))
 
 
-@pytest.mark.parametrize("spec", [SPLIT, WHOLE])
-@pytest.mark.default_sets(0)  # functions and nnx run by default
-def test_linen(spec):
+@pytest.mark.default_sets(0)  # functions run by default
+def test_linen():
     config, x = CONFIGS["everything"], random_tokens(8)
     module = MoE(config, use_bias=True, train=True)
 
@@ -151,14 +149,13 @@ def test_linen(spec):
     variables = jax.jit(module.init)(jax.random.key(0), x)
     expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables, x)
     with jax.set_mesh(MESH):
-        own = jax.jit(module.init)(jax.random.key(0), put(x, spec))
+        own = jax.jit(module.init)(jax.random.key(0), put(x, SPLIT))
         assert_close(nn.unbox(own), nn.unbox(variables))
-        assert_close(jax.jit(jax.value_and_grad(loss, has_aux=True))(own, put(x, spec)), expected)
+        assert_close(jax.jit(jax.value_and_grad(loss, has_aux=True))(own, put(x, SPLIT)), expected)
 
 
-@pytest.mark.parametrize("spec", [SPLIT, WHOLE])
 @pytest.mark.default_sets(0)
-def test_nnx(spec):
+def test_nnx():
     config, x = CONFIGS["everything"], random_tokens(8)
 
     def gradient(x):
@@ -176,7 +173,7 @@ def test_nnx(spec):
 
     expected = gradient(x)
     with jax.set_mesh(MESH):
-        assert_close(gradient(put(x, spec)), expected)
+        assert_close(gradient(put(x, SPLIT)), expected)
 
 
 def test_hopper_kernels_lower_on_each_devices_tokens():

@@ -8,6 +8,7 @@ from blaze_jax.implementation import (
     choose_dispatch_implementation,
     choose_implementation,
     choose_router_implementation,
+    demanded_family,
     kernels_of,
 )
 from blaze_jax.warn import warn_once
@@ -29,6 +30,15 @@ def test_every_name_has_its_kernels():
     assert kernels_of("mosaic_gpu") is hopper
     assert kernels_of("mosaic_gpu", dtype=jnp.float32) is ampere
     assert kernels_of("mosaic_gpu", num_tokens=0) is xla
+
+
+def test_a_family_that_is_demanded():
+    with demanded_family("ampere"):
+        assert kernels_of("mosaic_gpu") is ampere
+        assert kernels_of("xla") is xla
+        with demanded_family(None):
+            assert kernels_of("mosaic_gpu") is hopper
+    assert kernels_of("mosaic_gpu") is hopper
 
 
 @pytest.mark.default_sets(2)

@@ -35,6 +35,9 @@ collect = nnx.jit(
 )
 
 
+as_told = nnx.jit(lambda module, x: nnx.capture(module, AuxiliaryLoss)(x)[0])
+
+
 def loss_of(module, x, train=True):
     y, losses = nnx.capture(module, AuxiliaryLoss)(x, train=train)
     return jnp.square(y).mean() + sum(jax.tree.leaves(losses)), y
@@ -147,15 +150,14 @@ def test_train_as_flax_modules_are_told():
     module = module_with(params, config)
     for name, value in params.items():
         getattr(told, name)[...] = value
-    train, plain = (nnx.capture(module, AuxiliaryLoss)(x, train=train)[0] for train in (True, False))
+    train, plain = (collect(module, x, train=train)[0] for train in (True, False))
     assert np.any(np.asarray(train) != np.asarray(plain))
-    assert_same_bits(nnx.capture(told, AuxiliaryLoss)(x)[0], train)
+    assert_same_bits(as_told(told, x), train)
     told.eval()
-    assert_same_bits(told(x), plain)
+    assert_same_bits(as_told(told, x), plain)
     module.train()
-    assert_same_bits(nnx.capture(module, AuxiliaryLoss)(x)[0], train)
-    remat = nnx.remat(lambda module, x: nnx.capture(module, AuxiliaryLoss)(x)[0])
-    assert_same_bits(remat(module, x), train)
+    assert_same_bits(as_told(module, x), train)
+    assert_same_bits(nnx.jit(nnx.remat(lambda module, x: nnx.capture(module, AuxiliaryLoss)(x)[0]))(module, x), train)
 
 
 def test_what_nobody_collects_is_warned_of():

@@ -32,7 +32,6 @@ CONFIG = MoEConfig(
 )
 BIAS = jnp.linspace(-0.1, 0.1, 8)
 SMALL = MoEConfig(num_experts=4, experts_per_token=2, expert_width=8, z_loss_weight=0.01, load_balancing_weight=0.1)
-ALONE = ({"data": 2}, {"fsdp": 4}, {"expert": 2}, {"expert": 8}, {"tensor": 4})
 TOGETHER = {"fsdp": 2, "expert": 2, "tensor": 2}
 WAYS = {  # of parallelism and of meshes, so that each meets each
     "data": ({"data": 8}, "auto", {}),
@@ -102,7 +101,7 @@ def test_every_way(way):
     assert_as_one_device(WAYS[way], tokens=40)
 
 
-@pytest.mark.parametrize("axes", [*ALONE, TOGETHER], ids=str)
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"expert": 2}, TOGETHER], ids=str)
 @pytest.mark.default_sets(0)
 def test_ten_steps_of_an_optimizer(axes):
     optimizer = optax.adamw(1e-2)
@@ -137,8 +136,7 @@ def test_options_that_look_at_all_tokens(router):
     assert_close(over_devices(*way, params, x, config), one_device(params, x, config))
 
 
-@pytest.mark.parametrize("tokens", [1, 13])
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize(("tokens", "kind"), [(1, "auto"), (13, "explicit")])
 @pytest.mark.default_sets(0)
 def test_tokens_that_the_devices_do_not_divide(tokens, kind):
     params, x = random_parameters(CONFIG), random_tokens(tokens)
@@ -155,8 +153,7 @@ def test_no_token():
     assert routing.demand.sum() == 0
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all"])
-@pytest.mark.parametrize("favourite", [0, 7])
+@pytest.mark.parametrize(("exchange", "favourite"), [("all_gather", 0), ("all_to_all", 7)])
 @pytest.mark.default_sets(0)
 def test_all_tokens_on_the_same_experts_in_rows_for_few(exchange, favourite):
     config = MoEConfig(num_experts=8, experts_per_token=1, expert_width=8, load_balancing_weight=0.1)

@@ -103,7 +103,10 @@ def test_vmap(biased, rounded):
     options |= OPTIONS[-1] if rounded else {}
     out, expected = (jax.vmap(partial(run, **options))(logits) for run in (on_kernel, on_xla))
     assert_matches(out, expected)
-    gradient, expected = (jax.vmap(jax.grad(partial(total, run, **options)))(logits) for run in (on_kernel, on_xla))
+    gradient, expected = (
+        gradient_of(lambda l, run=run: jax.vmap(partial(total, run, **options))(l).sum(), logits)
+        for run in (on_kernel, on_xla)
+    )
     assert_close(gradient, expected, TOLERANCE)
 
 

@@ -22,7 +22,6 @@ ACTIVATIONS = {1: get_activation("gelu").function, 2: get_activation("swiglu").f
 """By the number of projections."""
 
 over_alignments = pytest.mark.parametrize("row_alignment", [1, 8])
-over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 over_dtypes_and_biases = pytest.mark.parametrize(
     ("dtype", "biases"), [("float32", False), ("float32", True), ("bfloat16", True), ("float16", False)]
 )

@@ -1,10 +1,13 @@
 """What the step's program is told before it is compiled."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax.interpreters.mlir import ir
 
-from train_example.compile_step import demand_equal_bits
+from train_example.compile_step import demand_equal_bits, equal_bits_options
+from train_example.presets import PRESETS
 
 _ATTENTION = """
 func.func public @main(%x: tensor<f32>) -> tensor<f32> {
@@ -23,3 +26,10 @@ def test_every_backward_pass_of_attention_is_deterministic_and_no_other_call_cha
         calls = [line for line in str(module).splitlines() if "custom_call" in line]
     marked = [r"\22fmha_scale\22: 0.125, \22force_deterministic\22: true" in line for line in calls]
     assert marked == [False, True, True]
+
+
+def test_the_scatters_of_conventional_experts_keep_their_speed(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config = PRESETS["1b"]
+    assert equal_bits_options(config) == {"xla_gpu_exclude_nondeterministic_ops": True}
+    assert equal_bits_options(replace(config, experts_layer="sort+tokamax")) == {}

@@ -26,7 +26,6 @@ ON_CPU = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the devices 
 def start(out, *options, devices=4):
     command = [sys.executable, "-m", "tests.train_example.small_program", "--out", str(out), *options]
     variables = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # most of the time is compilation
     return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

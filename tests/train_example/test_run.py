@@ -95,7 +95,7 @@ def test_figure_sample_and_checkpoints_are_there(finished):
 
 
 @pytest.mark.default_sets(0)
-def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_path):
+def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_path, capsys):
     out = tmp_path / "run"
     process = start(out, *OPTIONS)
     wait_for_step(out, 8)
@@ -118,12 +118,11 @@ def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_pat
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 39, "lo')  # as if killed while writing
 
-    process = start(out, "--resume")
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 0, stderr
-    assert stderr == ""
+    assert main(["--out", str(out), "--resume"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
     assert metrics(out) == metrics(finished[0])
-    assert stdout.splitlines()[-1] == finished[1].splitlines()[-1]
+    assert said.out.splitlines()[-1] == finished[1].splitlines()[-1]
     assert (out / "sample.txt").read_text() == (finished[0] / "sample.txt").read_text()
 
 

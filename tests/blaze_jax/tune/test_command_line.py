@@ -6,24 +6,24 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from blaze_jax.tune.__main__ import line, main
+from blaze_jax.tune.__main__ import FAMILIES, NAMES, line, main
 from blaze_jax.tune.measure import Found
-from pallas_kernels import xla
+from pallas_kernels import hopper, xla
 from pallas_kernels.mosaic.row_groups import TileSchedule
 from pallas_kernels.tuning.files import read_tunings
-from pallas_kernels.tuning.parameters import KINDS, TileTuning, hopper_gpu, parse
+from pallas_kernels.tuning.parameters import KINDS, MMA, TileTuning, hopper_gpu, nvidia_gpu, parse
 
 CONFIG = ["--config", "512,1024,512,8,4"]
 
 
-@pytest.mark.skipif(hopper_gpu() is not None, reason="there is a GPU")
+@pytest.mark.skipif(nvidia_gpu() is not None, reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_a_line(capsys, tmp_path):
     file = tmp_path / "tuning.json"
     assert main([*CONFIG, "--output", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert "there is no Hopper GPU here" in err
+    assert "there is no NVIDIA GPU since Ampere here" in err
     assert not file.exists()
 
 
@@ -33,7 +33,7 @@ def test_without_a_gpu_it_says_so_in_a_line(capsys, tmp_path):
         ([], "the following arguments are required: --config"),
         ([*CONFIG, "--kernel", "sideways"], "invalid choice: 'sideways'"),
         ([*CONFIG, "--seconds", "0"], "--seconds 0.0 must be positive"),
-        ([*CONFIG, "--dtype", "float32"], "invalid choice: 'float32'"),
+        ([*CONFIG, "--dtype", "int8"], "invalid choice: 'int8'"),
     ],
 )
 def test_options_that_do_not_fit(options, message, capsys):
@@ -53,7 +53,7 @@ def test_options_that_do_not_fit(options, message, capsys):
 def test_a_file_that_cannot_be_written_is_told_before_measuring(
     options, variable, message, capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr("blaze_jax.tune.__main__.hopper_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr("blaze_jax.tune.__main__.nvidia_gpu", lambda: "NVIDIA H200")
     monkeypatch.setattr("blaze_jax.tune.__main__._tune_layer", lambda *_: pytest.fail("measured"))
     monkeypatch.setenv("BLAZE_JAX_TUNING", variable)
     (tmp_path / "bad.json").write_text("{}")
@@ -66,7 +66,7 @@ def test_what_is_found_is_printed_and_written(capsys, monkeypatch, tmp_path):
 
     case = Case("up_projection", "rows=2^11,d=8", lambda *_: None, True, ())
     found = Found(TileTuning(tile_width=8), 90.0, 100.0, 5, ("a note",))
-    monkeypatch.setattr("blaze_jax.tune.__main__.hopper_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr("blaze_jax.tune.__main__.nvidia_gpu", lambda: "NVIDIA H200")
     monkeypatch.setattr("blaze_jax.tune.__main__._tune_layer", lambda *_: [(case, found)])
     monkeypatch.setenv("BLAZE_JAX_TUNING", str(tmp_path / "user.json"))
     for options in ([], ["--output", str(tmp_path / "own.json")]):
@@ -96,30 +96,36 @@ def portable_dispatch(experts, num_experts):
 
 @pytest.mark.default_sets(0)
 def test_the_whole_command_with_portable_kernels(capsys, monkeypatch, tmp_path):
-    kernels = SimpleNamespace(**{name: portable(name) for name in KINDS}, dispatch=portable_dispatch)
-    monkeypatch.setattr("blaze_jax.tune.cases.hopper", kernels)
-    monkeypatch.setattr("blaze_jax.tune.__main__.hopper_gpu", lambda: "NVIDIA H200")
+    kernels = SimpleNamespace(
+        **{name: portable(name) for name in NAMES}, dispatch=portable_dispatch, unsupported=hopper.unsupported
+    )
+    monkeypatch.setitem(FAMILIES, "hopper", kernels)
+    monkeypatch.setattr("blaze_jax.tune.__main__.nvidia_gpu", lambda: "NVIDIA H200")
     monkeypatch.setenv("BLAZE_JAX_TUNING", "")
     file = tmp_path / "tuning.json"
-    assert main(["--config", "64,520,264,4,2", "--seconds", "1", "--output", str(file)]) == 0
+    assert main(["--config", "64,520,264,4,2", "--family", "hopper", "--seconds", "1", "--output", str(file)]) == 0
     out = capsys.readouterr().out
     assert "does not compile" not in out
     tunings, problems = read_tunings(file, parse)
     assert problems == []
-    assert {kernel for _, kernel, _ in tunings} == {kernel for kernel in KINDS if f"  {kernel} " in out} == set(KINDS)
+    assert {kernel for _, kernel, _ in tunings} == {kernel for kernel in KINDS if f"  {kernel} " in out} == set(NAMES)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(hopper_gpu() is None, reason="needs a Hopper GPU")
-def test_tuning_on_the_gpu(capsys, monkeypatch, tmp_path):
+@pytest.mark.skipif(nvidia_gpu() is None, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tuning_on_the_gpu(capsys, monkeypatch, tmp_path, family):
+    if family == "hopper" and hopper_gpu() is None:
+        pytest.skip("needs a Hopper GPU")
     monkeypatch.setenv("BLAZE_JAX_TUNING", "")
     file = tmp_path / "tuning.json"
-    assert main([*CONFIG, "--seconds", "30", "--output", str(file)]) == 0
+    assert main([*CONFIG, "--family", family, "--seconds", "30", "--output", str(file)]) == 0
     out = capsys.readouterr().out
     assert "other bits" not in out
     assert "does not compile" not in out
     tunings, problems = read_tunings(file, parse)
     assert problems == []
-    assert {kernel for _, kernel, _ in tunings} == set(KINDS)
+    mma = {name for name in KINDS if name.startswith(MMA)}
+    assert {kernel for _, kernel, _ in tunings} == ({*mma, "combine"} if family == "ampere" else set(NAMES))
     (entries,) = json.loads(file.read_text())["tunings"].values()
     assert all(e["measured"]["us"] > 0 for shapes in entries.values() for e in shapes.values())

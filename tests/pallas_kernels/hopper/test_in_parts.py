@@ -1,5 +1,7 @@
 """Rows computed part of the tokens by part of the tokens have the bits that all at once have."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,3 +57,58 @@ def test_parts_fill_the_same_rows():
         assert_same_bits(whole[:used], split[:used])
     for part, index_map in zip(parts, np.split(np.asarray(everything.token_index_map), PARTS), strict=True):
         np.testing.assert_array_equal(part.token_index_map, index_map)
+
+
+@needs_interpreter
+def test_blocks_of_experts_fill_the_same_rows_and_gradients():
+    """The kernels that in_parts does not meet, and tokens in several arrays."""
+    rng, blocks = np.random.default_rng(1), 3
+    experts = np.where(rng.uniform(size=(PARTS * TOKENS, SLOTS)) < 0.1, -1, rng.integers(0, EXPERTS, (1, SLOTS)))
+    experts = np.stack([rng.permutation(EXPERTS)[:SLOTS] for _ in range(PARTS * TOKENS)]) * (experts >= 0) - (
+        experts < 0
+    )
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    tokens, weights, w_down = normal(PARTS * TOKENS, D), (normal(EXPERTS, D, N),), normal(EXPERTS, N, D)
+    with hopper.interpreted(detect_races=False):
+        groups = hopper.dispatch(jnp.asarray(experts, jnp.int32), EXPERTS)
+        row_weights = jnp.asarray(rng.uniform(size=groups.num_rows), jnp.float32)
+        of_block = EXPERTS // blocks
+
+        def run(pieces, x):
+            up: Any = None
+            down: Any = None
+            back: Any = None
+            gradients = []
+            for (_, counted_from), piece in pieces.items():
+                ups = tuple(w[counted_from:] for w in weights)
+                up = hopper.up_projection(tokens, ups, (), piece, activation=ACTIVATIONS[1], into=up)
+            for (first, counted_from), piece in pieces.items():
+                own = slice(counted_from, EXPERTS)
+                ups = tuple(w[own] for w in weights)
+                down = hopper.down_projection(up[1], w_down[own], None, piece, 0, D, into=down)
+                back = hopper.up_backward(up[0], ups, piece, 0, D, into=back)
+                if first == counted_from:
+                    narrow = jnp.bfloat16
+                    d_down, _ = hopper.down_weight_gradients(
+                        up[1], x, row_weights, piece, dtype=narrow, bias_dtype=None
+                    )
+                    (d_up,), _ = hopper.up_weight_gradients(x, up[0], piece, dtypes=(narrow,), bias_dtypes=())
+                    gradients.append((d_down, d_up))
+            return up[1], down, back, *(jnp.concatenate(g) for g in zip(*gradients, strict=True))
+
+        at_once = jax.jit(lambda x: run({(0, 0): groups}, x))(tokens)
+        pieces = {(b, b): hopper.of_experts(groups, b, of_block) for b in range(0, EXPERTS, of_block)}
+        in_blocks = jax.jit(lambda x: run(pieces, x))(tuple(jnp.split(tokens, PARTS)))
+        halves = {(0, 0): hopper.of_experts(groups, 0, 1), (1, 0): hopper.of_experts(groups, 1, 2, counted_from=0)}
+        in_halves = jax.jit(lambda x: run(halves, x)[:3])(tokens)
+    used = int(groups.expert_token_offsets[-1])
+    assert used > PARTS * TOKENS
+    for whole, split in zip(at_once[:3], in_blocks[:3], strict=True):
+        assert_same_bits(whole[:used], split[:used])
+    for whole, split in zip(at_once[3:], in_blocks[3:], strict=True):
+        assert_same_bits(whole, split)
+    for whole, split in zip(at_once[:3], in_halves, strict=True):
+        assert_same_bits(whole[:used], split[:used])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hopper, xla
+from pallas_kernels.ampere.tuning import default_tile
 from pallas_kernels.simt import language as simt
 from pallas_kernels.tuning import files as tuning_files
 from pallas_kernels.tuning.parameters import (
@@ -17,16 +18,19 @@ from pallas_kernels.tuning.parameters import (
     KINDS,
     ColumnBlock,
     CombineTuning,
+    MmaTuning,
     TileTuning,
+    block_kib,
     find_tuning,
     heuristic,
-    hopper_gpu,
+    mma_heuristic,
+    nvidia_gpu,
     parse,
     shape_key,
 )
 from tests.numerics import assert_same_bits
 
-GPU = hopper_gpu() or H200
+GPU = nvidia_gpu() or H200
 SHAPE = shape_key(196608, "bfloat16", d=1536, n=256, E=128)
 WIDE = TileTuning(minor_dim=1, tile_width=8)
 OTHER = TileTuning(stages=3)
@@ -130,6 +134,11 @@ def test_a_folder_in_the_files_place_is_a_warning(user_file):
         ("up_projection", {"stages": 4}, "the parameters of up_projection must be stages, minor_dim, tile_width"),
         ("up_projection", None, "got None"),
         ("combine", {"blocks_per_sm": 0, "rows_in_flight": 8}, "blocks_per_sm=0 must be one of 1, 2"),
+        (
+            "mma_up_backward",
+            {"columns": 64, "k_step": 64, "stages": 3, "abreast": 1},
+            "columns=64 must be one of 128, 256",
+        ),
         ("column_block", {"columns": 1024}, "columns=1024 must be one of 128, 256, 512"),
         ("sideways_projection", {}, "there is no kernel 'sideways_projection'"),
     ],
@@ -173,7 +182,7 @@ def test_the_packages_files_are_valid(path):
     for gpu, kernel, shape in tunings:
         assert gpu.startswith("NVIDIA ")
         sizes = r"d=\d+,columns=\d+,K=\d+" if kernel == "combine" else r"d=\d+,n=\d+,E=\d+"
-        assert re.fullmatch(rf"rows=2\^\d+,{sizes},(bfloat16|float16)", shape), shape
+        assert re.fullmatch(rf"rows=2\^\d+,{sizes},(bfloat16|float16|float32)", shape), shape
 
 
 def test_the_package_has_a_file_for_the_h200():
@@ -194,6 +203,31 @@ def test_the_combines_bits_do_not_depend_on_its_tuning(tuning):
         )
     assert_same_bits(out, expected)
     assert np.abs(np.asarray(out, np.float32)).max() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "expected"),
+    [
+        ("8.0", "bfloat16", (256, 64, 3)),
+        ("9.0", "float32", (256, 64, 3)),
+        ("8.9", "bfloat16", (256, 32, 4)),
+        ("12.0", "float32", (128, 64, 3)),
+        ("99.0", "float16", (256, 32, 4)),  # whatever it is, that fits
+    ],
+)
+def test_the_tile_for_ampere_by_what_fits(capability, kind, expected):
+    tile = default_tile(capability, kind=kind)
+    assert (tile.columns, tile.k_step, tile.stages, tile.abreast) == (*expected, 1)
+    assert tile.shared_bytes <= block_kib(capability) * 1024
+    assert mma_heuristic("mma_up_weight_gradients", kind, capability).abreast == 8
+
+
+def test_tiles_for_ampere_come_from_tables(user_file):
+    found = MmaTuning(128, 64, 4, abreast=4)
+    tuning_files.add_tunings(user_file, {(GPU, "mma_up_projection", SHAPE): entry(found)})
+    assert find_tuning(MmaTuning, "mma_up_projection", None, SHAPE) == found
+    assert find_tuning(MmaTuning, "mma_down_projection", None, SHAPE) != found
+    assert find() == TileTuning()
 
 
 def test_column_blocks():

@@ -1,0 +1,35 @@
+"""Own tokens and own experts first: what is computed a piece at a time is what is computed at once."""
+
+import pytest
+
+from blaze_jax import MoEConfig, experts
+from tests.blaze_jax.pieces_on_cpu import family
+from tests.blaze_jax.test_parallelism import assert_as_one_device
+
+CONFIG = MoEConfig(num_experts=8, experts_per_token=3, expert_width=8)
+WAYS = {
+    "own tokens of two": ({"expert": 2}, {}),
+    "own tokens, of four": ({"expert": 4}, {"exchange": "permute"}),
+    "own tokens, further turns": ({"expert": 2}, {"row_budget": 0.3}),
+    "own experts of four": ({"fsdp": 4}, {}),
+    "own experts, one each": ({"fsdp": 8}, {}),
+    "both": ({"fsdp": 2, "expert": 2}, {"row_budget": 0.3}),
+    "both, and the width": ({"fsdp": 2, "expert": 2, "tensor": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.default_sets(2)
+def test_as_one_device(way, monkeypatch):
+    pieces = []
+
+    def computed(*arguments, **options):
+        pieces.append(arguments)
+        return portable(*arguments, **options)
+
+    kernels = family()
+    portable, kernels.up_projection = kernels.up_projection, computed
+    monkeypatch.setattr(experts, "kernels_of", lambda *_, **__: kernels)
+    axes, options = WAYS[way]
+    assert_as_one_device((axes, "shard_map", options), tokens=40, config=CONFIG)
+    assert len(pieces) > 1

@@ -1,0 +1,125 @@
+"""Tokens computed a range at a time: outputs and gradients are those of all tokens at once."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import expert_ffn, experts
+from blaze_jax.token_ranges import TokenRanges, token_ranges
+from tests.expert_problems import make_problem, results
+from tests.numerics import assert_close, assert_same_bits
+from tests.routings import ROUTINGS
+
+
+@pytest.fixture
+def in_ranges(monkeypatch):
+    """`expert_ffn` of few tokens, in ranges: a function of its own, so that jax compiles it."""
+    monkeypatch.setattr(experts, "token_ranges", lambda num_tokens, *_: TokenRanges(3, -(-num_tokens // 3)))
+    return partial(expert_ffn)
+
+
+@pytest.mark.parametrize("num_tokens", [12, 37, 38])
+@pytest.mark.default_sets(3)
+def test_ranges_cover_every_token_once(num_tokens):
+    ranges = TokenRanges(3, -(-num_tokens // 3))
+    first, *others = np.asarray(ranges.start(np.arange(3), num_tokens))
+    assert first == 0
+    assert np.diff(others).tolist() == [ranges.size]
+    assert others[0] <= ranges.size
+    assert others[-1] + ranges.size == num_tokens
+
+
+def test_ranges_where_many_rows_meet_few_experts():
+    assert token_ranges(2_097_152, 1, 4, 4096) == TokenRanges(16, 131_072)
+    assert token_ranges(2_000_001, 1, 4, 4096) == TokenRanges(15, 133_334)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "slots", "num_experts", "n"), [(131_072, 1, 4, 2048), (32_768, 8, 128, 1024), (65_536, 4, 16, 4096)]
+)
+@pytest.mark.default_sets(3)
+def test_no_ranges_where_they_would_save_little_or_cost_much(num_tokens, slots, num_experts, n):
+    assert token_ranges(num_tokens, slots, num_experts, 2 * n) is None
+
+
+@pytest.mark.parametrize("save", ["pre_activations", "inputs"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("routing", ["random", "empty_slots", "all_slots_empty"])
+@pytest.mark.default_sets(4)
+def test_results_are_those_of_all_tokens(in_ranges, routing, activation, save):
+    problem = make_problem(*ROUTINGS[routing], activation=activation)
+    compare(problem, in_ranges, activation=activation, save=save)
+
+
+def test_rows_wider_than_an_expert_come_in_blocks_of_columns(in_ranges):
+    compare(make_problem(*ROUTINGS["random"], d=136, n=24), in_ranges)
+
+
+def test_rows_not_wider_than_an_expert_come_at_once(in_ranges):
+    compare(make_problem(*ROUTINGS["random"], d=24, n=136), in_ranges)
+
+
+def test_gradients_of_narrow_weights_are_added_up_wide(in_ranges):
+    problem = make_problem(*ROUTINGS["single_expert"], dtype="bfloat16", biases=False)
+    ours, at_once = results(in_ranges, problem), results(partial(expert_ffn), problem)
+    assert ours["w_up"].dtype == jnp.bfloat16
+    assert_close(ours["w_up"], at_once["w_up"], 1e-3)
+
+
+def compare(problem, in_ranges, **options):
+    ours = results(in_ranges, problem, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "token_ranges", lambda *_: None)
+        at_once = results(partial(expert_ffn), problem, **options)
+    for name in ("y", "x", "weights"):
+        assert_same_bits(ours[name], at_once[name])
+    for name in at_once.keys() - {"y", "x", "weights"}:
+        assert_close(ours[name], at_once[name], 1e-6)
+
+
+def gradients(ffn, problem):
+    arguments = (problem.x, problem.params["w_up"], problem.params["w_down"], problem.weights)
+
+    def loss(x, w_up, w_down, weights):
+        y = ffn(x, problem.params["w_gate"], w_up, w_down, weights, problem.experts)
+        return (y * problem.dy).sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2, 3)), arguments
+
+
+@pytest.mark.parametrize("transformed", ["checkpoint", "vmap", "shard_map"])
+@pytest.mark.default_sets(3)
+def test_under_transformations(in_ranges, transformed):
+    problem = make_problem(*ROUTINGS["random"], biases=False)
+    grad, arguments = gradients(in_ranges, problem)
+    wanted = jax.jit(grad)(*arguments)
+    if transformed == "checkpoint":
+        found = jax.jit(gradients(jax.checkpoint(in_ranges), problem)[0])(*arguments)
+    elif transformed == "vmap":
+        twice = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), arguments)
+        found = jax.tree.map(lambda a: a[0], jax.jit(jax.vmap(grad))(*twice))
+    else:
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.P("data")
+        replicated = (spec, jax.P(), jax.P(), spec)
+        found = jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=replicated, out_specs=replicated))(*arguments)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_close(ours, theirs, 1e-6)
+
+
+def test_first_pass_under_checkpoint_keeps_no_pre_activations(in_ranges):
+    problem = make_problem(*ROUTINGS["random"], biases=False)
+    _, arguments = gradients(in_ranges, problem)
+
+    def layer(x, w_up, w_down, weights):
+        return in_ranges(x, problem.params["w_gate"], w_up, w_down, weights, problem.experts)
+
+    def first_pass(layer):
+        return jax.jit(lambda *args: jax.vjp(layer, *args)).lower(*arguments).as_text()
+
+    of_all_ranges = "tensor<3x26x12xf32>"
+    assert of_all_ranges in first_pass(layer)
+    assert of_all_ranges not in first_pass(jax.checkpoint(layer))

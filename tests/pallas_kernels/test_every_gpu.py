@@ -1,0 +1,121 @@
+"""Kernels that use no more than Ampere has serve every NVIDIA GPU since: they compile for each, and spill nothing.
+
+A process compiles for one compute capability, and starting one takes as long as ten kernels: it compiles all of them.
+"""
+
+import multiprocessing
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from blaze_jax.activations import ACTIVATION_NAMES, get_activation
+from pallas_kernels import ampere
+from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.compile_only import compile_for_gpu
+from pallas_kernels.compile_only.gpus import GPUS
+from pallas_kernels.contract import Rule
+
+T, D, N, E, K = 8192, 1024, 512, 64, 4
+
+ONE_OF_EACH = list({gpu.capability: name for name, gpu in GPUS.items()}.values())
+"""A GPU of each compute capability: the assembler goes by that alone."""
+
+EVERYWHERE = [("swiglu", "bfloat16"), ("clamped_swiglu", "bfloat16"), ("swiglu", "float32")]
+"""The usual one, and the one that takes most registers; the others are compiled for one GPU in each type."""
+
+OTHERS = [name for name in ACTIVATION_NAMES if (name, "bfloat16") not in EVERYWHERE]
+
+
+def activations_on(gpu: str) -> list[tuple[str, str]]:
+    """Activations and types for which the kernels are compiled for this GPU."""
+    turn = [(name, dtype) for name in OTHERS for dtype in ("bfloat16", "float32")]
+    return EVERYWHERE + turn[ONE_OF_EACH.index(gpu) :: len(ONE_OF_EACH)]
+
+
+def array(*shape, dtype):
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def choice(keys, wanted):
+    cutoffs = ampere.token_cutoffs(keys, wanted)
+    return ampere.dispatch(ampere.experts_added(keys, cutoffs, 1 << 30, K)[0], E)
+
+
+def routing(logits, rows, y):
+    """The router, whose kernels count and place pairs as well, and its pairs' rows added up."""
+    routed = ampere.router(logits, None, Rule(K, "sigmoid", normalize=True))
+    return ampere.combine(rows, routed.dispatch.token_index_map, routed.weights, y, 0), routed
+
+
+def up_and_back(function, tile, x, w_up, b_up, w_down, b_down, row_weights, groups):
+    """What an activation changes, and how many projections there are."""
+    options = {"activation": function, "tuning": tile}
+    pre, hidden = ampere.up_projection(x, w_up, b_up, groups, **options)
+    d_pre, *others = ampere.down_backward(x, w_down, b_down, pre, row_weights, groups, **options)
+    return hidden, others, ampere.up_backward(d_pre, w_up, groups, 128, 256, tuning=tile)
+
+
+def down_and_gradients(tile, x, rows, w_down, b_down, row_weights, groups):
+    """What no activation changes; two projections' gradients are of two types."""
+    dtypes = (x.dtype, jnp.float32)
+    out = ampere.down_projection(rows, w_down, b_down, groups, 128, 256, tuning=tile)
+    up = ampere.up_weight_gradients(x, (rows, rows), groups, dtypes=dtypes, bias_dtypes=dtypes, tuning=tile)
+    options = {"dtype": x.dtype, "bias_dtype": x.dtype, "tuning": tile}
+    return out, up, ampere.down_weight_gradients(rows, x, row_weights, groups, **options)
+
+
+def compiled(gpu: str) -> dict[str, tuple[list[str], dict[str, int]]]:
+    """For each program, names of its kernels and what they spill."""
+    reports = {}
+
+    def compile_(name, function, *arguments):
+        program = compile_for_gpu(function, *arguments, gpu=gpu)
+        reports[name] = sorted({kernel.name for kernel in program.kernels}), program.spill_bytes
+
+    def experts(dtype):
+        """The tile, and what both halves take."""
+        tile = default_tile(".".join(map(str, GPUS[gpu].capability)), kind=dtype)
+        assert tile.shared_bytes <= GPUS[gpu].block_kib * 1024
+        down = array(E, N, D, dtype=dtype), array(E, D, dtype=dtype)
+        return tile, array(T, D, dtype=dtype), (*down, array(groups.num_rows, dtype="float32"), groups)
+
+    choosing = array(E, T, dtype="int32"), array(E, dtype="int32")
+    groups = jax.eval_shape(choice, *choosing)
+    compile_("choice", choice, *choosing)
+    rows = array(groups.num_rows, D, dtype="bfloat16")
+    compile_("routing", routing, array(T, E, dtype="float32"), rows, array(T, D, dtype="bfloat16"))
+    for dtype in ("bfloat16", "float32", *(["float16"] if gpu == "h200" else [])):
+        tile, x, others = experts(dtype)
+        rows = array(groups.num_rows, N, dtype=dtype)
+        compile_(f"down_and_gradients {dtype}", partial(down_and_gradients, tile), x, rows, *others)
+    for name, dtype in activations_on(gpu):
+        activation = get_activation(name)
+        tile, x, others = experts(dtype)
+        up = [(array(*shape, dtype=dtype),) * (1 + activation.gated) for shape in ((E, D, N), (E, N))]
+        compile_(f"up_and_back {name} {dtype}", partial(up_and_back, activation.function, tile), x, *up, *others)
+    return reports
+
+
+KERNELS = {
+    "choice": ["moe_dispatch_count", "moe_dispatch_place", "moe_experts_added", "moe_token_cutoffs"],
+    "routing": ["moe_combine", "moe_dispatch_place", "moe_router"],
+    "up_and_back": ["moe_down_backward", "moe_up_backward", "moe_up_projection"],
+    "down_and_gradients": [
+        "moe_down_bias_gradients",
+        "moe_down_projection",
+        "moe_down_weight_gradients",
+        "moe_up_bias_gradients",
+        "moe_up_weight_gradients",
+    ],
+}
+
+
+@pytest.mark.compile_only
+@pytest.mark.default_sets(3)
+@pytest.mark.parametrize("gpu", ONE_OF_EACH)
+def test_compiles_without_spills(gpu):
+    with multiprocessing.get_context("spawn").Pool(1) as process:
+        reports = process.apply(compiled, (gpu,))
+    assert reports == {name: (KERNELS[name.split()[0]], {}) for name in reports}
