@@ -18,7 +18,8 @@ from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import as_array
 from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_experts
 from blaze_jax.exchange import HERE, Transport, gathered
-from blaze_jax.experts_vjp import INDEX_NAME, ROW_MULTIPLE, Parameters, Save, Settings, Tokens, experts_output
+from blaze_jax.expert_rows import ROW_MULTIPLE, Parameters, Save, Settings, Tokens
+from blaze_jax.experts_vjp import INDEX_NAME, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of, takes_blocks, takes_parts
 from blaze_jax.layer_observer import TracedLayer, tell_observers

@@ -10,8 +10,12 @@ from blaze_jax.benchmark.ceilings import DENSE, CeilingCalls, Ceilings
 from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.kernel_work import kernel_work, work_of
 from blaze_jax.benchmark.sizes import Sizes
-from blaze_jax.benchmark.timing import KernelTotal, sustain, time_calls
+from blaze_jax.benchmark.timing import Call, KernelTotal, sustain, time_calls
+from blaze_jax.dispatch import group_by_expert
 from blaze_jax.experts import expert_ffn
+from blaze_jax.implementation import choose_implementation, kernels_of
+
+ONE_EXPERT = "one expert"
 
 
 def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> dict[str, Any]:
@@ -23,7 +27,8 @@ def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -
         FORWARD: partial(jax.jit(layer), *inputs),
         BOTH: partial(jax.jit(forward_and_backward(layer)), *inputs, inputs[0]),
     }
-    timings = time_calls(passes | ceiling_calls.calls, repeats=repeats)
+    one_expert, one_expert_flops = product_of_one_expert(dtype, implementation)
+    timings = time_calls(passes | ceiling_calls.calls | {ONE_EXPERT: one_expert}, repeats=repeats)
     ceilings = ceiling_calls.rates(timings)
     seconds = 1.0 if jax.default_backend() == "gpu" else 0.1
     long_runs = {name: sustain(call, seconds=seconds, warm_seconds=0.3 * seconds) for name, call in passes.items()}
@@ -39,10 +44,26 @@ def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -
         "kind": "kernels",
         "sizes": sizes._asdict(),
         "dtype": jnp.dtype(dtype).name,
-        "ceilings": ceilings._asdict() | {"sustained_tflops": ceiling_calls.dense_tflops(dense_run.us)},
+        "ceilings": ceilings._asdict()
+        | {
+            "sustained_tflops": ceiling_calls.dense_tflops(dense_run.us),
+            "one_expert_tflops": one_expert_flops / timings[ONE_EXPERT].us / 1e6,
+        },
         "passes": {name: pass_record(name, factor * sizes.forward_flops) for name, factor in PASSES.items()},
         "kernels": kernel_records(timings[BOTH].kernels, sizes, jnp.dtype(dtype).itemsize, ceilings),
     }
+
+
+def product_of_one_expert(dtype, implementation) -> tuple[Call, float]:
+    """The down projection of a single expert, a dense product: what these kernels reach at most. And its FLOPs."""
+    rows, n, d = (8192, 4096, 4096) if jax.default_backend() == "gpu" else (16, 8, 8)
+    w_down = jnp.full((1, n, d), n**-0.5, dtype)
+    kernels = kernels_of(choose_implementation(implementation, w_down[0], (w_down,), ()), dtype=dtype)
+    groups = group_by_expert(kernels, jnp.zeros((rows, 1), jnp.int32), 1)
+    hidden = jax.random.normal(jax.random.key(2), (groups.num_rows, n), jnp.float32).astype(dtype)
+    return partial(jax.jit(kernels.down_projection, static_argnums=(4, 5)), hidden, w_down, None, groups, 0, d), (
+        2.0 * rows * n * d
+    )
 
 
 def kernel_records(

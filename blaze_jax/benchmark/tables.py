@@ -157,7 +157,9 @@ def _ceilings(record: Record) -> Iterator[str]:
     """What the device reached, of each pass if they were timed apart."""
     found = record.get("ceilings", {})
     for rates in [found] if "gbs" in found else found.values():
-        yield f"dense matmul {rates['tflops']:.4g} TFLOP/s, copy {rates['gbs']:.0f} GB/s"
+        one_expert = rates.get("one_expert_tflops")
+        own = f", our product of one expert {one_expert:.4g} TFLOP/s" if one_expert else ""
+        yield f"dense matmul {rates['tflops']:.4g} TFLOP/s{own}, copy {rates['gbs']:.0f} GB/s"
 
 
 def _notes(value: Any) -> Iterator[str]:

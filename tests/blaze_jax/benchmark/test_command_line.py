@@ -26,6 +26,7 @@ def test_the_table_of_kernels_and_its_json(capsys, tmp_path):
     written = json.loads(file.read_text(encoding="utf-8"))
     (record,) = written["records"]
     assert record["sizes"]["num_experts"] == 3
+    assert record["ceilings"]["one_expert_tflops"] > 0
     assert record["passes"].keys() == {"forward", "forward+backward"}
     for timed in record["passes"].values():
         assert len(timed["samples_us"]) == 2
@@ -41,7 +42,9 @@ def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
     options = ["--kernels", "--config", "8,8,8,2,1", "--dtype", "bfloat16", "--repeats", "1"]
     with interpreted():
         assert main([*options, "--implementation", "mosaic_gpu", "--family", "ampere"]) == 0
-    assert "cpu, kernels for Ampere" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "cpu, kernels for Ampere" in out
+    assert "our product of one expert" in out
 
 
 @pytest.mark.default_sets(0)
