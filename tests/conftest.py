@@ -39,8 +39,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_compilation_cache_dir", OWN_CACHE)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
-# Elsewhere, kernels are interpreted, and training and files are tested.
-USED_ON_CPUS = ("tests/blaze_jax/test_", "tests/pallas_kernels/test_", "tests/pallas_kernels/xla/")
+# Where the layer's and the portable kernels' numbers are held to the oracle and to NumPy on one device.
+USED_ON_CPUS = ("tests/blaze_jax/test_experts", "tests/pallas_kernels/test_", "tests/pallas_kernels/xla/")
 
 hypothesis.settings.register_profile("library", derandomize=True, deadline=None, max_examples=30, database=None)
 hypothesis.settings.load_profile("library")
@@ -59,7 +59,7 @@ def pytest_runtest_teardown():
 def pytest_runtest_setup(item):
     """Has programs compiled with little optimisation, which saves a third of the time, but not those for GPUs.
 
-    With `--all`, the layer and the portable kernels are compiled as users compile them.
+    With `--all`, the experts and the portable kernels are compiled as users compile them.
     """
     as_users_do = item.config.getoption("--all") and item.nodeid.startswith(USED_ON_CPUS)
     little = jax.default_backend() == "cpu" and not (as_users_do or item.get_closest_marker("compile_only"))

@@ -10,7 +10,7 @@ from pallas_kernels import hopper
 from tests.numerics import assert_same_bits
 from tests.pallas_kernels.rows import ACTIVATIONS, D, N, needs_interpreter
 
-PARTS, TOKENS, EXPERTS, SLOTS = 3, 40, 3, 2
+PARTS, TOKENS, EXPERTS, SLOTS = 2, 40, 3, 2
 
 
 def grouped(rng):

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.compile_only
 T, D, N, E, K = 512, 1024, 512, 8, 4  # 24 row tiles
 
 
-@pytest.mark.parametrize(("minor_dim", "tile_width"), [(0, 4), (0, 16), (1, 4)])
-def test_kernels_multiply(minor_dim, tile_width, tmp_path, monkeypatch):
+def test_kernels_multiply(tmp_path, monkeypatch):
+    """In stripes of four rows of tiles, which leave no narrower one."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    tuning = TileTuning(minor_dim=minor_dim, tile_width=tile_width)
+    tuning = TileTuning(minor_dim=0, tile_width=4)
     activation = get_activation("swiglu").function
 
     def kernels(x, ups, down, row_weights, experts):
