@@ -11,6 +11,7 @@ from blaze_jax import expert_ffn, experts
 from blaze_jax.token_ranges import TokenRanges, token_ranges
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits
+from tests.pallas_kernels.rows import portable_dispatch
 from tests.routings import ROUTINGS
 
 
@@ -30,6 +31,17 @@ def test_ranges_cover_every_token_once(num_tokens):
     assert np.diff(others).tolist() == [ranges.size]
     assert others[0] <= ranges.size
     assert others[-1] + ranges.size == num_tokens
+
+
+def test_rows_that_align_a_group_are_of_no_token():
+    """Not of one of the next range, which kernels would read."""
+    experts, num_experts = ROUTINGS["random"]
+    ranges = TokenRanges(3, 13)
+    groups = ranges.dispatch(lambda own: portable_dispatch(own, num_experts, row_alignment=8), jnp.asarray(experts))
+    for i, own in enumerate(([0, 11], [11, 24], [24, 37])):
+        tokens, pairs = np.unique(groups.expert_token_indices[i], return_counts=True)
+        assert tokens.tolist() == [*range(*own), len(experts)]
+        assert (pairs[:-1] == 2).all()
 
 
 def test_ranges_where_many_rows_meet_few_experts():
