@@ -1,10 +1,11 @@
-"""Where the width of the rows ends inside of what is copied at a time, nothing of others is read."""
+"""Where rows or their width end inside of what is copied at a time, nothing of others is read."""
 
 import jax.numpy as jnp
 import numpy as np
 
 from tests.numerics import assert_same_bits
 from tests.pallas_kernels.rows import N, Rows, wide
+from tests.pallas_kernels.test_down_projection_and_backward import check_down_backward
 
 
 def test_row_that_is_not_finite_poisons_no_other(kernels):
@@ -18,3 +19,9 @@ def test_row_that_is_not_finite_poisons_no_other(kernels):
     )
     assert_same_bits(out[rows.owned & others], ref[rows.owned & others])
     assert np.isnan(wide(out)[4]).all()
+
+
+def test_tiles_do_not_race_for_pre_activations(kernels):
+    """Their gradients may take their memory."""
+    rows = Rows(kernels, "every_expert")
+    check_down_backward(kernels, rows, "bfloat16", biases=False, projections=1)
