@@ -1,4 +1,4 @@
-"""What a device knows of the pairs of its group, and how it counts its experts."""
+"""What a device knows of the pairs of its group, where tokens travel, and how it counts its experts."""
 
 from functools import partial
 
@@ -34,6 +34,21 @@ def test_ids_and_most_pairs_of_the_group():
         [[-1, 1], [-1, 0], [2, 3], [0, 2]],
     ]
     assert most_pairs.tolist() == [5, 5]
+
+
+def test_parts_leave_for_where_they_came_from():
+    transport = Transport(expert=("expert",), exchange="permute", own_first=True)
+
+    @partial(jax.shard_map, mesh=make_mesh({"expert": 4}), in_specs=P("expert"), out_specs=P(None, "expert"))
+    def there_and_back(token):
+        parts = transport.arrivals(None, token)
+        leave = transport.departures(None, len(parts))
+        home = [part if bring is None else bring(part) for part, bring in zip(parts, leave, strict=True)]
+        return jnp.stack([*parts, *home])
+
+    there, home = jnp.split(jax.jit(there_and_back)(jnp.arange(4)), 2)
+    assert there.tolist() == [[0, 1, 2, 3], [3, 0, 1, 2], [2, 3, 0, 1], [1, 2, 3, 0]]
+    assert home.tolist() == [[0, 1, 2, 3]] * 4
 
 
 def test_a_device_counts_its_own_experts_first():
