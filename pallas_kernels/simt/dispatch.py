@@ -5,8 +5,6 @@ then saves that launch. The second, `dispatch_place`, adds up the counts of the 
 block the start of its share of each expert's rows.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -92,7 +90,7 @@ def in_parts(
     )
 
     by_part = (jnp.moveaxis(rows.reshape(-1, parts), 1, 0) for rows in (starts, ends))
-    tiles = jax.vmap(partial(_tiles, num_rows=groups.num_rows - SPARE_ROWS))(*by_part)
+    tiles = jax.vmap(lambda starts, ends: _tiles(starts, ends, groups.num_rows - SPARE_ROWS))(*by_part)
 
     def part(p: int) -> Dispatch[TileSchedule]:
         tokens = groups.expert_token_indices - p * of_part
