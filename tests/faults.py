@@ -32,6 +32,7 @@ class Fault(NamedTuple):
 
 
 XLA, HOPPER, SIMT, LAYER = "pallas_kernels/xla", "pallas_kernels/hopper", "pallas_kernels/simt", "blaze_jax"
+AMPERE = "pallas_kernels/ampere"
 FILES = "blaze_jax/checkpoints"
 KERNELS, MODULES = "tests/pallas_kernels", "tests/blaze_jax"
 ROUTER = f"{MODULES}/test_routing_losses.py {MODULES}/test_routing.py {KERNELS}/simt/test_router.py"
@@ -40,8 +41,11 @@ EXPERTS = f"{MODULES}/test_experts.py {MODULES}/test_experts_batched.py"
 QUEUE = f"{KERNELS}/hopper/test_tile_queue.py"
 LOOPS = f"{KERNELS}/xla/test_row_groups.py {MODULES}/test_experts_batched.py {KERNELS}/test_weight_gradients.py"
 
+ON_AMPERE = f"{KERNELS}/ampere/test_as_every_family.py"
+TILES, EDGES, FLOAT32 = (f"{KERNELS}/ampere/test_{name}.py" for name in ("tiles", "edges", "float32"))
+
 PARALLEL = f"{MODULES}/test_parallelism.py"
-PIECES = "tests/blaze_jax/test_pieces.py"
+PIECES, EXCHANGE, RANGES = (f"{MODULES}/test_{name}.py" for name in ("pieces", "exchange", "token_ranges"))
 
 # fmt: off
 FAULTS = [
@@ -117,6 +121,36 @@ FAULTS = [
     Fault(f"{HOPPER}/tile_queue.py", "        pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
     Fault(f"{HOPPER}/row_matmul.py", "is_one, number = number < tiles,", "is_one, number = number <= tiles,", QUEUE),
     Fault(f"{SIMT}/combine.py", "select(place < num_rows, rows.load_vector(row, COLUMNS), nothing)", "rows.load_vector(row, COLUMNS)", f"{KERNELS}/test_combine.py {KERNELS}/simt/test_combine.py"),
+    Fault(f"{HOPPER}/row_matmul.py", "if refs.used is None else refs.used[0]\n", "if refs.used is None else refs.used[0] - 1\n", QUEUE),
+    # the kernels for Ampere, interpreted
+    Fault(f"{AMPERE}/pipeline.py", "ahead = ring.tile.stages - 1", "ahead = ring.tile.stages", TILES),
+    Fault(f"{AMPERE}/pipeline.py", "wait_for_copies(self.tile.stages - 2)", "wait_for_copies(self.tile.stages - 1)", TILES),
+    Fault(f"{AMPERE}/pipeline.py", "        simt.block_barrier()\n", "", TILES),
+    Fault(f"{AMPERE}/pipeline.py", "state = operands.state(following + 1)", "state = operands.state(following)", f"{KERNELS}/ampere/test_weight_gradients.py"),
+    Fault(f"{AMPERE}/row_matmul.py", "column + first + part.panel * PANEL", "column + part.panel * PANEL", ON_AMPERE),
+    Fault(f"{AMPERE}/row_matmul.py", "                ring.wait()\n", "", ON_AMPERE),
+    Fault(f"{AMPERE}/row_matmul.py", "[tensor_operand(load_matrices(rows, word + m * apart), kind) for", "[load_matrices(rows, word + m * apart) for", FLOAT32),
+    Fault(f"{AMPERE}/operands.py", "return tensor_operand(load_matrices(columns, word + first * (self.tile.k_step // 2)), self.kind)", "return load_matrices(columns, word + first * (self.tile.k_step // 2))", FLOAT32),
+    Fault(f"{AMPERE}/operands.py", "all_or_none(first + chunk_elements < k.depth, valid_rows - row) > i * apart", "valid_rows - row > i * apart", EDGES),
+    Fault(f"{AMPERE}/operands.py", "all_or_none(step_row + row < k.depth, Int(end) - column) > later", "Int(end) - column > later", ON_AMPERE),
+    Fault(f"{AMPERE}/operands.py", "select(second, step - self.of_pair, step) * self.each", "step * self.each", f"{MODULES}/test_experts_ampere.py"),
+    Fault(f"{AMPERE}/panels.py", "return tensor_operand(registers, self.kind)", "return registers", FLOAT32),
+    Fault(f"{AMPERE}/panels.py", "else row % 8\n", "else row % 4\n", TILES),
+    Fault(f"{AMPERE}/panels.py", "for i in (0, 2, 1, 3)]", "for i in (0, 1, 2, 3)]", ON_AMPERE),
+    Fault(f"{AMPERE}/pieces.py", "known = (of_warp < where.rows) & (column < self.columns)", "known = column < self.columns", EDGES),
+    Fault(f"{AMPERE}/pieces.py", "else (row >> 1) % 4", "else row % 4", TILES),
+    Fault(f"{AMPERE}/tile.py", "across = minimum(Int(row_tiles) - first, rows)", "across = Int(rows)", ON_AMPERE),
+    Fault(f"{AMPERE}/weight_gradients.py", "known = (row < end) & (token >= 0)", "known = (row <= end) & (token >= 0)", ON_AMPERE),
+    Fault(f"{AMPERE}/down_backward.py", "row_weights[2 * of_rows + i]", "row_weights[of_rows + i]", ON_AMPERE),
+    Fault(f"{AMPERE}/up_projection.py", "[add_bias(values, own) for", "[add_bias(add_bias(values, own), own) for", TILES),
+    Fault(f"{AMPERE}/store.py", "(row < where.rows) & (own < num_columns)", "(row <= where.rows) & (own < num_columns)", ON_AMPERE),
+    Fault("pallas_kernels/tuning/parameters.py", "block_kib(capability) > 99", "block_kib(capability) >= 99", f"{KERNELS}/tuning/test_tuning.py"),
+    Fault(f"{SIMT}/interpreter.py", "memories[after].accesses = memories[after - updated].accesses", "pass", f"{KERNELS}/simt/test_language.py"),
+    # tokens in ranges
+    Fault(f"{LAYER}/token_ranges.py", "second = num_tokens - (self.count - 1) * self.size", "second = self.size", RANGES),
+    Fault(f"{LAYER}/token_ranges.py", "jnp.where(tokens < self.size, start + tokens, num_tokens)", "start + tokens", RANGES),
+    Fault(f"{LAYER}/token_ranges.py", "max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", "min(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", RANGES),
+    Fault(f"{LAYER}/experts_backward.py", "lambda array: accumulator_dtype(array.dtype), params", "lambda array: array.dtype, params", RANGES),
     # over devices
     Fault(f"{LAYER}/exchange.py", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", PARALLEL),
     Fault("pallas_kernels/simt/dispatch.py", "tiles=_tiles(starts[p::parts], ends[p::parts]", "tiles=_tiles(starts[p::parts], ends[(p or 1) :: parts]", f"{KERNELS}/hopper/test_in_parts.py"),
@@ -125,6 +159,14 @@ FAULTS = [
     Fault("pallas_kernels/simt/dispatch.py", "values.at[before + tile].get", "values.at[tile].get", f"{KERNELS}/hopper/test_in_parts.py"),
     Fault(f"{LAYER}/exchange.py", "group=self.fsdp, shift=-block", "group=self.fsdp, shift=block", PIECES),
     Fault(f"{LAYER}/exchange.py", "(experts - first) % num_experts", "experts", PIECES),
+    Fault(f"{LAYER}/exchange.py", "group=self.fsdp, shift=block)", "group=self.fsdp, shift=-block)", PIECES),
+    Fault(f"{LAYER}/exchange.py", "group=self.group, shift=-shift) for", "group=self.group, shift=shift) for", PIECES),
+    Fault(f"{LAYER}/exchange.py", "return jnp.where(known, (experts", "return jnp.where(experts < num_experts, (experts", EXCHANGE),
+    Fault(f"{LAYER}/exchange.py", "return all(_has(spec[0], self.fsdp) and", "return all(True or", EXCHANGE),
+    Fault(f"{LAYER}/exchange.py", "most_pairs = jnp.max(", "most_pairs = jnp.min(", EXCHANGE),
+    Fault(f"{LAYER}/expert_rows.py", "rows, axes = part.most_pairs + groups * (ROW_MULTIPLE - 1),", "rows, axes = part.most_pairs,", EXCHANGE),
+    Fault(f"{LAYER}/expert_blocks.py", "self._waiting = [*waiting, *self._waiting]", "self._waiting += waiting", PIECES),
+    Fault(f"{LAYER}/expert_blocks.py", "transport.block_arrives(array, block, after)", "transport.block_arrives(array, 1, after)", PIECES),
     Fault(f"{LAYER}/experts_backward.py", "home[i % len(home)] = add_trees(home[i % len(home)], gradients)", "home[i % len(home)] = gradients", PIECES),
     Fault(f"{HOPPER}/up_projection.py", 'aliases=[("into", "written")] if into else ()', "aliases=()", f"{KERNELS}/hopper/test_in_parts.py"),
     Fault(f"{LAYER}/exchange.py", "return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))", "return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))[::-1]", PARALLEL),

@@ -60,7 +60,7 @@ class Pieces(NamedTuple):
             known = (of_warp < where.rows) & (column < self.columns)
             start = Long(where.row + of_warp) * self.columns + column
             for number, array in enumerate(arrays):
-                start_copy(own, self._word(row, chunk) + number * self.words, array, start, known)
+                start_copy(own, self.word(row, chunk) + number * self.words, array, start, known)
 
     def load(self, slot: Pointer, lane: Int, first_row: int) -> list[list[list[Float]]]:
         """What the thread has of 8 rows, from 0 or 8 on: of each array and each 8 columns, two numbers."""
@@ -69,16 +69,16 @@ class Pieces(NamedTuple):
 
     def _load(self, piece: Pointer, lane: Int, first_row: int) -> list[list[Float]]:
         if self.kind != "float32":
-            words = load_matrices(piece, self._word(lane % 8 + first_row, lane // 8))
+            words = load_matrices(piece, self.word(lane % 8 + first_row, lane // 8))
             return [unpack(word, self.kind) for word in words]
         row, quad = lane // 4 + first_row, lane % 4
-        places = [self._word(row, quad // 2 + 2 * i) + quad % 2 * 2 for i in range(4)]
+        places = [self.word(row, quad // 2 + 2 * i) + quad % 2 * 2 for i in range(4)]
         return [[x.as_float() for x in piece.load_vector(place, 2).elements()] for place in places]
 
     def _own(self, slot: Pointer) -> Pointer:
         return slot.at(simt.thread() // WARP * (self.arrays * self.words))
 
-    def _word(self, row: Int, chunk: Int) -> Int:
+    def word(self, row: Int, chunk: Int) -> Int:
         """Where 16 bytes are. What lanes load together is in all 32 banks, as in `Tile.lhs_word` and `Panels.word`."""
         swizzle = row % 4 * 2 if self.kind == "float32" else (row >> 1) % 4
         return (row * self.chunks + (chunk ^ swizzle)) * 4

@@ -32,6 +32,9 @@ def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
             results = [np.zeros(o.shape, o.dtype) for o in (*changed, *outputs)]
             memories = [Memory(threads, f"argument {i}", a.reshape(-1)) for i, a in enumerate(arrays)]
             memories += [Memory(threads, f"output {i}", a.reshape(-1), empty=True) for i, a in enumerate(results)]
+            # On a GPU an input and what it changes to may be one memory, in which threads race.
+            for after in range(len(inputs), len(inputs) + updated):
+                memories[after].accesses = memories[after - updated].accesses
             for i, size in enumerate(shared):
                 words = np.zeros(blocks * size, np.int32)
                 memories.append(Memory(threads, f"shared array {i}", words, shared=True, empty=True))

@@ -11,6 +11,7 @@ from blaze_jax import expert_ffn, experts
 from blaze_jax.token_ranges import TokenRanges, token_ranges
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits
+from tests.pallas_kernels.rows import portable_dispatch
 from tests.routings import ROUTINGS
 
 
@@ -30,6 +31,17 @@ def test_ranges_cover_every_token_once(num_tokens):
     assert np.diff(others).tolist() == [ranges.size]
     assert others[0] <= ranges.size
     assert others[-1] + ranges.size == num_tokens
+
+
+def test_rows_that_align_a_group_are_of_no_token():
+    """Not of one of the next range, which kernels would read."""
+    experts, num_experts = ROUTINGS["random"]
+    ranges = TokenRanges(3, 13)
+    groups = ranges.dispatch(lambda own: portable_dispatch(own, num_experts, row_alignment=8), jnp.asarray(experts))
+    for i, own in enumerate(([0, 11], [11, 24], [24, 37])):
+        tokens, pairs = np.unique(groups.expert_token_indices[i], return_counts=True)
+        assert tokens.tolist() == [*range(*own), len(experts)]
+        assert (pairs[:-1] == 2).all()
 
 
 def test_ranges_where_many_rows_meet_few_experts():
@@ -64,20 +76,24 @@ def test_rows_not_wider_than_an_expert_come_at_once(in_ranges):
 
 def test_gradients_of_narrow_weights_are_added_up_wide(in_ranges):
     problem = make_problem(*ROUTINGS["single_expert"], dtype="bfloat16", biases=False)
-    ours, at_once = results(in_ranges, problem), results(partial(expert_ffn), problem)
+    ours = results(in_ranges, problem)
     assert ours["w_up"].dtype == jnp.bfloat16
-    assert_close(ours["w_up"], at_once["w_up"], 1e-3)
+    assert_close(ours["w_up"], at_once(problem)["w_up"], 1e-3)
+
+
+def at_once(problem, **options):
+    """The results of all tokens, also where `in_ranges` has them in ranges."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "token_ranges", lambda *_: None)
+        return results(partial(expert_ffn), problem, **options)
 
 
 def compare(problem, in_ranges, **options):
-    ours = results(in_ranges, problem, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "token_ranges", lambda *_: None)
-        at_once = results(partial(expert_ffn), problem, **options)
+    ours, expected = results(in_ranges, problem, **options), at_once(problem, **options)
     for name in ("y", "x", "weights"):
-        assert_same_bits(ours[name], at_once[name])
-    for name in at_once.keys() - {"y", "x", "weights"}:
-        assert_close(ours[name], at_once[name], 1e-6)
+        assert_same_bits(ours[name], expected[name])
+    for name in expected.keys() - {"y", "x", "weights"}:
+        assert_close(ours[name], expected[name], 1e-6)
 
 
 def gradients(ffn, problem):

@@ -6,6 +6,7 @@ import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
 from pallas_kernels.ampere.panels import Panels
+from pallas_kernels.ampere.pieces import ROWS, Pieces
 from pallas_kernels.ampere.tile import Tile
 from pallas_kernels.ampere.tuning import default_tile
 from tests.numerics import assert_close, assert_same_bits
@@ -56,14 +57,28 @@ def test_four_rows_of_eight_numbers_are_in_all_banks():
     assert len({panels.word(row, chunk) for row in range(32) for chunk in range(8)}) == 256
 
 
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize(("kind", "rows", "chunks"), [("bfloat16", 8, 1), ("float32", 4, 2)])
+def test_what_is_loaded_of_a_piece_at_once_is_in_all_banks(kind, rows, chunks):
+    pieces = Pieces(1, kind, 64, LARGE)
+    for first in range(0, pieces.chunks, chunks):
+        words = [pieces.word(8 + row, first + chunk) for row in range(rows) for chunk in range(chunks)]
+        assert {word % 32 for word in words} == set(range(0, 32, 4))
+    assert (
+        len({pieces.word(row, chunk) for row in range(ROWS) for chunk in range(pieces.chunks)}) == ROWS * pieces.chunks
+    )
+
+
 @pytest.mark.default_sets(len(ACTIVATION_NAMES))
 @pytest.mark.parametrize("name", ACTIVATION_NAMES)
-def test_every_activation(kernels, name):
+def test_every_activation_with_biases(kernels, name):
     rows = Rows(kernels, "single_token")
     activation = get_activation(name)
     x = rows.normal(rows.num_tokens, D, dtype="bfloat16")
     weights = tuple(rows.normal(rows.num_experts, D, 16, fan_in=D / 9) for _ in range(1 + activation.gated))
-    _, hidden = kernels.up_projection(x, weights, (), rows.groups, activation=activation.function)
+    biases = tuple(rows.normal(rows.num_experts, 16) for _ in weights)
+    _, hidden = kernels.up_projection(x, weights, biases, rows.groups, activation=activation.function)
     pre = [product(rows.gather(x), rows.per_row(w.astype("bfloat16"))) for w in weights]
+    pre = [p + rows.per_row(b) for p, b in zip(pre, biases, strict=True)]
     expected = activation.function(*(jnp.asarray(p, jnp.float32) for p in pre))
     assert_close(hidden[rows.owned], expected[rows.owned], 5e-3)

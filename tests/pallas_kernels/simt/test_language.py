@@ -262,6 +262,21 @@ def test_races_are_found(body, message):
         run(body, blocks=2, size=2 * THREADS)
 
 
+@pytest.mark.parametrize("apart", [0, 1])
+@pytest.mark.default_sets(2)
+def test_an_updated_input_may_be_the_memory_of_its_output(apart):
+    def body(before, changed):
+        changed[thread()] = before[thread() ^ apart]
+
+    kernel = simt.simt_kernel(body, name="test", blocks=1, warpgroups=1, updated=1)
+    with simt.interpreted():
+        if apart:
+            with pytest.raises(RaceError, match=r"read by .* and write by"):
+                kernel(jnp.asarray(INDEX))
+        else:
+            assert_same_bits(kernel(jnp.asarray(INDEX))[0], INDEX)
+
+
 def past_the_end(out, shared):
     out[thread() + 1] = 0
 
