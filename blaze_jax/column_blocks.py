@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.compat import vary_over, varying_axes
-from pallas_kernels.contract import Dispatch, Kernels
+from pallas_kernels.contract import Dispatch, Kernels, accumulator_dtype
 
 
 def block_width(width: int, most: int) -> int:
@@ -34,13 +34,16 @@ def combine_columns(
         y = _empty(dispatch, num_columns, dtype)
         return kernels.combine(rows(0, num_columns), dispatch.token_index_map, weights, y, 0)
     block, width = _block(kernels, w_down, dispatch, dtype, most), w_down.shape[2]
+    weights = None if weights is None else weights.astype(accumulator_dtype(dtype))  # once, and not in each turn
 
-    def step(i, y):
+    def turn(carry):
+        column, y = carry  # counted in columns, which saves a GPU a launch that would multiply
         # A last narrow block reaches back over columns that are done.
-        first_column = jnp.minimum(i * block, width - block)
-        return kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, y, first_column)
+        first_column = jnp.minimum(column, width - block) if width % block else column
+        y = kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, y, first_column)
+        return column + block, y
 
-    return lax.fori_loop(0, -(-width // block), step, _empty(dispatch, width, dtype))
+    return lax.while_loop(lambda carry: carry[0] < width, turn, (jnp.int32(0), _empty(dispatch, width, dtype)))[1]
 
 
 def departing_columns(

@@ -169,4 +169,4 @@ def row_matmul(
         warpgroups=WARPGROUPS,
         shared=[tile.stages * tile.slot_words],
         updated=len(in_place),
-    )(schedule, tuple(lhs), token_indices, tuple(weights), first_column, extra, *in_place)
+    )(schedule.arrays, tuple(lhs), token_indices, tuple(weights), first_column, extra, *in_place)

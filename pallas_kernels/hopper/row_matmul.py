@@ -99,7 +99,7 @@ def row_matmul(
 
     used = None
     if is_dynamic(tuning.shares):  # a tile without rows would cost as long as it takes to get the next one
-        used = jnp.sum(schedule.valid_rows > 0, dtype=jnp.int32)[None]
+        used = schedule.count_used()
 
     def find_tile(refs, number):
         """Tile `number`, and whether there is one; past the end it is any."""
@@ -225,7 +225,7 @@ def row_matmul(
         produce,
         consume,
         tiles=schedule.num_tiles * column_tiles,
-        operands={"schedule": schedule, "used": used, **operands},
+        operands={"schedule": schedule.arrays, "used": used, **operands},
         tuning=tuning,
         dtype=dtype,
         gathers=gather is not None,

@@ -25,15 +25,25 @@ class TileSchedule(NamedTuple):
       expert: `(tiles,)` int32.
       first_row: `(tiles,)` int32, a multiple of 8.
       valid_rows: `(tiles,)` int32, a multiple of 8.
+      used: `(1,)` int32, how many have rows; None if that has not been counted.
     """
 
     expert: Int[Array, " tiles"]
     first_row: Int[Array, " tiles"]
     valid_rows: Int[Array, " tiles"]
+    used: Int[Array, "1"] | None = None
 
     @property
     def num_tiles(self) -> int:
         return self.expert.shape[0]
+
+    @property
+    def arrays(self) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"], Int[Array, " tiles"]]:
+        """What kernels read of each tile."""
+        return self.expert, self.first_row, self.valid_rows
+
+    def count_used(self) -> Int[Array, "1"]:
+        return jnp.sum(self.valid_rows > 0, dtype=jnp.int32)[None] if self.used is None else self.used
 
 
 class Where(NamedTuple):

@@ -89,12 +89,15 @@ def in_parts(
         tiles=groups.tiles._replace(expert=groups.tiles.expert // parts),
     )
 
+    by_part = (jnp.moveaxis(rows.reshape(-1, parts), 1, 0) for rows in (starts, ends))
+    tiles = jax.vmap(lambda starts, ends: _tiles(starts, ends, groups.num_rows - SPARE_ROWS))(*by_part)
+
     def part(p: int) -> Dispatch[TileSchedule]:
         tokens = groups.expert_token_indices - p * of_part
         return of_experts._replace(
             expert_token_indices=jnp.where((tokens >= 0) & (tokens < of_part), tokens, of_part),
             token_index_map=groups.token_index_map[p * of_part : (p + 1) * of_part],
-            tiles=_tiles(starts[p::parts], ends[p::parts], groups.num_rows - SPARE_ROWS),
+            tiles=jax.tree.map(lambda of_parts: of_parts[p], tiles),
         )
 
     return of_experts, tuple(map(part, range(parts)))
@@ -110,7 +113,7 @@ def of_experts(
     tiles, offsets = groups.tiles, groups.expert_token_offsets[first : first + experts + 1]
     with_rows, expert = tiles.valid_rows > 0, tiles.expert
     before = jnp.sum(with_rows & (expert < first), dtype=jnp.int32)
-    mine = jnp.sum(with_rows & (expert >= first) & (expert < first + experts), dtype=jnp.int32)
+    mine = jnp.sum(with_rows & (expert >= first) & (expert < first + experts), dtype=jnp.int32)[None]
     tile = jnp.arange(tiles.num_tiles, dtype=jnp.int32)
 
     def moved(values):
@@ -124,7 +127,7 @@ def of_experts(
             (row >= offsets[0]) & (row < offsets[-1]), tokens, groups.token_index_map.shape[0]
         ),
         expert_token_offsets=offsets,
-        tiles=TileSchedule(*map(moved, tiles._replace(expert=counted))),
+        tiles=TileSchedule(*map(moved, (counted, tiles.first_row, tiles.valid_rows)), used=mine),
     )
 
 
@@ -133,12 +136,12 @@ def _tiles(starts: Int[Array, " E"], ends: Int[Array, " E"], num_rows: int) -> T
     groups = starts.shape[0]
     tiles = jnp.cumsum((ends - starts + TILE_ROWS - 1) // TILE_ROWS)
     tile = jnp.arange(-(-num_rows // TILE_ROWS) + min(groups, num_rows), dtype=jnp.int32)
-    group = jnp.searchsorted(tiles, tile, side="right", method="compare_all").astype(jnp.int32)
+    group = jnp.sum(tile[:, None] >= tiles, axis=1, dtype=jnp.int32)  # searchsorted takes XLA two launches
     used = group < groups
     group = jnp.where(used, group, 0)
     start = starts[group] + (tile - jnp.where(group > 0, tiles[group - 1], 0)) * TILE_ROWS
     schedule = (group, start, jnp.minimum(ends[group] - start, TILE_ROWS))
-    return TileSchedule(*(jnp.where(used, a, 0).astype(jnp.int32) for a in schedule))
+    return TileSchedule(*(jnp.where(used, a, 0).astype(jnp.int32) for a in schedule), used=tiles[-1:].astype(jnp.int32))
 
 
 def dispatch_unsupported(num_experts: int) -> str | None:

@@ -343,5 +343,5 @@ class _Place:
             expert = minimum(low, self.num_experts - 1)
             start = (tile - first_tile[expert]) * TILE_ROWS
             rows = minimum(self.aligned(self.shared.pairs[expert]) - start, TILE_ROWS)
-            for array, value in zip(self.tiles, (expert, group_start[expert] + start, rows), strict=True):
+            for array, value in zip(self.tiles.arrays, (expert, group_start[expert] + start, rows), strict=True):
                 array[tile] = select(used, value, 0)

@@ -3,6 +3,7 @@
 A compilation takes about ten seconds of one core, whatever the sizes. Each serves every test that asks for it.
 """
 
+import re
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -118,3 +119,10 @@ def test_memory_of_a_training_step(layer):
     saved -= sum(a.size * a.dtype.itemsize for a in forwarded)
     assert saved / MIB <= saved_limit
     assert compiled(layer).memory.temp_size_in_bytes / MIB <= temporaries_limit
+
+
+def test_the_host_knows_how_often_a_loop_turns():
+    """Else it would wait for the device before each turn."""
+    loops = re.findall(r" while\(.*", compiled(FINE).executable.as_text())
+    assert len(loops) == 2  # over the columns of both passes
+    assert [loop for loop in loops if '"known_trip_count":{"n":"3"}' not in loop] == []

@@ -35,13 +35,14 @@ def test_indices(family, routing, first):
     place = np.asarray(groups.token_index_map) - first
     assert_same_bits(out.token_index_map, np.where((place >= 0) & (place < starts[-1]), place, RANGE + spare))
     if family is hopper:
-        tiles = [tile for tile in zip(*(np.asarray(a).tolist() for a in out.tiles), strict=True) if tile[2]]
+        tiles = [tile for tile in zip(*(np.asarray(a).tolist() for a in out.tiles.arrays), strict=True) if tile[2]]
         expected = [
             (expert, row, min(starts[expert + 1] - row, TILE_ROWS))
             for expert in range(num_experts)
             for row in range(starts[expert], starts[expert + 1], TILE_ROWS)
         ]
         assert tiles == expected
+        assert out.tiles.used.tolist() == [len(expected)]
 
 
 @pytest.mark.default_sets(0)

@@ -57,6 +57,7 @@ def test_parts_fill_the_same_rows():
         assert_same_bits(whole[:used], split[:used])
     for part, index_map in zip(parts, np.split(np.asarray(everything.token_index_map), PARTS), strict=True):
         np.testing.assert_array_equal(part.token_index_map, index_map)
+        assert part.tiles.used == np.sum(part.tiles.valid_rows > 0)
 
 
 @needs_interpreter
@@ -104,6 +105,8 @@ def test_blocks_of_experts_fill_the_same_rows_and_gradients():
         in_blocks = jax.jit(lambda x: run(pieces, x))(tuple(jnp.split(tokens, PARTS)))
         halves = {(0, 0): hopper.of_experts(groups, 0, 1), (1, 0): hopper.of_experts(groups, 1, 2, counted_from=0)}
         in_halves = jax.jit(lambda x: run(halves, x)[:3])(tokens)
+    for piece in (*pieces.values(), *halves.values()):
+        assert piece.tiles.used == np.sum(piece.tiles.valid_rows > 0)
     used = int(groups.expert_token_offsets[-1])
     assert used > PARTS * TOKENS
     for whole, split in zip(at_once[:3], in_blocks[:3], strict=True):

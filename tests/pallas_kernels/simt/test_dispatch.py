@@ -31,7 +31,7 @@ def assert_is_schedule(out):
         for row in range(start, stop, TILE_ROWS)
     ]
     expected += [(0, 0, 0)] * (tiles.num_tiles - len(expected))
-    assert list(zip(*(np.asarray(a).tolist() for a in tiles), strict=True)) == expected
+    assert list(zip(*(np.asarray(a).tolist() for a in tiles.arrays), strict=True)) == expected
 
 
 def interpret(experts, num_experts, **options):
