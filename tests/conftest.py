@@ -108,9 +108,10 @@ def by_default(item) -> int:
 
 
 def kernels_of(item) -> str | None:
-    """Which kernels the test is of, if it is one of those that face several."""
+    """Which kernels the test is of, if it is one of those that face several; both portable forms count as one."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return next((str(parameters[name]) for name in ("kernels", "implementation") if name in parameters), None)
+    name = next((str(parameters[name]) for name in ("kernels", "implementation") if name in parameters), None)
+    return name and name.removesuffix("_batched")
 
 
 def by_hash_of_name(item) -> int:

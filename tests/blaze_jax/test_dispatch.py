@@ -100,6 +100,7 @@ def test_any_integer_dtype(dtype):
     assert_same_bits(out, ref)
 
 
+@pytest.mark.default_sets(0)
 def test_experts_times_tokens_beyond_int32():
     tokens, num_experts = 2**21 + 8, 1024
     experts = (np.arange(tokens, dtype=np.int32) * 7919 % num_experts)[:, None]

@@ -117,6 +117,7 @@ def test_implementation_that_cannot_run_this():
 
 
 @pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist], ids=["numpy", "lists"])
+@pytest.mark.default_sets(0)
 def test_whatever_makes_an_array(convert):
     problem = make_problem(random_experts(6, 2, range(3)), 3, d=4, n=2)
     arrays = {"x": problem.x, **problem.params, "weights": problem.weights, "experts": problem.experts}

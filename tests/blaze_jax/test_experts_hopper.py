@@ -92,6 +92,7 @@ def scanned(x, *rest):
         pytest.param(mapped, id="vmap"),
     ],
 )
+@pytest.mark.default_sets(0)
 def test_transformations_lower_for_cuda(function):
     problem = problem_of(ROUTINGS["random"])
     text = lowered_for_cuda(function, problem.x, problem.params, problem.weights, problem.experts)

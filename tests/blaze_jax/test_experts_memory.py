@@ -121,6 +121,7 @@ def test_no_buffer_of_routed_tokens(save, dtype):
     assert temporary_bytes(8, save, dtype) < routed_tokens
 
 
+@pytest.mark.default_sets(0)
 def test_temporaries_do_not_grow_with_the_number_of_experts():
     few, many = (temporary_bytes(num_experts, "pre_activations", "float32") for num_experts in (8, 256))
     counts = 4 * (1024 * 4 // tile_pairs(256)) * 256  # the dispatch's, by tile and expert

@@ -49,6 +49,7 @@ def test_gradient_of_sharded_tokens(mesh, problem, check_vma, save):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.default_sets(0)
 def test_gradient_inside_sharded_tokens(mesh, problem, check_vma):
     data = P("devices")
 
@@ -85,6 +86,7 @@ def test_gradient_of_sharded_expert_width(mesh, problem, check_vma):
     assert_close(gradients(sharded, problem), gradients(loss, problem))
 
 
+@pytest.mark.default_sets(0)
 def test_automatic_sharding_of_tokens(mesh, problem):
     by_token, replicated = NamedSharding(mesh, P("devices")), NamedSharding(mesh, P())
     placed = problem._replace(

@@ -37,6 +37,7 @@ def test_without_jit():
     assert_close(gradient(*problem), jax.jit(gradient)(*problem))
 
 
+@pytest.mark.default_sets(0)
 def test_vmap_over_tokens_and_weights():
     problems = batch_of_problems()
     out = jax.jit(jax.vmap(partial(results, expert_ffn)))(problems)

@@ -117,6 +117,7 @@ def test_parameters_split_in_any_way():
     }
 
 
+@pytest.mark.default_sets(0)
 def test_without_a_mesh_set():
     config, x = CONFIGS["plain"], random_tokens(8)
     params = random_parameters(config)
@@ -176,6 +177,7 @@ def test_nnx():
         assert_close(gradient(put(x, SPLIT)), expected)
 
 
+@pytest.mark.default_sets(0)
 def test_hopper_kernels_lower_on_each_devices_tokens():
     config = MoEConfig(
         num_experts=8, experts_per_token=2, expert_width=64, implementation="mosaic_gpu", router=Router()

@@ -63,6 +63,7 @@ def test_a_shared_expert_may_have_a_gate():
 
 
 @pytest.mark.parametrize("leading", [(), (2, 3), (0,), (2, 0, 3)])
+@pytest.mark.default_sets(0)
 def test_any_leading_shape(leading):
     config = CONFIGS["everything"]
     params, x = random_parameters(config), random_tokens(*leading)
@@ -94,6 +95,7 @@ def test_dropped_token_has_no_output():
     assert np.asarray(y[~dropped]).any(1).all()
 
 
+@pytest.mark.default_sets(0)
 def test_rounding_serves_training_only():
     config, x = CONFIGS["rounded"], random_tokens(30)
     plain = MoEConfig(num_experts=6, experts_per_token=2, expert_width=8)

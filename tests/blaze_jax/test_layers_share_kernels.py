@@ -58,6 +58,7 @@ def test_three_layers_have_the_kernels_of_one(wrap, count):
     assert len(found) == len(set(found)) == count
 
 
+@pytest.mark.default_sets(0)
 def test_one_layer_has_no_fewer():
     assert len(hashes(1)) == KERNELS
 

@@ -69,6 +69,7 @@ def test_matches_reference(mode, tile, levels):
     slots=st.integers(0, 2),
     mode=st.sampled_from(MODES),
 )
+@pytest.mark.default_sets(0)
 def test_rounding_within_few_slots(seed, levels, slots, mode):
     scores, selected = problem(seed, levels)
     out = rounded(scores, selected, mode, tile=8, extra_slots=slots)

@@ -67,6 +67,7 @@ def test_the_loss_falls():
     assert losses[-1] < 0.4 * losses[0]
 
 
+@pytest.mark.default_sets(0)
 def test_weight_decay_is_for_matrices():
     _, state = train_step(CONFIG, decoder(FULL_MODEL))
     decayed = {

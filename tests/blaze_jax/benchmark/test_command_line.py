@@ -37,6 +37,7 @@ def test_the_table_of_kernels_and_its_json(capsys, tmp_path):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="in the interpreter")
+@pytest.mark.default_sets(0)
 def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
     monkeypatch.setattr("blaze_jax.benchmark.kernels.sustain", lambda call, **_: Sustained(1, 1.0, None))
     options = ["--kernels", "--config", "8,8,8,2,1", "--dtype", "bfloat16", "--repeats", "1"]

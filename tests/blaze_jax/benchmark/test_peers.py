@@ -21,6 +21,7 @@ FAST = Ceilings(1e6, 1e6)
 
 
 @pytest.mark.parametrize("name", [RAGGED_DOT, DENSE_DISPATCH])
+@pytest.mark.default_sets(0)
 def test_the_same_layer(name, monkeypatch):
     monkeypatch.setattr(peers, "CAPACITY_FACTOR", float(SIZES.num_experts))  # nothing dropped
     inputs = expert_inputs(SIZES, jnp.float32)

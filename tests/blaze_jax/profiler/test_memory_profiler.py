@@ -77,6 +77,7 @@ def test_saving_the_inputs_alone_costs_products(inputs):
     assert "22% more arithmetic" in profiler.summary()
 
 
+@pytest.mark.default_sets(0)
 def test_layers_without_a_gate_are_not_compared(inputs):
     x, _, *rest = inputs
     step = jax.jit(forward_and_backward(partial(_ungated, activation="relu")))

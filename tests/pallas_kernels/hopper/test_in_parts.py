@@ -5,12 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import hopper
 from tests.numerics import assert_same_bits
-from tests.pallas_kernels.rows import ACTIVATIONS, D, N, needs_interpreter
+from tests.pallas_kernels.rows import ACTIVATIONS, needs_interpreter
 
 PARTS, TOKENS, EXPERTS, SLOTS = 2, 40, 3, 2
+D, N = 64, 64
 
 
 def grouped(rng):
@@ -61,6 +63,7 @@ def test_parts_fill_the_same_rows():
 
 
 @needs_interpreter
+@pytest.mark.default_sets(0)
 def test_blocks_of_experts_fill_the_same_rows_and_gradients():
     """The kernels that in_parts does not meet, and tokens in several arrays."""
     rng, blocks = np.random.default_rng(1), 3

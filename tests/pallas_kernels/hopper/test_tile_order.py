@@ -1,6 +1,7 @@
 """The order in which tiles are computed changes no bit: a tile writes nothing but its own rows."""
 
 import jax
+import pytest
 
 from pallas_kernels import hopper
 from pallas_kernels.tuning.parameters import TileTuning
@@ -9,6 +10,7 @@ from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, needs_interpreter
 
 
 @needs_interpreter
+@pytest.mark.default_sets(0)
 def test_rows_forth_in_one_column_and_back_in_the_next():
     with hopper.interpreted():
         rows = Rows(hopper, "random")

@@ -108,7 +108,6 @@ def counters(monkeypatch):
 
 
 @needs_interpreter
-@pytest.mark.default_sets(2)
 @pytest.mark.parametrize(
     ("kernel", "order"),
     [*((kernel, "at random") for kernel in KERNELS), *zip(KERNELS, list(ORDERS)[:-1], strict=False)],
@@ -127,6 +126,7 @@ def test_the_bits_of_fixed_shares(kernel, order, counters):
 
 @needs_interpreter
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+@pytest.mark.default_sets(0)
 def test_tiles_without_rows(kernel):
     run(kernel, "all_slots_empty", blocks=2)
 
