@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-MAY_SURVIVE = 6  # the default suite; --all must notice every fault
+MAY_SURVIVE = 0.1  # of the faults, the default suite; --all must notice every one
 SECONDS = 1800  # of a run of the tests at most
 
 
@@ -228,7 +228,7 @@ def noticed(fault: Fault, *arguments: str) -> bool:
             run = subprocess.run(command, cwd=name, env=environment, capture_output=True, check=False, timeout=SECONDS)
         except subprocess.TimeoutExpired:  # a kernel that waits forever does not pass for a right one
             return True
-        if run.returncode not in (0, 1):
+        if run.returncode not in (0, 1, 5):  # 5: what is named has tests for --all only
             raise RuntimeError(f"{' '.join(command)} ended with status {run.returncode}")
         return run.returncode == 1
 
@@ -257,7 +257,7 @@ def main() -> int:
                 survivors.append(fault)
             print(f"{number}/{len(chosen)} {'noticed' if found else 'SURVIVED'}: {fault.file}: {fault.new}", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults noticed")
-    return int(len(survivors) > (0 if arguments.all else MAY_SURVIVE))
+    return int(len(survivors) > (0 if arguments.all else MAY_SURVIVE * len(chosen)))
 
 
 if __name__ == "__main__":

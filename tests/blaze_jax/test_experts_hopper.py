@@ -53,6 +53,7 @@ def assert_matches_oracle(problem, **options):
         ("relu", "float32", True),
     ],
 )
+@pytest.mark.default_sets(0)
 def test_forward_and_backward_lower_for_cuda(activation, param_dtype, biases):
     problem = problem_of(ROUTINGS["random"], activation=activation, param_dtype=param_dtype, biases=biases)
     text = lowered("cuda", problem, activation=activation, implementation="mosaic_gpu")

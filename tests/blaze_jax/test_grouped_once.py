@@ -38,7 +38,6 @@ def test_not_of_another_choice(options):
     assert routed(**options)[1] is None
 
 
-@pytest.mark.default_sets(0)
 def test_another_implementation_groups_its_own():
     routing, grouped = routed()
     weights = [jnp.ones((E, *shape), jnp.bfloat16) for shape in ((D, N), (D, N), (N, D))]

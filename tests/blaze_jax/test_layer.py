@@ -95,7 +95,6 @@ def test_dropped_token_has_no_output():
     assert np.asarray(y[~dropped]).any(1).all()
 
 
-@pytest.mark.default_sets(0)
 def test_rounding_serves_training_only():
     config, x = CONFIGS["rounded"], random_tokens(30)
     plain = MoEConfig(num_experts=6, experts_per_token=2, expert_width=8)

@@ -53,6 +53,7 @@ def sharded(layer):
     ],
     ids=["plain", "checkpoint", "checkpoint_by_name", "shard_map"],
 )
+@pytest.mark.default_sets(0)
 def test_three_layers_have_the_kernels_of_one(wrap, count):
     found = hashes(3, CONFIG, wrap)
     assert len(found) == len(set(found)) == count

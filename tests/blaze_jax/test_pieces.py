@@ -19,6 +19,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.default_sets(2)
 def test_as_one_device(way, monkeypatch):
     pieces = []
 

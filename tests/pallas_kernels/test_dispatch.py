@@ -14,7 +14,7 @@ from tests.routings import ROUTINGS, reference_dispatch
 
 @pytest.mark.parametrize("row_alignment", [1, 8])
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.default_sets(4)
+@pytest.mark.default_sets(6)
 def test_groups_rows_by_expert(kernels, routing, row_alignment):
     experts, num_experts = ROUTINGS[routing]
     out = dispatch(kernels, experts, num_experts, row_alignment)
