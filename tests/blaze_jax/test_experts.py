@@ -120,6 +120,7 @@ def test_no_tokens():
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu"])
+@pytest.mark.default_sets(0)
 def test_gradients_are_those_of_finite_differences(activation):
     with jax.enable_x64(True):
         experts = random_experts(5, 2, range(3))

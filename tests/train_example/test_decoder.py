@@ -41,6 +41,7 @@ def test_the_1b_preset_is_fine_grained():
 
 
 @pytest.mark.parametrize("config", [MODEL, FULL_MODEL])
+@pytest.mark.default_sets(0)
 def test_logits_depend_on_no_later_byte(config):
     model, tokens = decoder(config), windows(2, 12)
     variables, apply = initial_variables(config), jax.jit(model.apply)

@@ -54,6 +54,7 @@ def test_a_step_that_runs_even_if_it_was_compiled_before(inputs, capsys):
         assert "peak: not known: cpu devices do not report it" in text
 
 
+@pytest.mark.default_sets(0)
 def test_a_step_that_is_not_run(inputs):
     profiler = MemoryProfiler()
     shapes = abstract_inputs(SIZES, jnp.float32)

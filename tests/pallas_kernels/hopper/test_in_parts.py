@@ -25,6 +25,7 @@ def grouped(rng):
 
 
 @needs_interpreter
+@pytest.mark.default_sets(0)
 def test_parts_fill_the_same_rows():
     rng = np.random.default_rng(0)
 

@@ -106,6 +106,7 @@ def test_negative_zero_ties_with_zero(run):
 @over_runs
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("num_experts", [4, 60, 256])
+@pytest.mark.default_sets(0)
 def test_infinite_logits(run, scoring, num_experts):
     logits = np.array(random_logits(24, num_experts))
     logits[:, 1 : num_experts - 1] = -np.inf  # two remain to be chosen
