@@ -70,7 +70,7 @@ class Panels(NamedTuple):
         swizzle = row % 4 * 2 if self.kind == "float32" else row % 8
         return row * ROW_WORDS + (chunk ^ swizzle) * 4
 
-    def load(self, panels: Pointer, unit: Int, pair: int, step: int, lane: Int) -> list[Int]:
+    def load(self, panels: Pointer, unit: Int, pair: int, step: int, lane: Int, *, left: bool = False) -> list[Int]:
         """16 columns by the rows of a product, as `matrices.multiply` takes its right operand: 2 registers for each 8.
 
         Args:
@@ -79,10 +79,12 @@ class Panels(NamedTuple):
           pair: the columns start `16 * pair` later.
           step: which product's rows.
           lane: of the thread.
+          left: as it takes its left operand, whose rows the columns become. 16-bit elements are loaded in this order,
+            since the tensor cores want registers next to each other: to move them there takes longer than the products.
         """
         if self.kind != "float32":
-            half = unit % 2 * (CHUNKS // 2)
-            word = self.word(lane % 16, half + lane // 16 + 2 * pair) + unit // 2 * self.words
+            row, chunk = (lane % 8 + lane // 16 * 8, lane // 8 % 2) if left else (lane % 16, lane // 16)
+            word = self.word(row, unit % 2 * (CHUNKS // 2) + chunk + 2 * pair) + unit // 2 * self.words
             return load_matrices(panels, word + step * 16 * ROW_WORDS, transposed=True)
         # The tensor cores want a column's rows in lanes next to each other. Matrices are not transposed if elements
         # have 32 bits, so these are loaded one by one.
@@ -91,7 +93,7 @@ class Panels(NamedTuple):
             chunk = lane // 16 + (pair * 4 + eight * 2)
             word = self.word(lane % 4, chunk) + lane // 4 % 4 + unit * self.words
             registers += [panels[word + (step * 8 + upper) * ROW_WORDS] for upper in (0, 4)]
-        return tensor_operand(registers, self.kind)
+        return tensor_operand([registers[i] for i in ((0, 2, 1, 3) if left else range(4))], self.kind)
 
 
 class RightOperand(Protocol):
@@ -107,8 +109,8 @@ def load_columns(
     right: RightOperand, operand: Pointer, tile: Tile, part: WarpPart, step: int, half: int
 ) -> list[list[Int]]:
     """A half panel of the warp's columns of the right operand in a slot: of each 16 columns, what its `load` gives."""
-    unit = part.unit + half * (tile.columns // 2 // UNIT)
-    return [right.load(operand, unit, pair, step, part.lane) for pair in range(2)]
+    own = operand.at(half * (tile.panels * tile.panel_words // 2))  # a constant: another unit would take registers
+    return [right.load(own, part.unit, pair, step, part.lane) for pair in range(2)]
 
 
 def add_products(sums: Sums, half: int, left: Sequence[list[Int]], right: Sequence[list[Int]], kind: str) -> None:
@@ -127,8 +129,3 @@ def no_sums(tile: Tile) -> Sums:
 def copied(sums: Sums) -> Sums:
     """Lists of their own, to be changed."""
     return [[list(half) for half in of_rows] for of_rows in sums]
-
-
-def as_left(registers: list[Int]) -> list[Int]:
-    """What `Panels.load` gave, as `matrices.multiply` takes its left operand: columns become rows."""
-    return [registers[i] for i in (0, 2, 1, 3)]

@@ -91,7 +91,8 @@ def sum_products(ring: Ring, operands: Operands, steps) -> Sums:
                 slot = ring.slot(minimum(k + 1, steps - 1))
             later = load(slot, places[(number + 1) % len(places)], left) if held_ahead else (left, right)
             if place != places[-1]:
-                for copy in operands.copies[number :: len(places) - 1]:
+                first, end = (len(operands.copies) * n // (len(places) - 1) for n in (number, number + 1))
+                for copy in operands.copies[first:end]:
                     copy(following, ring.slot(following), *state)
             add_products(sums, place[1], left, right, operands.kind)
             left, right = later

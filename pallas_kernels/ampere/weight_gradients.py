@@ -18,7 +18,6 @@ from pallas_kernels.ampere.panels import (
     ROW_WORDS,
     UNIT,
     Panels,
-    as_left,
     load_columns,
 )
 from pallas_kernels.ampere.pipeline import Operands, Ring, sum_products
@@ -194,7 +193,7 @@ def _row_contraction(
     def load_rows(slot: Pointer, part: WarpPart, product: int) -> list[list[Int]]:
         first = part.row // UNIT
         return [
-            as_left(panels.load(slot, first + m // 2, m % 2, product, part.lane)) for m in range(tile.warp_rows // 16)
+            panels.load(slot, first + m // 2, m % 2, product, part.lane, left=True) for m in range(tile.warp_rows // 16)
         ]
 
     def body(offsets, token_indices, left_array, right_arrays, *results_and_ring):
