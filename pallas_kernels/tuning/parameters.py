@@ -184,7 +184,7 @@ def mma_heuristic(kernel: str, dtype: str, capability: str | None = None) -> Mma
     """
     abreast = 8 if kernel.endswith("weight_gradients") else 1
     if block_kib(capability) > 99:
-        return MmaTuning(256, 64, 3, abreast)
+        return MmaTuning(256, 64, 4 if block_kib(capability) >= 227 and dtype != "float32" else 3, abreast)
     return MmaTuning(128, 64, 3, abreast) if dtype == "float32" else MmaTuning(256, 32, 4, abreast)
 
 

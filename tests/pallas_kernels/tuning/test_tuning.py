@@ -210,6 +210,7 @@ def test_the_combines_bits_do_not_depend_on_its_tuning(tuning):
     [
         ("8.0", "bfloat16", (256, 64, 3)),
         ("9.0", "float32", (256, 64, 3)),
+        ("9.0", "bfloat16", (256, 64, 4)),
         ("8.9", "bfloat16", (256, 32, 4)),
         ("12.0", "float32", (128, 64, 3)),
         ("99.0", "float16", (256, 32, 4)),  # whatever it is, that fits
