@@ -125,7 +125,7 @@ class Settings:
 
     @property
     def turn_rows(self) -> int:
-        """Rows of a turn: fewer than the budget, for a turn adds to gradients and so has those of the weights twice."""
+        """Rows of a turn: fewer than the budget, for a turn has gradients to add to, and one matrix's gradient twice."""
         assert self.row_budget is not None
         return -(-self.row_budget // (4 * ROW_MULTIPLE)) * ROW_MULTIPLE
 

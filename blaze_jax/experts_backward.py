@@ -42,11 +42,13 @@ def gradients_in_ranges(ranges: TokenRanges, compute: Callable, params: Paramete
 
 
 @differentiated_once
-def _gradients(of, xs, params: Parameters, part: Tokens, rows: Rows, turns, pre_activations, dys):
+def _gradients(
+    of, xs, params: Parameters, part: Tokens, rows: Rows, turns, pre_activations, dys, before: Parameters | None = None
+):
     """Of this device's tokens, its parameters, and the group's routing weights.
 
     `of` are the settings, and dtypes of the parameters' gradients; None for their own. `xs` come in as many parts as
-    `dys`, or are this device's and have to travel again.
+    `dys`, or are this device's and have to travel again. The parameters' are added to those of `before`.
     """
     settings, dtypes = of
     kernels, transport = settings.kernels, settings.transport
@@ -71,15 +73,17 @@ def _gradients(of, xs, params: Parameters, part: Tokens, rows: Rows, turns, pre_
         sums = TokenSums(settings, params.w_down, part, rows, None, x[0].dtype)
         away, results = sums.departing(up_backward, operands)
         d_params, results = _weight_gradients(
-            settings, _together(x), _together(dys), row_weights, rows, dtypes, results, following
+            settings, _together(x), _together(dys), row_weights, rows, dtypes, results, following, before
         )
         d_weights = reduce(jnp.add, d_row_weights).at[token_index_map].get(mode="fill", fill_value=0)
         gradients = sums.staying(up_backward, results, away), d_params, d_weights.astype(weights.dtype)
 
         def add_turn(turn, gradients):
+            dx, sums, d_weights = gradients
             rows = settings.rows_of_turn(part.dispatch, turn)
             pre_activations, _ = pre_activations_and_hidden(settings, x, params, rows)
-            return add_trees(gradients, _gradients(of, x, params, part, rows, None, pre_activations, dys))
+            more = _gradients(of, x, params, part, rows, None, pre_activations, dys, sums)
+            return dx + more[0], more[1], d_weights + more[2]
 
         return lax.fori_loop(0, turns, add_turn, gradients) if further else gradients
 
@@ -107,17 +111,33 @@ def _down_backward(
 
 
 def _weight_gradients(
-    settings: Settings, x, dy, row_weights, rows: Rows, dtypes: Parameters, operands, journeys: Journeys
+    settings: Settings,
+    x,
+    dy,
+    row_weights,
+    rows: Rows,
+    dtypes: Parameters,
+    operands,
+    journeys: Journeys,
+    before: Parameters | None,
 ):
     """Gradients of this device's parameters, summed over the devices, and `operands` once they are computed.
 
     `operands` are `dP` and `g · H`. Other devices' blocks come first: their gradients leave while others are computed.
+    With those of `before`, to which they are added, one matrix is computed at a time: then no others take memory.
     """
     transport, kernels = settings.transport, settings.kernels
     home, arrived = [], []
+    ups = [slice(None)] if before is None else [slice(i, i + 1) for i in range(len(dtypes.up_weights))]
 
-    def one_at_a_time(result):
-        return lax.optimization_barrier((result, operands)) if transport.blocks > 1 else (result, operands)
+    def down(operands, own):
+        options = {"dtype": dtypes.w_down, "bias_dtype": dtypes.b_down}
+        return [kernels.down_weight_gradients(operands[1], dy, row_weights, own, **options)]
+
+    def up(some, operands, own):
+        options = {"dtypes": dtypes.up_weights[some], "bias_dtypes": dtypes.up_biases[some]}
+        gradients, biases = kernels.up_weight_gradients(x, operands[0][some], own, **options)
+        return list(zip(gradients, biases or (None,) * len(gradients), strict=True))
 
     def leave(block, gradients):
         def depart(after):
@@ -127,21 +147,17 @@ def _weight_gradients(
         journeys.add([depart] if block else [])
 
     for block, own in reversed(list(enumerate(settings.blocks(rows.all)))):
-        operands = journeys.start(operands)
-        d_down = kernels.down_weight_gradients(
-            operands[1], dy, row_weights, own, dtype=dtypes.w_down, bias_dtype=dtypes.b_down
-        )
-        d_down, operands = one_at_a_time(d_down)
-        leave(block, d_down)
-        operands = journeys.start(operands)
-        d_up, d_up_biases = kernels.up_weight_gradients(
-            x, operands[0], own, dtypes=dtypes.up_weights, bias_dtypes=dtypes.up_biases
-        )
-        (d_up, d_up_biases), operands = one_at_a_time((d_up, d_up_biases))
-        d_ups = list(zip(d_up, d_up_biases or (None,) * len(d_up), strict=True))
-        for pair in d_ups:
-            leave(block, pair)
-        home = [d_down, *d_ups]
+        home = []
+        for matrices in (down, *(partial(up, some) for some in ups)):
+            operands = journeys.start(operands)
+            gradients = matrices(operands, own)
+            if before is not None and block == 0:
+                gradients = add_trees(gradients, _pairs(before)[len(home) :][: len(gradients)])
+            if before is not None or transport.blocks > 1:  # one at a time
+                gradients, operands = lax.optimization_barrier((gradients, operands))
+            for pair in gradients:
+                leave(block, pair)
+            home += gradients
     operands = journeys.start(operands)
     journeys.start_all(operands)
     for i, gradients in enumerate(arrived):
@@ -149,6 +165,12 @@ def _weight_gradients(
     (d_down, d_down_bias), *d_ups = home
     d_up, d_up_biases = zip(*d_ups, strict=True)
     return Parameters(d_up, d_up_biases if dtypes.up_biases else (), d_down, d_down_bias), operands
+
+
+def _pairs(params: Parameters) -> list[tuple]:
+    """Each weight with its bias, those of the down projection first."""
+    biases = params.up_biases or (None,) * len(params.up_weights)
+    return [(params.w_down, params.b_down), *zip(params.up_weights, biases, strict=True)]
 
 
 def add_trees(tree, other):
