@@ -125,7 +125,7 @@ class Settings:
 
     @property
     def turn_rows(self) -> int:
-        """Rows of a turn: fewer than the budget, for a turn has gradients to add to, and one matrix's gradient twice."""
+        """Rows of a turn: fewer than the budget, for a turn has one matrix's gradient twice, which it adds to."""
         assert self.row_budget is not None
         return -(-self.row_budget // (4 * ROW_MULTIPLE)) * ROW_MULTIPLE
 
