@@ -13,7 +13,7 @@ import jax
 from pallas_kernels.ampere.panels import Sums, add_products, copied, no_sums
 from pallas_kernels.ampere.tile import Tile
 from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import loop
+from pallas_kernels.simt.language import branch, loop
 from pallas_kernels.simt.matrices import commit_copies, wait_for_copies
 from pallas_kernels.simt.values import Int, Pointer, minimum
 
@@ -60,15 +60,34 @@ class Operands(NamedTuple):
     behind: Callable = lambda step: None
 
 
-def sum_products(ring: Ring, operands: Operands, steps) -> Sums:
-    """The sums of the products of so many slots; the one that follows has been waited for."""
-    ahead = ring.tile.stages - 1
-    *states, next_state = [operands.state(Int(step)) for step in range(ahead + 1)]
+class ColumnTiles(NamedTuple):
+    """A block's column tiles, from `first` below `end`."""
+
+    first: Int
+    end: Int
+
+    @classmethod
+    def of(cls, tile: Tile, sweep: Int, column_tiles: int) -> "ColumnTiles":
+        """Those of a sweep by its number."""
+        if tile.sweep == 1:
+            return cls(sweep, sweep + 1)
+        return cls(sweep * tile.sweep, minimum((sweep + 1) * tile.sweep, column_tiles))
+
+
+def start_copies(ring: Ring, operands: Operands) -> list[Int]:
+    """Starts the copies of the first slots, and returns the state of the step that follows them."""
+    *states, next_state = [operands.state(Int(step)) for step in range(ring.tile.stages)]
     for step, state in enumerate(states):
         for copy in operands.copies:
             copy(Int(step), ring.slot(step), *state)
         operands.behind(Int(step))
         commit_copies()
+    return next_state
+
+
+def sum_products(ring: Ring, operands: Operands, steps, state: Sequence[Int]) -> Sums:
+    """The sums of the products of so many slots, after `start_copies`; the one that follows has been waited for."""
+    ahead = ring.tile.stages - 1
     ring.wait()
     places = [(product, half) for product in range(operands.products) for half in range(2)]
     held_ahead = operands.kind != "float32"  # whose operands are converted, for which registers are few
@@ -99,5 +118,38 @@ def sum_products(ring: Ring, operands: Operands, steps) -> Sums:
         return jax.tree.leaves((sums, (left, right) if held_ahead else ([], []), state))
 
     first = load(ring.slot(0), places[0], []) if held_ahead else ([], [])
-    flat, tree = jax.tree.flatten((no_sums(ring.tile), first, next_state))
+    flat, tree = jax.tree.flatten((no_sums(ring.tile), first, list(state)))
     return jax.tree.unflatten(tree, loop(0, steps, 1, turn, flat))[0]
+
+
+def sweep_columns(
+    ring: Ring, columns: ColumnTiles, of_column: Callable, finish: Callable, *, ring_is_free: bool
+) -> None:
+    """Multiplies a block's column tiles, one after the other; the next one's first slots arrive while one ends.
+
+    Args:
+      ring: of the block.
+      columns: its column tiles.
+      of_column: `(column)` gives a tile's operands and their number of steps.
+      finish: `(column, sums)`, the end of a tile.
+      ring_is_free: at the end of a tile; else the next one's slots wait for it.
+    """
+
+    def turn(column, *state):
+        operands, steps = of_column(column)
+        sums = sum_products(ring, operands, steps, state)
+        if not ring_is_free or ring.tile.sweep == 1:
+            finish(column, sums)
+        if ring.tile.sweep == 1:
+            return []
+        simt.block_barrier()  # all have left the slots that the next tile starts with
+        state = branch(column + 1 < columns.end, lambda: start_copies(ring, of_column(column + 1)[0]), state)
+        if ring_is_free:
+            finish(column, sums)
+        return state
+
+    state = start_copies(ring, of_column(columns.first)[0])
+    if ring.tile.sweep == 1:
+        turn(columns.first, *state)
+    else:
+        loop(columns.first, columns.end, 1, turn, state)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ampere.operands import Columns, Copy, Steps, copy_columns, copy_panels, copy_rows
-from pallas_kernels.ampere.panels import Panels, load_columns
-from pallas_kernels.ampere.pipeline import Operands, Ring, sum_products
+from pallas_kernels.ampere.panels import Panels, Sums, load_columns
+from pallas_kernels.ampere.pipeline import ColumnTiles, Operands, Ring, sweep_columns
 from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart, abreast
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.simt import language as simt
@@ -95,6 +95,7 @@ def row_matmul(
     weight_columns = weights[0].shape[1 if transposed else 2]
     width = tile.columns // projections
     row_tiles, column_tiles = schedule.num_tiles, -(-num_columns // width)
+    sweeps = tile.sweeps(column_tiles)
     kind = jnp.dtype(lhs[0].dtype).name
     panels = Panels.of(tile, kind)
     right_operand = Columns(kind, tile) if transposed else panels
@@ -105,13 +106,12 @@ def row_matmul(
         """The projection of a column of the tile, and its place in that projection's part."""
         return divmod(column, width)
 
-    def copies(lhs, token_indices, weights, expert, first_row, valid_rows, offset: Int, column: Int) -> list[Copy]:
+    def copy_weights(weights, expert, offset: Int, column: Int) -> list[Copy]:
         """Of this thread; `column` is the tile's first one of those wanted."""
-        rows = copy_rows(lhs, num_lhs_rows, token_indices, first_row, valid_rows, tile, k)
         wanted = (weight_columns, expert, offset, column, num_columns)
         if transposed:
-            return rows + copy_columns(weights, *wanted, tile, k)
-        return rows + copy_panels(weights, *wanted, panels, tile, k)
+            return copy_columns(weights, *wanted, tile, k)
+        return copy_panels(weights, *wanted, panels, tile, k)
 
     def load_rows(slot: Pointer, part: WarpPart, product: int) -> list[list[Int]]:
         own_row, side = part.lane % 16, part.lane // 16  # of the 16 rows and two chunks that a warp loads at a time
@@ -122,50 +122,58 @@ def row_matmul(
 
     def body(schedule, lhs, token_indices, weights, first_column, extra, *others):
         operands, out, ring = others[: len(in_place)], others[len(in_place) : -1], Ring(others[-1], tile)
-        row_tile, column_tile = abreast(simt.block(), row_tiles, column_tiles, tile.abreast)
+        row_tile, sweep = abreast(simt.block(), row_tiles, sweeps, tile.abreast)
         expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in schedule)
         with when(valid_rows > 0):
-            column = column_tile * width
             offset = first_column[0] if first_column else Int(0)
-            own_copies = copies(lhs, token_indices, weights, expert, first_row, valid_rows, offset, column)
+            row_copies = copy_rows(lhs, num_lhs_rows, token_indices, first_row, valid_rows, tile, k)
             part = WarpPart.of(tile)
-            halves = []
-            for half in range(2):
-                projection, first = place(half * (tile.columns // 2))
-                halves.append((projection, column + first + part.panel * PANEL + part.half * HALF))
-            where = Where(expert, first_row + part.row, valid_rows - part.row, tuple(halves), part.lane)
 
-            def start_piece(piece: Int):
+            def where(column_tile: Int) -> Where:
+                halves = []
+                for half in range(2):
+                    projection, first = place(half * (tile.columns // 2))
+                    halves.append((projection, column_tile * width + first + part.panel * PANEL + part.half * HALF))
+                return Where(expert, first_row + part.row, valid_rows - part.row, tuple(halves), part.lane)
+
+            def start_piece(column_tile: Int, piece: Int):
                 if isinstance(end, RingEnd):
                     with when((piece >= 0) & (piece < end.pieces)):
-                        end.start(operands, where, piece, ring.slot(piece + steps))
+                        end.start(operands, where(column_tile), piece, ring.slot(piece + steps))
 
-            multiplied = Operands(
-                kind,
-                panels.steps,
-                own_copies,
-                lambda slot, product: load_rows(slot, part, product),
-                lambda slot, *place: load_columns(right_operand, slot.at(tile.lhs_words), tile, part, *place),
-                behind=lambda step: start_piece(step - steps),
-            )
-            # A number that the assembler does not know: it would unroll a few steps whole, and registers would run out.
-            sums = sum_products(ring, multiplied, (valid_rows + (TILE_ROWS - 1)) // TILE_ROWS * steps)
-            if not isinstance(end, RingEnd):
-                end(extra, out, where, sums)
-                return
-            begun = end.begin(extra, where)
-            for piece in range(end.pieces):
-                ring.wait()
-                if piece + tile.stages - 1 < end.pieces:
-                    start_piece(Int(piece + tile.stages - 1))
-                commit_copies()
-                end.finish(begun, out, where, sums, piece, ring.slot(Int(steps + piece)))
+            def of_column(column_tile: Int) -> tuple[Operands, Int]:
+                multiplied = Operands(
+                    kind,
+                    panels.steps,
+                    row_copies + copy_weights(weights, expert, offset, column_tile * width),
+                    lambda slot, product: load_rows(slot, part, product),
+                    lambda slot, *place: load_columns(right_operand, slot.at(tile.lhs_words), tile, part, *place),
+                    behind=lambda step: start_piece(column_tile, step - steps),
+                )
+                # A number that the assembler does not know: it would unroll a few steps whole, and registers run out.
+                return multiplied, (valid_rows + (TILE_ROWS - 1)) // TILE_ROWS * steps
+
+            def finish(column_tile: Int, sums: Sums):
+                own = where(column_tile)
+                if not isinstance(end, RingEnd):
+                    end(extra, out, own, sums)
+                    return
+                begun = end.begin(extra, own)
+                for piece in range(end.pieces):
+                    ring.wait()
+                    if piece + tile.stages - 1 < end.pieces:
+                        start_piece(column_tile, Int(piece + tile.stages - 1))
+                    commit_copies()
+                    end.finish(begun, out, own, sums, piece, ring.slot(Int(steps + piece)))
+
+            columns = ColumnTiles.of(tile, sweep, column_tiles)
+            sweep_columns(ring, columns, of_column, finish, ring_is_free=not isinstance(end, RingEnd))
 
     return simt.simt_kernel(
         body,
         name=name,
         outputs=results,
-        blocks=row_tiles * column_tiles,
+        blocks=row_tiles * sweeps,
         warpgroups=WARPGROUPS,
         shared=[tile.stages * tile.slot_words],
         updated=len(in_place),

@@ -31,6 +31,10 @@ class Tile(MmaTuning):
     def warp_rows(self) -> int:
         return TILE_ROWS * self.panels // WARPS
 
+    def sweeps(self, column_tiles: int) -> int:
+        """How many blocks share the column tiles of a row tile."""
+        return -(-column_tiles // self.sweep)
+
     @property
     def lhs_words(self) -> int:
         """32-bit words of a slot before the right operand."""

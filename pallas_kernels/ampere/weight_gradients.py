@@ -18,9 +18,10 @@ from pallas_kernels.ampere.panels import (
     ROW_WORDS,
     UNIT,
     Panels,
+    Sums,
     load_columns,
 )
-from pallas_kernels.ampere.pipeline import Operands, Ring, sum_products
+from pallas_kernels.ampere.pipeline import ColumnTiles, Operands, Ring, sweep_columns
 from pallas_kernels.ampere.row_matmul import Where
 from pallas_kernels.ampere.store import for_rows, store_half
 from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart, abreast
@@ -148,12 +149,13 @@ def _row_contraction(
     shape = left.width, right.width
     width = tile.columns // len(right.arrays)
     row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
+    sweeps = tile.sweeps(column_tiles)
     num_rows = groups.num_rows
 
     def place(block: Int) -> tuple[Int, Int, Int]:
-        """Expert, row tile and column tile of a block: so many row tiles abreast, column by column."""
-        expert, of_expert = block // (row_tiles * column_tiles), block % (row_tiles * column_tiles)
-        return expert, *abreast(of_expert, row_tiles, column_tiles, tile.abreast)
+        """Expert, row tile and sweep of a block: so many row tiles abreast, column by column."""
+        expert, of_expert = block // (row_tiles * sweeps), block % (row_tiles * sweeps)
+        return expert, *abreast(of_expert, row_tiles, sweeps, tile.abreast)
 
     def copies(
         sides: Sequence[_Side], first_row: Int, end: Int, token_indices: Pointer
@@ -198,44 +200,49 @@ def _row_contraction(
 
     def body(offsets, token_indices, left_array, right_arrays, *results_and_ring):
         *results, ring = results_and_ring
-        expert, row_tile, column_tile = place(simt.block())
+        expert, row_tile, sweep = place(simt.block())
         first_row, end = offsets[expert], offsets[expert + 1]
         steps = (end - first_row + (panels.rows - 1)) // panels.rows
-        sides = (
-            _Side(left, (left_array,), row_tile * TILE_ROWS, TILE_ROWS, 0),
-            _Side(right, right_arrays, column_tile * width, width, tile.lhs_words),
-        )
-        tokens_of, own_copies = copies(sides, first_row, end, token_indices)
         part = WarpPart.of(tile)
 
-        multiplied = Operands(
-            kind,
-            panels.steps,
-            own_copies,
-            lambda slot, product: load_rows(slot, part, product),
-            lambda slot, *place: load_columns(panels, slot.at(tile.lhs_words), tile, part, *place),
-            state=tokens_of,
-        )
-        sums = sum_products(Ring(ring, tile), multiplied, steps)
+        def of_column(column_tile: Int) -> tuple[Operands, Int]:
+            sides = (
+                _Side(left, (left_array,), row_tile * TILE_ROWS, TILE_ROWS, 0),
+                _Side(right, right_arrays, column_tile * width, width, tile.lhs_words),
+            )
+            tokens_of, own_copies = copies(sides, first_row, end, token_indices)
+            multiplied = Operands(
+                kind,
+                panels.steps,
+                own_copies,
+                lambda slot, product: load_rows(slot, part, product),
+                lambda slot, *place: load_columns(panels, slot.at(tile.lhs_words), tile, part, *place),
+                state=tokens_of,
+            )
+            return multiplied, steps
 
-        halves = []
-        for half in range(2):
-            result, later = divmod(half * (tile.columns // 2), width)
-            halves.append((result, column_tile * width + later + part.panel * PANEL + part.half * HALF))
-        row = row_tile * TILE_ROWS + part.row
-        where = Where(expert, expert * shape[0] + row, Int(shape[0]) - row, tuple(halves), part.lane)
+        def finish(column_tile: Int, sums: Sums):
+            halves = []
+            for half in range(2):
+                result, later = divmod(half * (tile.columns // 2), width)
+                halves.append((result, column_tile * width + later + part.panel * PANEL + part.half * HALF))
+            row = row_tile * TILE_ROWS + part.row
+            where = Where(expert, expert * shape[0] + row, Int(shape[0]) - row, tuple(halves), part.lane)
 
-        def end_rows(first, of_rows):
-            for values, (result, column) in zip(of_rows, where.halves, strict=True):
-                store_half(results[result], where, first, column, values, shape[1])
+            def end_rows(first, of_rows):
+                for values, (result, column) in zip(of_rows, where.halves, strict=True):
+                    store_half(results[result], where, first, column, values, shape[1])
 
-        for_rows(where, sums, end_rows)
+            for_rows(where, sums, end_rows)
+
+        columns = ColumnTiles.of(tile, sweep, column_tiles)
+        sweep_columns(Ring(ring, tile), columns, of_column, finish, ring_is_free=True)
 
     return simt.simt_kernel(
         body,
         name=name,
         outputs=[jax.ShapeDtypeStruct((groups.num_experts, *shape), t) for t in dtypes],
-        blocks=groups.num_experts * row_tiles * column_tiles,
+        blocks=groups.num_experts * row_tiles * sweeps,
         warpgroups=WARPGROUPS,
         shared=[tile.stages * tile.slot_words],
     )(groups.expert_token_offsets, groups.expert_token_indices, *left.arrays, right.arrays)

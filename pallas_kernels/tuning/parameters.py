@@ -110,6 +110,7 @@ class MmaTuning:
       k_step: 32 or 64, how much of the contracted dimension is in a slot; half as much of float32, which must have 64.
       stages: slots; all but one are on their way while the last is multiplied.
       abreast: row tiles whose first column tiles are taken before any of their second ones.
+      sweep: column tiles of a block at most, one after the other; the next one's first slots arrive while one ends.
 
     Raises:
       ValueError: a value is none of these.
@@ -119,10 +120,11 @@ class MmaTuning:
     k_step: int
     stages: int
     abreast: int = 1
+    sweep: int = 1
 
     def __post_init__(self):
         widths = tuple(1 << i for i in range(9))
-        _check(self, columns=(128, 256), k_step=(32, 64), stages=tuple(range(2, 17)), abreast=widths)
+        _check(self, columns=(128, 256), k_step=(32, 64), stages=tuple(range(2, 17)), abreast=widths, sweep=widths)
 
     @property
     def shared_bytes(self) -> int:

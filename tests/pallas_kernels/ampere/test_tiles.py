@@ -17,6 +17,7 @@ TILES = [
     LARGE,
     SMALL,
     Tile(128, 64, 3, abreast=2),
+    Tile(128, 64, 3, sweep=2),
     *(Tile(columns, k_step, 2) for columns in (128, 256) for k_step in (32, 64)),
 ]
 

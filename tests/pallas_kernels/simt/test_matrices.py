@@ -90,14 +90,24 @@ def test_what_others_read_is_not_copied_over():
         words(body, X)
 
 
-def test_threads_wait_for_their_own_copies():
-    def body(x, out, shared):
-        with when(thread() < 64):
-            copy_all(x, shared)
-        wait_for_copies(0)
+@pytest.mark.parametrize("readers", [64, 128])
+@pytest.mark.default_sets(2)
+def test_threads_wait_for_their_own_copies(readers):
+    """One group may be pending: of half of the threads an empty one, of the others the one that is read."""
 
-    with pytest.raises(RaceError, match="others started"):
-        words(body, X)
+    def body(x, out, shared):
+        copy_all(x, shared)
+        with when(thread() < 64):
+            commit_copies()
+        wait_for_copies(1)
+        with when(thread() < readers):
+            out[thread()] = shared[thread() * 4]
+
+    if readers == 128:
+        with pytest.raises(RaceError, match="nobody has written it"):
+            words(body, X)
+    else:
+        assert_same_bits(words(body, X)[:64], X.view(np.int32)[: 4 * 64 : 4].copy())
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
