@@ -47,6 +47,7 @@ _MMA_RINGS = (
 """`columns`, `k_step` and `stages`, the more likely ones first."""
 
 _ABREAST = (1, 4, 8, 16)
+_SWEEPS = (2, 4)
 
 
 class Operands(NamedTuple):
@@ -145,6 +146,7 @@ def mma_candidates(default: MmaTuning, dtype) -> tuple[MmaTuning, ...]:
         MmaTuning(*ring, default.abreast) for ring in _MMA_RINGS if jnp.dtype(dtype).itemsize == 2 or ring[1] == 64
     ]
     others += [replace(default, abreast=rows) for rows in _ABREAST]
+    others += [replace(default, sweep=tiles) for tiles in _SWEEPS]
     return _distinct((default, *(t for t in others if t.shared_bytes <= block_kib() * 1024)), lambda t: t)
 
 
