@@ -37,8 +37,8 @@ _COMBINES = ((8, 8), (2, 8), (4, 4), (8, 4), (4, 16))
 _MMA_RINGS = (
     (256, 64, 3),
     (256, 64, 4),
-    (256, 32, 4),
     (256, 32, 6),
+    (256, 32, 4),
     (128, 64, 3),
     (128, 64, 6),
     (128, 32, 6),
@@ -46,8 +46,8 @@ _MMA_RINGS = (
 )
 """`columns`, `k_step` and `stages`, the more likely ones first."""
 
-_ABREAST = (1, 4, 8, 16)
 _SWEEPS = (2, 4)
+_ABREAST = (1, 4, 8, 16)
 
 
 class Operands(NamedTuple):
@@ -142,11 +142,10 @@ def orders(default: TileTuning, row_tiles: int, column_tiles: int) -> tuple[Tile
 
 def mma_candidates(default: MmaTuning, dtype) -> tuple[MmaTuning, ...]:
     """The default, and other rings and orders that a block of this GPU can have."""
-    others = [
-        MmaTuning(*ring, default.abreast) for ring in _MMA_RINGS if jnp.dtype(dtype).itemsize == 2 or ring[1] == 64
-    ]
+    rings = [ring for ring in _MMA_RINGS if jnp.dtype(dtype).itemsize == 2 or ring[1] == 64]
+    others = [MmaTuning(*ring, default.abreast, sweep) for ring in rings[:3] for sweep in _SWEEPS]
+    others += [MmaTuning(*ring, default.abreast) for ring in rings]
     others += [replace(default, abreast=rows) for rows in _ABREAST]
-    others += [replace(default, sweep=tiles) for tiles in _SWEEPS]
     return _distinct((default, *(t for t in others if t.shared_bytes <= block_kib() * 1024)), lambda t: t)
 
 
