@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from blaze_jax.benchmark.ceilings import CeilingCalls, Ceilings
 from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.peers import (
+    AMPERE,
     PORTABLE,
     RAGGED_DOT,
     TOKAMAX,
@@ -26,7 +27,8 @@ from blaze_jax.benchmark.residuals import saved_bytes
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import Call, time_calls
 from blaze_jax.experts import expert_ffn
-from blaze_jax.implementation import choose_implementation
+from blaze_jax.implementation import choose_implementation, kernels_of
+from pallas_kernels import ampere, xla
 
 OURS = "blaze_jax"
 
@@ -70,9 +72,10 @@ def compare(
         wide = (inputs[0], *(w.astype(jnp.float32) for w in inputs[1:4]), *inputs[4:])
         layers.append(_Candidate(f"{OURS}, float32 weights", implementation, ours, trial._replace(inputs=wide)))
     failures = []
+    already = {PORTABLE: xla, AMPERE: ampere}
     for name in peers:
-        if name == PORTABLE and implementation == "xla":
-            continue  # ours already
+        if already.get(name) is kernels_of(implementation, dtype=inputs[0].dtype):
+            continue
         progress(f"compiling {name}")
         try:
             layers.append(_best_variant(name, trial))

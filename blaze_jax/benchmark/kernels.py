@@ -32,7 +32,7 @@ def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -
     ceilings = ceiling_calls.rates(timings)
     seconds = 1.0 if jax.default_backend() == "gpu" else 0.1
     long_runs = {name: sustain(call, seconds=seconds, warm_seconds=0.3 * seconds) for name, call in passes.items()}
-    dense_run = sustain(ceiling_calls.calls[DENSE], seconds=0.5 * seconds, warm_seconds=0.3 * seconds)
+    ceiling_run = partial(sustain, seconds=0.5 * seconds, warm_seconds=0.3 * seconds)
 
     def pass_record(name: str, flops: float) -> dict[str, Any]:
         run = long_runs[name]
@@ -46,8 +46,9 @@ def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -
         "dtype": jnp.dtype(dtype).name,
         "ceilings": ceilings._asdict()
         | {
-            "sustained_tflops": ceiling_calls.dense_tflops(dense_run.us),
+            "sustained_tflops": ceiling_calls.dense_tflops(ceiling_run(ceiling_calls.calls[DENSE]).us),
             "one_expert_tflops": one_expert_flops / timings[ONE_EXPERT].us / 1e6,
+            "sustained_one_expert_tflops": one_expert_flops / ceiling_run(one_expert).us / 1e6,
         },
         "passes": {name: pass_record(name, factor * sizes.forward_flops) for name, factor in PASSES.items()},
         "kernels": kernel_records(timings[BOTH].kernels, sizes, jnp.dtype(dtype).itemsize, ceilings),
@@ -55,9 +56,13 @@ def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -
 
 
 def product_of_one_expert(dtype, implementation) -> tuple[Call, float]:
-    """The down projection of a single expert, a dense product: what these kernels reach at most. And its FLOPs."""
-    rows, n, d = (8192, 4096, 4096) if jax.default_backend() == "gpu" else (16, 8, 8)
-    w_down = jnp.full((1, n, d), n**-0.5, dtype)
+    """The down projection of a single expert, a dense product: what these kernels reach at most. And its FLOPs.
+
+    Of random factors and as long as a pass: a GPU at its power limit multiplies equal numbers faster, and in its first
+    milliseconds.
+    """
+    rows, n, d = (65536, 4096, 4096) if jax.default_backend() == "gpu" else (16, 8, 8)
+    w_down = (jax.random.normal(jax.random.key(3), (1, n, d), jnp.float32) * n**-0.5).astype(dtype)
     kernels = kernels_of(choose_implementation(implementation, w_down[0], (w_down,), ()), dtype=dtype)
     groups = group_by_expert(kernels, jnp.zeros((rows, 1), jnp.int32), 1)
     hidden = jax.random.normal(jax.random.key(2), (groups.num_rows, n), jnp.float32).astype(dtype)

@@ -1,4 +1,4 @@
-"""What a JAX user would otherwise run: the same layer in three conventional forms, and our portable one.
+"""What a JAX user would otherwise run: the same layer in three conventional forms, and our other kernels.
 
 All take `(x, w_gate, w_up, w_down, weights, experts)` as `blaze_jax.expert_ffn` does, SwiGLU, without empty slots.
 """
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.experts import expert_ffn
+from blaze_jax.implementation import demanded_family
+from pallas_kernels.mosaic.device import on_nvidia_gpu
 
 type Layer = Callable[..., Array]
 type RaggedDot = Callable[[Array, Array, Array], Array]
@@ -21,7 +23,8 @@ TOKAMAX = "sort + tokamax"
 RAGGED_DOT = "sort + lax.ragged_dot"
 DENSE_DISPATCH = "dense dispatch"
 PORTABLE = "blaze_jax (xla)"
-PEERS = (TOKAMAX, RAGGED_DOT, DENSE_DISPATCH, PORTABLE)
+AMPERE = "blaze_jax (ampere)"
+PEERS = (TOKAMAX, RAGGED_DOT, DENSE_DISPATCH, AMPERE, PORTABLE)
 
 GROUP_TOKENS = 1024
 CAPACITY_FACTOR = 1.25
@@ -46,6 +49,12 @@ def sorted_layer(ragged_dot: RaggedDot) -> Layer:
         return jnp.einsum("tkd,tk->td", out, weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
     return layer
+
+
+def ampere_layer(*inputs) -> Float[Array, "T d"]:
+    """Our layer on the kernels for every GPU since Ampere, whatever this one gets."""
+    with demanded_family("ampere"):
+        return expert_ffn(*inputs, implementation="mosaic_gpu")
 
 
 def dense_dispatch_layer(x, w_gate, w_up, w_down, weights, experts) -> Float[Array, "T d"]:
@@ -87,7 +96,7 @@ def peer_variants(name: str, *, for_gpu: bool | None = None) -> Mapping[str, Lay
     """The forms of a peer to choose the fastest of, by name of the backend; for this platform, or for one with a GPU.
 
     Raises:
-      UnavailableError: it is not installed.
+      UnavailableError: it is not installed, or there is no GPU for it.
     """
     if name == RAGGED_DOT:
         return {"XLA": sorted_layer(jax.lax.ragged_dot)}
@@ -95,6 +104,10 @@ def peer_variants(name: str, *, for_gpu: bool | None = None) -> Mapping[str, Lay
         return {"einsum": dense_dispatch_layer}
     if name == PORTABLE:
         return {"": partial(expert_ffn, implementation="xla")}
+    if name == AMPERE:
+        if not (on_nvidia_gpu() if for_gpu is None else for_gpu):
+            raise UnavailableError("there is no NVIDIA GPU of compute capability 8.0 or newer")
+        return {"": ampere_layer}
     ragged_dot = tokamax_ragged_dot()
     on_gpu = jax.default_backend() == "gpu" if for_gpu is None else for_gpu
     backends = ("mosaic_gpu", "triton", "xla") if on_gpu else ("xla",)

@@ -158,7 +158,9 @@ def _ceilings(record: Record) -> Iterator[str]:
     found = record.get("ceilings", {})
     for rates in [found] if "gbs" in found else found.values():
         one_expert = rates.get("one_expert_tflops")
-        own = f", our product of one expert {one_expert:.4g} TFLOP/s" if one_expert else ""
+        sustained = rates.get("sustained_one_expert_tflops")
+        longer = f" ({sustained:.4g} back to back)" if sustained else ""
+        own = f", our product of one expert {one_expert:.4g} TFLOP/s{longer}" if one_expert else ""
         yield f"dense matmul {rates['tflops']:.4g} TFLOP/s{own}, copy {rates['gbs']:.0f} GB/s"
 
 

@@ -11,7 +11,7 @@ from blaze_jax.benchmark import compare, peers
 from blaze_jax.benchmark.ceilings import Ceilings
 from blaze_jax.benchmark.compare import compile_pass, first_run
 from blaze_jax.benchmark.inputs import BOTH, FORWARD, expert_inputs, forward_and_backward
-from blaze_jax.benchmark.peers import DENSE_DISPATCH, RAGGED_DOT, TOKAMAX, UnavailableError, peer_variants
+from blaze_jax.benchmark.peers import AMPERE, DENSE_DISPATCH, RAGGED_DOT, TOKAMAX, UnavailableError, peer_variants
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.tables import terminal
 from blaze_jax.experts import expert_ffn
@@ -117,4 +117,5 @@ def test_no_peer_is_dropped(monkeypatch):
     assert status["blaze_jax"] == status[RAGGED_DOT] == "ok"
     assert "not installed" in status[TOKAMAX]
     assert "division by zero" in status[DENSE_DISPATCH]
+    assert "no NVIDIA GPU" in status[AMPERE]
     assert all(text in terminal(record) for text in status.values() if text != "ok")
