@@ -20,9 +20,9 @@ def tuned_tile(
     return _tile(find_tuning(MmaTuning, MMA + kernel, own, shape))
 
 
-def default_tile(capability: str | None = None, *, kind: str = "bfloat16") -> Tile:
-    """The heuristic's tile of a row kernel for a compute capability such as "8.6", of operands of `kind`."""
-    return _tile(mma_heuristic("", kind, capability))
+def default_tile(capability: str | None = None, *, kernel: str = "up_projection", kind: str = "bfloat16") -> Tile:
+    """The heuristic's tile of a kernel for a compute capability such as "8.6", of operands of `kind`."""
+    return _tile(mma_heuristic(kernel, kind, capability))
 
 
 def _tile(tuning: MmaTuning) -> Tile:

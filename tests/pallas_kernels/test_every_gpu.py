@@ -49,20 +49,22 @@ def routing(logits, rows, y):
     return ampere.combine(rows, routed.dispatch.token_index_map, routed.weights, y, 0), routed
 
 
-def up_and_back(function, tile, x, w_up, b_up, w_down, b_down, row_weights, groups):
+def up_and_back(function, tile_of, x, w_up, b_up, w_down, b_down, row_weights, groups):
     """What an activation changes, and how many projections there are."""
-    options = {"activation": function, "tuning": tile}
+    options = {"activation": function, "tuning": tile_of("up_projection")}
     pre, hidden = ampere.up_projection(x, w_up, b_up, groups, **options)
+    options["tuning"] = tile_of("down_backward")
     d_pre, *others = ampere.down_backward(x, w_down, b_down, pre, row_weights, groups, **options)
-    return hidden, others, ampere.up_backward(d_pre, w_up, groups, 128, 256, tuning=tile)
+    return hidden, others, ampere.up_backward(d_pre, w_up, groups, 128, 256, tuning=tile_of("up_backward"))
 
 
-def down_and_gradients(tile, x, rows, w_down, b_down, row_weights, groups):
+def down_and_gradients(tile_of, x, rows, w_down, b_down, row_weights, groups):
     """What no activation changes; two projections' gradients are of two types."""
     dtypes = (x.dtype, jnp.float32)
-    out = ampere.down_projection(rows, w_down, b_down, groups, 128, 256, tuning=tile)
-    up = ampere.up_weight_gradients(x, (rows, rows), groups, dtypes=dtypes, bias_dtypes=dtypes, tuning=tile)
-    options = {"dtype": x.dtype, "bias_dtype": x.dtype, "tuning": tile}
+    out = ampere.down_projection(rows, w_down, b_down, groups, 128, 256, tuning=tile_of("down_projection"))
+    options = {"dtypes": dtypes, "bias_dtypes": dtypes, "tuning": tile_of("up_weight_gradients")}
+    up = ampere.up_weight_gradients(x, (rows, rows), groups, **options)
+    options = {"dtype": x.dtype, "bias_dtype": x.dtype, "tuning": tile_of("down_weight_gradients")}
     return out, up, ampere.down_weight_gradients(rows, x, row_weights, groups, **options)
 
 
@@ -75,11 +77,15 @@ def compiled(gpu: str) -> dict[str, tuple[list[str], dict[str, int]]]:
         reports[name] = sorted({kernel.name for kernel in program.kernels}), program.spill_bytes
 
     def experts(dtype):
-        """The tile, and what both halves take."""
-        tile = default_tile(".".join(map(str, GPUS[gpu].capability)), kind=dtype)
-        assert tile.shared_bytes <= GPUS[gpu].block_kib * 1024
+        """The tile of a kernel, and what both halves take."""
+
+        def tile_of(kernel):
+            tile = default_tile(".".join(map(str, GPUS[gpu].capability)), kernel=kernel, kind=dtype)
+            assert tile.shared_bytes <= GPUS[gpu].block_kib * 1024
+            return tile
+
         down = array(E, N, D, dtype=dtype), array(E, D, dtype=dtype)
-        return tile, array(T, D, dtype=dtype), (*down, array(groups.num_rows, dtype="float32"), groups)
+        return tile_of, array(T, D, dtype=dtype), (*down, array(groups.num_rows, dtype="float32"), groups)
 
     choosing = array(E, T, dtype="int32"), array(E, dtype="int32")
     groups = jax.eval_shape(choice, *choosing)
@@ -87,14 +93,14 @@ def compiled(gpu: str) -> dict[str, tuple[list[str], dict[str, int]]]:
     rows = array(groups.num_rows, D, dtype="bfloat16")
     compile_("routing", routing, array(T, E, dtype="float32"), rows, array(T, D, dtype="bfloat16"))
     for dtype in ("bfloat16", "float32", *(["float16"] if gpu == "h200" else [])):
-        tile, x, others = experts(dtype)
+        tile_of, x, others = experts(dtype)
         rows = array(groups.num_rows, N, dtype=dtype)
-        compile_(f"down_and_gradients {dtype}", partial(down_and_gradients, tile), x, rows, *others)
+        compile_(f"down_and_gradients {dtype}", partial(down_and_gradients, tile_of), x, rows, *others)
     for name, dtype in activations_on(gpu):
         activation = get_activation(name)
-        tile, x, others = experts(dtype)
+        tile_of, x, others = experts(dtype)
         up = [(array(*shape, dtype=dtype),) * (1 + activation.gated) for shape in ((E, D, N), (E, N))]
-        compile_(f"up_and_back {name} {dtype}", partial(up_and_back, activation.function, tile), x, *up, *others)
+        compile_(f"up_and_back {name} {dtype}", partial(up_and_back, activation.function, tile_of), x, *up, *others)
     return reports
 
 

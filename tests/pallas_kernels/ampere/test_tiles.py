@@ -38,6 +38,24 @@ def test_every_tile_gives_the_same_bits(kernels, dtype, tile):
     assert_same_bits(*(jax.tree.map(lambda a: a[owned], out) for out in (pre, hidden)))
 
 
+@pytest.mark.parametrize("sweep", [2, 4])
+def test_sweeps_give_the_same_bits(kernels, sweep):
+    """Of each row kernel, over three column tiles, so that a sweep ends before its tiles do."""
+    rows, n = Rows(kernels, "whole_tiles_and_a_tail"), 2 * 128 + 8
+    x, row_weights = rows.normal(rows.num_tokens, n, dtype="bfloat16"), rows.of_rows()
+    pre = tuple(rows.of_rows(n, dtype="bfloat16") for _ in range(2))
+    w_up = tuple(rows.normal(rows.num_experts, n, n, dtype="bfloat16", fan_in=n) for _ in range(2))
+
+    def run(tile):
+        down = kernels.down_projection(pre[0], w_up[0], None, rows.groups, 0, n, tuning=tile)
+        options = {"activation": ACTIVATIONS[2], "tuning": tile}
+        back = kernels.down_backward(x, w_up[1], None, pre, row_weights, rows.groups, **options)
+        return down, back, kernels.up_backward(pre, w_up, rows.groups, 0, n, tuning=tile)
+
+    found, expected = (jax.tree.map(lambda a: a[rows.owned], run(Tile(128, 64, 3, sweep=s))) for s in (sweep, 1))
+    assert_same_bits(found, expected)
+
+
 @pytest.mark.default_sets(len(TILES))
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_eight_rows_of_a_matrix_are_in_all_banks(tile):

@@ -221,6 +221,7 @@ def test_the_tile_for_ampere_by_what_fits(capability, kind, expected):
     assert (tile.columns, tile.k_step, tile.stages, tile.abreast) == (*expected, 1)
     assert tile.shared_bytes <= block_kib(capability) * 1024
     assert mma_heuristic("mma_up_weight_gradients", kind, capability).abreast == 8
+    assert mma_heuristic("mma_up_weight_gradients", kind, capability).sweep == (2 if expected == (256, 64, 4) else 1)
 
 
 def test_tiles_for_ampere_come_from_tables(user_file):
