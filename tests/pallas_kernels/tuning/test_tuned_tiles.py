@@ -1,4 +1,4 @@
-"""The package's tiles for the kernels that every GPU has: they compile, and spill nothing, at the sizes they are for."""
+"""The package's tiles for the kernels that every GPU has compile and spill nothing at the sizes they are for."""
 
 import re
 from functools import partial
