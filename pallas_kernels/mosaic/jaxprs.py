@@ -6,21 +6,28 @@ from typing import Any
 import jax
 from jax.extend import core
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 _CALLS = ("jit", "pjit", "custom_jvp_call", "custom_vjp_call")
+
+
+def traced(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> core.ClosedJaxpr:
+    """`function` as jax sees it where no mesh is set: with one, sums over no axes and changes of sharding come in."""
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        return jax.make_jaxpr(function)(*shapes)
 
 
 def evaluate(
     function: Callable, shapes: Sequence[jax.ShapeDtypeStruct], arguments: Sequence, ours: Callable, otherwise: Callable
 ) -> list:
     """Results of `function` at `arguments`, of these shapes and dtypes; see `evaluate_traced`."""
-    return evaluate_traced(jax.make_jaxpr(function)(*shapes), arguments, ours, otherwise)
+    return evaluate_traced(traced(function, shapes), arguments, ours, otherwise)
 
 
 def evaluate_traced(closed: Any, arguments: Sequence, ours: Callable, otherwise: Callable) -> list:
     """Results at `arguments` of a function that was traced.
 
     Args:
-      closed: what `jax.make_jaxpr` gave.
+      closed: what `traced` gave.
       arguments: what it is evaluated at.
       ours: `(name, inputs)`, the result of the primitive or of the called function of that name, None for others.
       otherwise: `(equation, inputs)`, the results of a primitive that `ours` does not have.

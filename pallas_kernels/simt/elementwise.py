@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.mosaic.jaxprs import evaluate, evaluate_traced
+from pallas_kernels.mosaic.jaxprs import evaluate, evaluate_traced, traced
 from pallas_kernels.simt.values import Bool, Float, Int, exp2, log2, machine, maximum, reciprocal, select
 
 
@@ -34,10 +34,10 @@ def with_gradients(function: Callable, arguments: int) -> Callable[[Sequence[Flo
         out, vjp = jax.vjp(function, *numbers)
         return out, *vjp(cotangent)
 
-    traced = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct((), np.float32)] * (1 + arguments))
+    jaxpr = traced(run, [jax.ShapeDtypeStruct((), np.float32)] * (1 + arguments))
 
     def call(numbers, cotangent):
-        out, *gradients = evaluate_traced(traced, [cotangent, *numbers], _ours, _others)
+        out, *gradients = evaluate_traced(jaxpr, [cotangent, *numbers], _ours, _others)
         return _constant(out), [_constant(g) for g in gradients]
 
     return call

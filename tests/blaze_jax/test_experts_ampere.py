@@ -1,5 +1,7 @@
 """The layer on the kernels for every GPU since Ampere: in their interpreter, and on a GPU in the tests of Hopper's."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -50,6 +52,10 @@ def problem_of(dtype, **options):
     return make_problem(case.experts, case.num_experts, d=24, n=40, dtype=dtype, **options)
 
 
+def set_mesh():
+    return jax.set_mesh(jax.make_mesh((1,), ("data",)))
+
+
 @pytest.mark.parametrize(
     ("save", "biases", "dtype", "limit"),
     [
@@ -68,8 +74,9 @@ def test_layer_matches_the_oracle_with_the_same_bits_twice(save, biases, dtype, 
 
 
 @pytest.mark.default_sets(2)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_forward_and_backward_lower_for_cuda(dtype):
-    text = lowered("cuda", problem_of(dtype), implementation="mosaic_gpu")
+@pytest.mark.parametrize(("dtype", "mesh"), [("float32", nullcontext), ("bfloat16", set_mesh)])
+def test_forward_and_backward_lower_for_cuda(dtype, mesh):
+    with mesh():
+        text = lowered("cuda", problem_of(dtype), implementation="mosaic_gpu")
     for kernel in KERNELS:
         assert kernel in text, kernel

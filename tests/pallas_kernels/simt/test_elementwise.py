@@ -1,5 +1,7 @@
 """Activations and their derivatives, a number per thread."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +26,11 @@ OTHERS = {
 """What users may bring."""
 
 
-@pytest.mark.default_sets(len(ACTIVATION_NAMES) + len(OTHERS))
+@pytest.mark.default_sets(2 * len([*ACTIVATION_NAMES, *OTHERS]))
+@pytest.mark.parametrize("where", ["no mesh", "a mesh"])
 @pytest.mark.parametrize("name", [*ACTIVATION_NAMES, *OTHERS])
-def test_value_and_gradients(name):
+def test_value_and_gradients(name, where):
+    """Under `jax.set_mesh`, too, where jax's gradients have sums over no axes and changes of sharding."""
     function = OTHERS.get(name) or get_activation(name).function
     arguments = 1 if name in OTHERS else 1 + get_activation(name).gated
     x = np.random.default_rng(0).normal(size=(arguments + 1, 128), scale=3).astype(np.float32)
@@ -38,7 +42,8 @@ def test_value_and_gradients(name):
             out[simt.thread() + i * 128] = number
 
     shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    with simt.interpreted():
+    mesh = jax.set_mesh(jax.make_mesh((1,), ("data",))) if where == "a mesh" else nullcontext()
+    with simt.interpreted(), mesh:
         (out,) = simt.simt_kernel(body, name=name, outputs=[shape], blocks=1, warpgroups=1)(x)
     expected, vjp = jax.vjp(function, *map(jnp.asarray, x[1:]))
     assert_close(list(out), [expected, *vjp(jnp.asarray(x[0]))], 1e-5)
