@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from blaze_jax.warn import warn_once
 from pallas_kernels import ampere, hopper, xla
-from pallas_kernels.compat import has_symbolic_sizes, varying_axes
+from pallas_kernels.compat import has_symbolic_sizes
 from pallas_kernels.contract import Kernels
 from pallas_kernels.mosaic.device import compute_capability, on_nvidia_gpu
 
@@ -73,12 +73,7 @@ def choose_dispatch_implementation(
 def _choose(implementation: Implementation | None, unsupported: Callable[[], str | None], arrays) -> Implementation:
     """The choice; `unsupported` says why the kernels cannot do it, or None."""
     check_implementation(implementation)
-    if varying_axes(arrays):
-        reason = "inside jax.shard_map the kernels need check_vma=False"
-    elif has_symbolic_sizes(arrays):
-        reason = "the kernels need sizes that are known, not symbolic"
-    else:
-        reason = unsupported()
+    reason = "the kernels need sizes that are known, not symbolic" if has_symbolic_sizes(arrays) else unsupported()
     if implementation == "mosaic_gpu" and reason:
         raise NotImplementedError(f"{implementation=} cannot run this: {reason}; use 'xla' or None")
     if implementation is not None:

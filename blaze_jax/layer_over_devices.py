@@ -75,7 +75,7 @@ def moe_over_devices(
         in_specs=(by_token, dict(specs), whole),
         out_specs=(by_token, Routing(**fields)),
         axis_names=axes,
-        check_vma=False,  # the Hopper kernels have no rule for it
+        check_vma=False,  # with it jax 0.12 cannot differentiate the error function of a GELU
     )
     placed = {name: _placed(array, specs[name], explicit) for name, array in params.items()}
     bias = None if selection_bias is None else _placed(as_array("selection_bias", selection_bias), whole, explicit)

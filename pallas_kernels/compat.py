@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 from jax import lax
+from jax._src import config
 from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation  # not in `jax.core`
 from jax._src.pallas import mpmd
 from jax.core import ShapedArray
@@ -38,6 +39,24 @@ def vary_over(tree, axes: frozenset[str]):
         return lax.pcast(array, missing, to="varying") if missing else array
 
     return jax.tree.map(vary, tree)
+
+
+def unchecked(launch: Callable) -> Callable:
+    """`launch`, a function of arrays, where `jax.shard_map` checks over which axes values vary: it knows no kernels.
+
+    There all results vary as the arrays do together.
+    """
+
+    def call(*arrays):
+        if not config._check_vma.value:
+            return launch(*arrays)
+        leaves, structure = jax.tree.flatten(vary_over(arrays, varying_axes(arrays)))
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
+        with config._check_vma(False):
+            jaxpr, out = jax.make_jaxpr(lambda *flat: launch(*structure.unflatten(flat)), return_shape=True)(*shapes)
+        return jax.tree.unflatten(jax.tree.structure(out), _unchecked.bind(*leaves, jaxpr=jaxpr))
+
+    return call
 
 
 def top_k(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -152,6 +171,19 @@ def _run_full(*arrays, full, reduced):
     return jaxpr_as_fun(full)(*arrays)
 
 
+def _run_unchecked(*arrays, jaxpr):
+    return jaxpr_as_fun(jaxpr)(*arrays)
+
+
+def _results_vary(*arrays, jaxpr):
+    of, varying = arrays[0].sharding, arrays[0].manual_axis_type
+
+    def result(aval):
+        return aval.update(sharding=of.update(spec=jax.P(*(None,) * aval.ndim)), manual_axis_type=varying)
+
+    return [result(aval) for aval in jaxpr.out_avals], jaxpr.effects
+
+
 def _remove_unused(used_outputs, *live_inputs_and_equation):  # jax 0.11 says nothing of live inputs
     equation = live_inputs_and_equation[-1]
     full, reduced = equation.params["full"], equation.params["reduced"]
@@ -194,6 +226,12 @@ _if_used.def_effectful_abstract_eval(lambda *_, full, reduced: (full.out_avals, 
 mlir.register_lowering(_if_used, mlir.lower_fun(_run_full))
 batching.primitive_batchers[_if_used] = _batch_if_used
 partial_eval.dce_rules[_if_used] = _remove_unused
+
+_unchecked = Primitive("unchecked")
+_unchecked.multiple_results = True
+_unchecked.def_impl(_run_unchecked)
+_unchecked.def_effectful_abstract_eval(_results_vary)
+mlir.register_lowering(_unchecked, mlir.lower_fun(_run_unchecked))
 
 _undifferentiable = Primitive("undifferentiable")
 _undifferentiable.def_abstract_eval(lambda array, **_: array)

@@ -13,7 +13,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import launch_with_aliases
+from pallas_kernels.compat import launch_with_aliases, unchecked
 from pallas_kernels.mosaic.interpreter import interpreter_parameters
 
 
@@ -30,31 +30,22 @@ def kernel(
 
     Inside the kernel whole numbers have 32 bits, also where the caller has `jax_enable_x64` on.
     """
-    if not in_place:
-        return _narrow(
-            plgpu.kernel(body, out_type=out_type, scratch_types=scratch_types, compiler_params=compiler_params, **mesh)
-        )
 
     def with_scratch(*refs):
         pl.run_scoped(partial(body, *refs), *scratch_types, collective_axes=mesh["thread_name"])
 
-    return _narrow(
-        launch_with_aliases(
-            [(plgpu.Mesh(**mesh), with_scratch)],
-            out_type,
-            input_output_aliases=in_place,
-            compiler_params=compiler_params,
-            interpret=interpreter_parameters(),
-            name=body.__name__,
-        )
-    )
-
-
-def _narrow(launch: Callable) -> Callable:
-    """`launch`, traced where Python's numbers have 32 bits."""
-
-    def launch_narrow(*operands):
+    def launch(*operands):
         with jax.enable_x64(False):
-            return launch(*operands)
+            if not in_place:
+                options = {"scratch_types": scratch_types, "compiler_params": compiler_params}
+                return plgpu.kernel(body, out_type=out_type, **options, **mesh)(*operands)
+            return launch_with_aliases(
+                [(plgpu.Mesh(**mesh), with_scratch)],
+                out_type,
+                input_output_aliases=in_place,
+                compiler_params=compiler_params,
+                interpret=interpreter_parameters(),
+                name=body.__name__,
+            )(*operands)
 
-    return launch_narrow
+    return unchecked(launch)

@@ -1,10 +1,12 @@
 """The layer on the kernels for every GPU since Ampere: in their interpreter, and on a GPU in the tests of Hopper's."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import P
 
 from blaze_jax import expert_ffn
 from blaze_jax.oracle import dense_expert_ffn
@@ -21,7 +23,7 @@ from tests.blaze_jax.test_experts_hopper import (
     test_same_bits_on_every_run_and_in_both_save_modes,
     test_sizes,
 )
-from tests.expert_problems import lowered, make_problem, results
+from tests.expert_problems import apply, lowered, make_problem, results
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import ROUTINGS
 
@@ -71,6 +73,27 @@ def test_layer_matches_the_oracle_with_the_same_bits_twice(save, biases, dtype, 
     assert_same_bits(out, again)
     for name, value in results(dense_expert_ffn, problem.cast(jnp.float32)).items():
         assert_close(out[name], value, limit)
+
+
+@pytest.mark.parametrize(("check_vma", "split"), [(True, "tokens"), (True, "nothing"), (False, "tokens")])
+def test_inside_shard_map(check_vma, split):
+    case = ROUTINGS["random"]
+    problem = make_problem(case.experts[:36], case.num_experts, d=24, n=40)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_token = P("data") if split == "tokens" else P()
+
+    def loss(x, params, weights, experts, target, **options):
+        return jnp.square(apply(expert_ffn, x, params, weights, experts, **options) - target).sum()
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(by_token, P(), *[by_token] * 3), out_specs=P(), check_vma=check_vma)
+    def over_devices(*arguments):
+        value = loss(*arguments, implementation="mosaic_gpu")
+        return jax.lax.psum(value, "data") if split == "tokens" else value
+
+    with ampere.interpreted():
+        found = jax.jit(jax.value_and_grad(over_devices, argnums=(0, 1, 2)))(*problem)
+    expected = jax.value_and_grad(partial(loss, implementation="xla"), argnums=(0, 1, 2))(*problem)
+    assert_close(found, expected, 2e-3)
 
 
 @pytest.mark.default_sets(2)

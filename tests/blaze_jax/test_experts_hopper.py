@@ -109,7 +109,7 @@ def test_no_kernel_writes_through_the_pointer_of_an_operand():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.default_sets(0)
-def test_shard_map_lowers_for_cuda_without_its_type_check(check_vma):
+def test_shard_map_lowers_for_cuda(check_vma):
     problem = problem_of(Case(random_experts(40, 2, range(6)), 6))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     data, whole = jax.P("data"), jax.P()
@@ -117,11 +117,7 @@ def test_shard_map_lowers_for_cuda_without_its_type_check(check_vma):
         on_kernels, mesh=mesh, in_specs=(data, whole, data, data), out_specs=data, check_vma=check_vma
     )
     arguments = (problem.x, problem.params, problem.weights, problem.experts)
-    if check_vma:
-        with pytest.raises(NotImplementedError, match=r"inside jax\.shard_map the kernels need check_vma=False"):
-            lowered_for_cuda(sharded, *arguments)
-    else:
-        assert "moe_down_backward" in lowered_for_cuda(sharded, *arguments)
+    assert "moe_down_backward" in lowered_for_cuda(sharded, *arguments)
 
 
 @pytest.mark.gpu
