@@ -168,7 +168,7 @@ def heuristic[K: TileTuning | CombineTuning | ColumnBlock | MmaTuning](kind: typ
     in use; a combine of up to 8 experts a token loads all their rows at once.
     """
     if kind is MmaTuning:
-        return mma_heuristic(kernel, shape.rpartition(",")[2])  # pyright: ignore[reportReturnType]
+        return mma_heuristic(kernel, shape.rpartition(",")[2], tiles=_tiles(kernel, shape))  # pyright: ignore[reportReturnType]
     return kind(tile_width=8) if kernel.endswith("weight_gradients") else kind()  # pyright: ignore[reportCallIssue]
 
 
@@ -177,18 +177,35 @@ def block_kib(capability: str | None = None) -> int:
     return BLOCK_KIB.get(capability or compute_capability() or "", 99)
 
 
-def mma_heuristic(kernel: str, dtype: str, capability: str | None = None) -> MmaTuning:
-    """The largest tile whose ring fits, with slots for a copy to take a step or two.
+FEW_TILES = 2048
+"""With fewer, blocks that take two each would leave more multiprocessors idle at the end than the sweep saves, 5%."""
+
+
+def _tiles(kernel: str, shape: str) -> int:
+    """Of all rows times a block of columns, or of all experts' gradients of gate and up."""
+    *named, _ = shape.split(",")
+    sizes = {name: value for name, _, value in (part.partition("=") for part in named)}
+    rows = 1 << int(sizes["rows"].removeprefix("2^"))
+    if not kernel.endswith("weight_gradients"):
+        return rows // TILE_ROWS * ColumnBlock().columns // TILE_COLUMNS
+    d, n, experts = (int(sizes[name]) for name in ("d", "n", "E"))
+    return experts * -(-d // TILE_ROWS) * -(-2 * n // TILE_COLUMNS)
+
+
+def mma_heuristic(kernel: str, dtype: str, capability: str | None = None, *, tiles: int = FEW_TILES) -> MmaTuning:
+    """The largest tile whose ring fits, with slots for a copy to take a step or two, and sweeps where tiles are many.
 
     Args:
       kernel: a name of `KINDS`.
       dtype: of the operands.
       capability: of the GPU, such as "8.6"; None: of the one that jax computes on. Without one, what fits all.
+      tiles: of a launch; many by default.
     """
     abreast = 8 if kernel.endswith("weight_gradients") else 1
     if block_kib(capability) >= 227 and dtype != "float32":  # sweeps where they saved time and no register is spilled
         short = {"up_weight_gradients": MmaTuning(256, 64, 3, 8, 2), "down_projection": MmaTuning(256, 64, 4, 1, 2)}
-        return short.get(kernel.removeprefix(MMA), MmaTuning(256, 64, 4, abreast))
+        swept = short.get(kernel.removeprefix(MMA)) if tiles >= FEW_TILES else None
+        return swept or MmaTuning(256, 64, 4, abreast)
     if block_kib(capability) > 99:
         return MmaTuning(256, 64, 3, abreast)
     return MmaTuning(128, 64, 3, abreast) if dtype == "float32" else MmaTuning(256, 32, 4, abreast)

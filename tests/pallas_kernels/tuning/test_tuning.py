@@ -224,6 +224,21 @@ def test_the_tile_for_ampere_by_what_fits(capability, kind, expected):
     assert mma_heuristic("mma_up_weight_gradients", kind, capability).sweep == (2 if expected == (256, 64, 4) else 1)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "shape", "sweep"),
+    [
+        ("up_weight_gradients", "rows=2^18,d=1536,n=256,E=128,bfloat16", 2),
+        ("up_weight_gradients", "rows=2^18,d=512,n=1024,E=2,bfloat16", 1),  # 64 tiles for 132 multiprocessors
+        ("down_projection", "rows=2^17,d=512,n=1024,E=2,bfloat16", 2),
+        ("down_projection", "rows=2^12,d=1536,n=256,E=128,bfloat16", 1),
+        ("down_backward", "rows=2^18,d=1536,n=256,E=128,bfloat16", 1),
+    ],
+)
+def test_blocks_sweep_over_tiles_only_where_these_are_many(monkeypatch, kernel, shape, sweep):
+    monkeypatch.setattr(f"{MmaTuning.__module__}.compute_capability", lambda: "9.0")
+    assert heuristic(MmaTuning, "mma_" + kernel, shape).sweep == sweep
+
+
 def test_tiles_for_ampere_come_from_tables(user_file):
     found = MmaTuning(128, 64, 4, abreast=4)
     tuning_files.add_tunings(user_file, {(GPU, "mma_up_projection", SHAPE): entry(found)})
