@@ -45,8 +45,11 @@ def init(
 
     Returns:
       Arrays named and shaped as `config.parameters(width, use_bias=use_bias)` says.
+
+    Raises:
+      ValueError: `config` is no MoEConfig, or `width` no positive int.
     """
-    parameters = config.parameters(width, use_bias=use_bias)
+    parameters = check_config(config).parameters(width, use_bias=use_bias)
     initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
     keys = jax.random.split(key, len(parameters))
     return {

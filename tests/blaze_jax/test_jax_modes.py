@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax import export
 
-from blaze_jax import MoE, moe, route
+from blaze_jax import MoE, init, moe, route
 from blaze_jax.nnx import AuxiliaryLoss
 from blaze_jax.nnx import MoE as NnxMoE
 from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
@@ -209,6 +209,22 @@ def test_export_of_any_leading_shape(leading, shape):
     sizes = (*export.symbolic_shape(leading), WIDTH)
     again = exported(lambda *a: moe(*a, config)[0], jax.ShapeDtypeStruct(sizes, x.dtype), specs_of(params))
     assert_close(again(x, params), jax.jit(moe, static_argnums=2)(x, params, config)[0])
+
+
+@pytest.mark.default_sets(0)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_export_of_kernels_needs_no_gpu(dtype):
+    config = dataclasses.replace(CONFIGS["plain"], implementation="mosaic_gpu")
+    params, x = specs_of((init(jax.random.key(0), config, 16), jnp.zeros((13, 16), dtype)))
+
+    def gradient(params, x):
+        return jax.grad(lambda params: jnp.square(moe(x, params, config)[0].astype(jnp.float32)).sum())(params)
+
+    saved = export.export(jax.jit(gradient), platforms=["cuda"])(params, x).serialize()
+    again = export.deserialize(saved)
+    assert again.platforms == ("cuda",)
+    names = ("router", "up_projection", "down_projection", "down_weight_gradients", "up_weight_gradients")
+    assert [name for name in names if f"moe_{name}" not in again.mlir_module()] == []
 
 
 @pytest.mark.parametrize("size", ["13", "T"])

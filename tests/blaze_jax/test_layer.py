@@ -201,8 +201,9 @@ def test_retraces_only_for_new_shapes():
         lambda config: moe(random_tokens(3), PARAMS, config),
         lambda config: MoE(config).init(jax.random.key(0), random_tokens(3)),
         lambda config: nnx.MoE(WIDTH, config, rngs=flax.nnx.Rngs(0)),
+        lambda config: init(jax.random.key(0), config, WIDTH),
     ],
-    ids=["function", "linen", "nnx"],
+    ids=["function", "linen", "nnx", "init"],
 )
 def test_configuration_that_is_none_is_named(use, config):
     with pytest.raises(ValueError, match=r"config=.* must be a MoEConfig"):

@@ -49,6 +49,12 @@ def test_the_readme_uses_the_layer(folder):
     assert jnp.isfinite(names["loss"])
 
 
+def test_the_platforms_export_for_a_gpu_and_a_cpu(folder):
+    names = run("platforms", folder)
+    assert names["export"].deserialize(names["saved"]).platforms == ("cuda", "cpu")
+    assert_same_bits(names["y"], names["layer"](names["params"], names["x"]))
+
+
 @pytest.mark.default_sets(0)
 def test_the_tutorial_trains(folder):
     names = run("tutorial", folder)
