@@ -54,20 +54,25 @@ def departing_columns(
     weights: Float[Array, "T K"] | None,
     dtype,
     depart: Callable[[Float[Array, "T columns"]], Float[Array, "T_home columns"]],
+    add_to: Float[Array, "T_home d"] | None = None,
 ) -> tuple[Float[Array, "T_home d"], Array]:
     """What `depart` makes of the columns that `combine_columns` combines, and the last block of them.
 
-    It is done block by block, so that its collectives can run while the next block is computed.
+    It is done block by block, so that its collectives can run while the next block is computed. With `add_to` it is
+    added to that, and nothing else is as wide.
     """
     block, width = _block(kernels, w_down, dispatch, dtype), w_down.shape[2]
-    gone, y = [], _empty(dispatch, block, dtype)
+    gone, y, done = [], _empty(dispatch, block, dtype), 0
     for end in (*range(block, width, block), width):
         # Each block waits for the rows of the one before, or XLA would keep the rows of many.
-        first_column, y = lax.optimization_barrier((jnp.int32(end - block), y))
+        first_column, y, add_to = lax.optimization_barrier((jnp.int32(end - block), y, add_to))
         unwritten = _empty(dispatch, block, dtype)
         y = kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, unwritten, 0)
-        gone.append(depart(y[:, sum(part.shape[1] for part in gone) - (end - block) :]))
-    return jnp.concatenate(gone, axis=1), y
+        gone.append(depart(y[:, done - (end - block) :]))
+        if add_to is not None:
+            add_to = lax.dynamic_update_slice_in_dim(add_to, add_to[:, done:end] + gone.pop(), done, axis=1)
+        done = end
+    return jnp.concatenate(gone, axis=1) if add_to is None else add_to, y
 
 
 def _block(kernels: Kernels, w_down: Float[Array, "E n d"], dispatch: Dispatch, dtype, most: int | None = None) -> int:

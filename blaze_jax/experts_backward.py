@@ -43,12 +43,12 @@ def gradients_in_ranges(ranges: TokenRanges, compute: Callable, params: Paramete
 
 @differentiated_once
 def _gradients(
-    of, xs, params: Parameters, part: Tokens, rows: Rows, turns, pre_activations, dys, before: Parameters | None = None
+    of, xs, params: Parameters, part: Tokens, rows: Rows, turns, pre_activations, dys, before: tuple | None = None
 ):
-    """Of this device's tokens, its parameters, and the group's routing weights.
+    """Of this device's tokens, its parameters, and the group's routing weights, added to those of `before`.
 
     `of` are the settings, and dtypes of the parameters' gradients; None for their own. `xs` come in as many parts as
-    `dys`, or are this device's and have to travel again. The parameters' are added to those of `before`.
+    `dys`, or are this device's and have to travel again.
     """
     settings, dtypes = of
     kernels, transport = settings.kernels, settings.transport
@@ -71,19 +71,23 @@ def _gradients(
         if not isinstance(x, tuple):
             x = transport.arrivals(part.plan, lax.optimization_barrier((x, d_row_weights[-1]))[0])
         sums = TokenSums(settings, params.w_down, part, rows, None, x[0].dtype)
-        away, results = sums.departing(up_backward, operands)
-        d_params, results = _weight_gradients(
-            settings, _together(x), _together(dys), row_weights, rows, dtypes, results, following, before
-        )
         d_weights = reduce(jnp.add, d_row_weights).at[token_index_map].get(mode="fill", fill_value=0)
-        gradients = sums.staying(up_backward, results, away), d_params, d_weights.astype(weights.dtype)
+        d_weights = d_weights.astype(weights.dtype)
+        weight_gradients = partial(
+            _weight_gradients, settings, _together(x), _together(dys), row_weights, rows, dtypes, journeys=following
+        )
+        if before is not None:
+            dx, d_params, d_weights_before = before
+            d_params, results = weight_gradients(operands, before=d_params)
+            return sums.added(up_backward, results, dx), d_params, d_weights_before + d_weights
+        away, results = sums.departing(up_backward, operands)
+        d_params, results = weight_gradients(results)
+        gradients = sums.staying(up_backward, results, away), d_params, d_weights
 
         def add_turn(turn, gradients):
-            dx, sums, d_weights = gradients
             rows = settings.rows_of_turn(part.dispatch, turn)
             pre_activations, _ = pre_activations_and_hidden(settings, x, params, rows)
-            more = _gradients(of, x, params, part, rows, None, pre_activations, dys, sums)
-            return dx + more[0], more[1], d_weights + more[2]
+            return _gradients(of, x, params, part, rows, None, pre_activations, dys, gradients)
 
         return lax.fori_loop(0, turns, add_turn, gradients) if further else gradients
 
@@ -118,8 +122,9 @@ def _weight_gradients(
     rows: Rows,
     dtypes: Parameters,
     operands,
+    *,
     journeys: Journeys,
-    before: Parameters | None,
+    before: Parameters | None = None,
 ):
     """Gradients of this device's parameters, summed over the devices, and `operands` once they are computed.
 

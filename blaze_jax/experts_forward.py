@@ -30,12 +30,13 @@ def part_output(settings: Settings, params: Parameters, up_projection: Callable,
         y = _output(settings, hidden, downs, part, rows)
         if not further:
             return y
-        again = transport.arrivals(part.plan, part.x)
+        x, y = lax.optimization_barrier((part.x, y))  # or the tokens would arrive, and take memory, long before
+        again = transport.arrivals(part.plan, x)
 
         def add_turn(i, y):
             rows = settings.rows_of_turn(part.dispatch, i)
             _, (hidden, others) = hidden_only(settings, again, params, rows)
-            return y + _output(settings, hidden, [downs[0], *others], part, rows)
+            return _output(settings, hidden, [downs[0], *others], part, rows, y)
 
         return lax.fori_loop(0, turns, add_turn, y)
 
@@ -84,8 +85,8 @@ pre_activations_and_hidden = differentiated_once(partial(_up_projection, True), 
 
 
 @differentiated_once
-def _output(settings: Settings, hidden, downs, part: Tokens, rows: Rows):
-    """The output `y` of this device's tokens, a block of columns at a time."""
+def _output(settings: Settings, hidden, downs, part: Tokens, rows: Rows, before: Array | None = None):
+    """The output `y` of this device's tokens, a block of columns at a time, added to that of `before`."""
     # An id out of range, E, cannot raise under tracing; it must not pass for an empty slot either.
     experts, num_experts = part.experts, sum(w_down.shape[0] for w_down, _ in downs)
     weights = jnp.where(experts == EMPTY_SLOT, 0, jnp.where(experts < num_experts, part.weights, jnp.nan))
@@ -97,5 +98,7 @@ def _output(settings: Settings, hidden, downs, part: Tokens, rows: Rows):
             [partial(kernel, *down, of_block) for down, of_block in zip(downs, settings.blocks(own), strict=True)]
         )
 
+    if before is not None:
+        return sums.added(down_projection, hidden, before)
     away, hidden = sums.departing(down_projection, hidden)
     return sums.staying(down_projection, hidden, away)

@@ -58,6 +58,15 @@ class TokenSums(NamedTuple):
         ]
         return reduce(jnp.add, own_sums + away)
 
+    def added(self, rows_of: Callable, operands, y: Array) -> Array:
+        """`y` and the sums of this device's tokens, to which nothing as wide as `y` is alive."""
+        for own, weights, depart in self._parts():
+            rows = rows_of(operands, own)
+            y, _ = departing_columns(
+                self.settings.kernels, rows, self.w_down, own, weights, self.dtype, depart or (lambda sums: sums), y
+            )
+        return y
+
     def _parts(self):
         parts = len(self.rows.parts)
         departures = self.settings.transport.departures(self.part.plan, parts)

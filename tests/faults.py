@@ -157,6 +157,8 @@ FAULTS = [
     Fault(f"{LAYER}/token_ranges.py", "max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", "min(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", RANGES),
     Fault(f"{LAYER}/experts_backward.py", "lambda array: accumulator_dtype(array.dtype), params", "lambda array: array.dtype, params", RANGES),
     # over devices
+    Fault(f"{LAYER}/column_blocks.py", "add_to[:, done:end] + gone.pop()", "gone.pop()", PARALLEL),
+    Fault(f"{LAYER}/experts_backward.py", "d_weights_before + d_weights", "d_weights", PARALLEL),
     Fault(f"{LAYER}/exchange.py", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", PARALLEL),
     Fault("pallas_kernels/simt/dispatch.py", "jnp.moveaxis(rows.reshape(-1, parts), 1, 0)", "rows.reshape(parts, -1)", f"{KERNELS}/hopper/test_in_parts.py"),
     Fault("pallas_kernels/simt/dispatch.py", "tokens = groups.expert_token_indices - p * of_part", "tokens = groups.expert_token_indices % of_part", f"{KERNELS}/hopper/test_in_parts.py"),
@@ -178,7 +180,7 @@ FAULTS = [
     Fault(f"{LAYER}/exchange.py", "unknown = experts >= num_experts * self.expert_devices", "unknown = experts < 0", PARALLEL),
     Fault(f"{LAYER}/experts.py", "given[\"b_down\"] = jnp.where(lax.axis_index(tensor) == 0, given[\"b_down\"], 0)", "given[\"b_down\"] = given[\"b_down\"]", PARALLEL),
     Fault(f"{LAYER}/expert_rows.py", "turns = lax.pmax(vary_over(turns, axes), tuple(sorted(axes)))", "turns = lax.pmin(vary_over(turns, axes), tuple(sorted(axes)))", PARALLEL),
-    Fault(f"{LAYER}/experts_backward.py", "pre_activations, dys, sums)", "pre_activations, dys)", PARALLEL),
+    Fault(f"{LAYER}/experts_backward.py", "pre_activations, dys, gradients)", "pre_activations, dys)", PARALLEL),
     Fault(f"{LAYER}/experts_backward.py", "_pairs(before)[len(home) :][: len(gradients)]", "_pairs(before)[: len(gradients)]", PARALLEL),
     Fault(f"{LAYER}/routing.py", "counted is None else max(counted, 1)", "counted is None else all_tokens", PARALLEL),
     Fault(f"{LAYER}/layer_over_devices.py", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", PARALLEL),

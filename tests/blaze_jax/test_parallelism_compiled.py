@@ -84,6 +84,13 @@ def test_own_tokens_are_computed_while_others_travel():
 
 
 @pytest.mark.parametrize("backward", [False, True])
+def test_sums_of_further_turns_travel_a_block_of_columns_at_a_time(backward):
+    """As wide as the tokens they would take as much memory, twice, beside the rows of the budget."""
+    blocks = rf"bf16\[{TOKENS},{WIDTH // 2}\].* collective-permute(-start)?\("
+    assert len(numbers(compiled(1, backward).splitlines(), blocks)) == 2
+
+
+@pytest.mark.parametrize("backward", [False, True])
 def test_one_array_of_other_experts_travels_under_each_kernel(backward):
     program = compiled(1, backward, role="fsdp")
     (entry,) = re.findall(r"^ENTRY %?([\w.\-]+)", program, re.MULTILINE)
