@@ -31,7 +31,7 @@ def combine_columns(
     """
     if at_once and w_down.shape[2] <= w_down.shape[1]:
         num_columns = w_down.shape[2]
-        y = _empty(dispatch, num_columns, dtype)
+        y = empty_columns(dispatch, num_columns, dtype)
         return kernels.combine(rows(0, num_columns), dispatch.token_index_map, weights, y, 0)
     block, width = _block(kernels, w_down, dispatch, dtype, most), w_down.shape[2]
     weights = None if weights is None else weights.astype(accumulator_dtype(dtype))  # once, and not in each turn
@@ -43,36 +43,14 @@ def combine_columns(
         y = kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, y, first_column)
         return column + block, y
 
-    return lax.while_loop(lambda carry: carry[0] < width, turn, (jnp.int32(0), _empty(dispatch, width, dtype)))[1]
+    y = empty_columns(dispatch, width, dtype)
+    return lax.while_loop(lambda carry: carry[0] < width, turn, (jnp.int32(0), y))[1]
 
 
-def departing_columns(
-    kernels: Kernels,
-    rows: Callable,
-    w_down: Float[Array, "E n d"],
-    dispatch: Dispatch,
-    weights: Float[Array, "T K"] | None,
-    dtype,
-    depart: Callable[[Float[Array, "T columns"]], Float[Array, "T_home columns"]],
-    add_to: Float[Array, "T_home d"] | None = None,
-) -> tuple[Float[Array, "T_home d"], Array]:
-    """What `depart` makes of the columns that `combine_columns` combines, and the last block of them.
-
-    It is done block by block, so that its collectives can run while the next block is computed. With `add_to` it is
-    added to that, and nothing else is as wide.
-    """
+def column_blocks(kernels: Kernels, w_down: Float[Array, "E n d"], dispatch: Dispatch, dtype) -> list[tuple[int, int]]:
+    """First column and width of each block of those that `combine_columns` combines, in their order."""
     block, width = _block(kernels, w_down, dispatch, dtype), w_down.shape[2]
-    gone, y, done = [], _empty(dispatch, block, dtype), 0
-    for end in (*range(block, width, block), width):
-        # Each block waits for the rows of the one before, or XLA would keep the rows of many.
-        first_column, y, add_to = lax.optimization_barrier((jnp.int32(end - block), y, add_to))
-        unwritten = _empty(dispatch, block, dtype)
-        y = kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, unwritten, 0)
-        gone.append(depart(y[:, done - (end - block) :]))
-        if add_to is not None:
-            add_to = lax.dynamic_update_slice_in_dim(add_to, add_to[:, done:end] + gone.pop(), done, axis=1)
-        done = end
-    return jnp.concatenate(gone, axis=1) if add_to is None else add_to, y
+    return [(first, min(block, width - first)) for first in range(0, width, block)]
 
 
 def _block(kernels: Kernels, w_down: Float[Array, "E n d"], dispatch: Dispatch, dtype, most: int | None = None) -> int:
@@ -80,6 +58,6 @@ def _block(kernels: Kernels, w_down: Float[Array, "E n d"], dispatch: Dispatch, 
     return block_width(width, most or kernels.column_block(dispatch.num_rows, width, n, num_experts, dtype))
 
 
-def _empty(dispatch: Dispatch, columns: int, dtype) -> Float[Array, "T columns"]:
-    """Of which every column is written."""
+def empty_columns(dispatch: Dispatch, columns: int, dtype) -> Float[Array, "T columns"]:
+    """Of all tokens; every column has to be written."""
     return vary_over(lax.empty((dispatch.token_index_map.shape[0], columns), dtype), varying_axes(dispatch))

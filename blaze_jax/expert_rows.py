@@ -127,7 +127,7 @@ class Settings:
     def turn_rows(self) -> int:
         """Rows of a turn: fewer than the budget, for a turn has one matrix's gradient twice, which it adds to."""
         assert self.row_budget is not None
-        return -(-self.row_budget // (4 * ROW_MULTIPLE)) * ROW_MULTIPLE
+        return -(-self.row_budget // (8 * ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
 def with_turns(turns: Int[Array, ""] | None, run: Callable):

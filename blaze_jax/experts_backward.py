@@ -73,16 +73,22 @@ def _gradients(
         sums = TokenSums(settings, params.w_down, part, rows, None, x[0].dtype)
         d_weights = reduce(jnp.add, d_row_weights).at[token_index_map].get(mode="fill", fill_value=0)
         d_weights = d_weights.astype(weights.dtype)
+        dx_before, d_params_before, d_weights_before = before or (None, None, None)
+        if d_weights_before is not None:
+            d_weights = d_weights_before + d_weights
         weight_gradients = partial(
-            _weight_gradients, settings, _together(x), _together(dys), row_weights, rows, dtypes, journeys=following
+            _weight_gradients,
+            settings,
+            _together(x),
+            _together(dys),
+            row_weights,
+            rows,
+            dtypes,
+            journeys=following,
+            before=d_params_before,
         )
-        if before is not None:
-            dx, d_params, d_weights_before = before
-            d_params, results = weight_gradients(operands, before=d_params)
-            return sums.added(up_backward, results, dx), d_params, d_weights_before + d_weights
-        away, results = sums.departing(up_backward, operands)
-        d_params, results = weight_gradients(results)
-        gradients = sums.staying(up_backward, results, away), d_params, d_weights
+        dx, d_params = sums.of(up_backward, operands, dx_before, meanwhile=weight_gradients)
+        gradients = dx, d_params, d_weights
 
         def add_turn(turn, gradients):
             rows = settings.rows_of_turn(part.dispatch, turn)

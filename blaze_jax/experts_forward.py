@@ -13,7 +13,7 @@ from blaze_jax.expert_rows import Parameters, Rows, Settings, Tokens, in_place, 
 from blaze_jax.reverse_mode import differentiated_once
 from blaze_jax.token_ranges import TokenRanges
 from blaze_jax.token_sums import TokenSums, by_block
-from pallas_kernels.contract import EMPTY_SLOT
+from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 
 def part_output(settings: Settings, params: Parameters, up_projection: Callable, part: Tokens):
@@ -25,9 +25,10 @@ def part_output(settings: Settings, params: Parameters, up_projection: Callable,
     xs = transport.arrivals(part.plan, x)
     pre_activations, (hidden, others) = up_projection(settings, xs, params, rows)
     downs = [(params.w_down, params.b_down), *others]
+    weights = _weights_of_parts(part, params.w_down.shape[0] * transport.blocks, len(rows.parts))
 
     def output(further: bool):
-        y = _output(settings, hidden, downs, part, rows)
+        y = _output(settings, hidden, downs, part, rows, weights)
         if not further:
             return y
         x, y = lax.optimization_barrier((part.x, y))  # or the tokens would arrive, and take memory, long before
@@ -36,7 +37,7 @@ def part_output(settings: Settings, params: Parameters, up_projection: Callable,
         def add_turn(i, y):
             rows = settings.rows_of_turn(part.dispatch, i)
             _, (hidden, others) = hidden_only(settings, again, params, rows)
-            return _output(settings, hidden, [downs[0], *others], part, rows, y)
+            return _output(settings, hidden, [downs[0], *others], part, rows, weights, y)
 
         return lax.fori_loop(0, turns, add_turn, y)
 
@@ -85,11 +86,10 @@ pre_activations_and_hidden = differentiated_once(partial(_up_projection, True), 
 
 
 @differentiated_once
-def _output(settings: Settings, hidden, downs, part: Tokens, rows: Rows, before: Array | None = None):
+def _output(
+    settings: Settings, hidden, downs, part: Tokens, rows: Rows, weights: tuple[Array, ...], before: Array | None = None
+):
     """The output `y` of this device's tokens, a block of columns at a time, added to that of `before`."""
-    # An id out of range, E, cannot raise under tracing; it must not pass for an empty slot either.
-    experts, num_experts = part.experts, sum(w_down.shape[0] for w_down, _ in downs)
-    weights = jnp.where(experts == EMPTY_SLOT, 0, jnp.where(experts < num_experts, part.weights, jnp.nan))
     sums = TokenSums(settings, downs[0][0], part, rows, weights, hidden.dtype)
 
     def down_projection(hidden, own):
@@ -98,7 +98,15 @@ def _output(settings: Settings, hidden, downs, part: Tokens, rows: Rows, before:
             [partial(kernel, *down, of_block) for down, of_block in zip(downs, settings.blocks(own), strict=True)]
         )
 
-    if before is not None:
-        return sums.added(down_projection, hidden, before)
-    away, hidden = sums.departing(down_projection, hidden)
-    return sums.staying(down_projection, hidden, away)
+    return sums.of(down_projection, hidden, before)[0]
+
+
+def _weights_of_parts(part: Tokens, num_experts: int, parts: int) -> tuple[Array, ...]:
+    """The routing weights of each part of the tokens, as they are summed with.
+
+    They are made before the conditional on further turns, after which the device waits for every launch of the host.
+    """
+    # An id out of range, E, cannot raise under tracing; it must not pass for an empty slot either.
+    known = jnp.where(part.experts < num_experts, part.weights, jnp.nan)
+    weights = jnp.where(part.experts == EMPTY_SLOT, 0, known).astype(accumulator_dtype(part.x.dtype))
+    return tuple(jnp.split(weights, parts))

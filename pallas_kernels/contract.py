@@ -192,6 +192,7 @@ class Kernels(Protocol):
         weights: Float[Array, "T K"] | None,
         out: Float[Array, "T d"],
         first_column: Int[Array, ""] | int,
+        addend: Float[Array, "T columns"] | None = None,
     ) -> Float[Array, "T d"]: ...
 
     def column_block(self, num_rows: int, d: int, n: int, num_experts: int, dtype) -> int: ...

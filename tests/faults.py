@@ -103,7 +103,7 @@ FAULTS = [
     Fault(f"{XLA}/up_projection.py", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", f"{KERNELS}/test_up_projection_and_backward.py {EXPERTS}"),
     Fault(f"{XLA}/combine.py", "weights[:, slot, None].astype(wide) * row", "row", f"{KERNELS}/test_combine.py {EXPERTS}"),
     Fault(f"{LAYER}/column_blocks.py", "carry[0] < width, turn,", "carry[0] <= width - block, turn,", EXPERTS),
-    Fault(f"{LAYER}/experts_forward.py", "jnp.where(experts < num_experts, part.weights, jnp.nan)", "part.weights", f"{MODULES}/test_experts_errors.py {MODULES}/test_experts_poison.py"),
+    Fault(f"{LAYER}/experts_forward.py", "jnp.where(part.experts < num_experts, part.weights, jnp.nan)", "part.weights", f"{MODULES}/test_experts_errors.py {MODULES}/test_experts_poison.py"),
     Fault(f"{LAYER}/experts_vjp.py", 'if settings.save == "pre_activations":', "if True:", f"{MODULES}/test_experts_memory.py"),
     Fault(f"{LAYER}/experts_forward.py", "partial(_up_projection, True), partial(_up_projection, False))", "partial(_up_projection, True))", f"{MODULES}/test_experts_memory.py"),
     Fault(f"{LAYER}/experts_vjp.py", "tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)", "tuple(pre_activations)", f"{MODULES}/test_experts_memory.py"),
@@ -120,6 +120,8 @@ FAULTS = [
     Fault(f"{HOPPER}/tile_queue.py", "        plgpu.barrier_wait(self.refs.handed.at[place])\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
     Fault(f"{HOPPER}/tile_queue.py", "        pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
     Fault(f"{HOPPER}/row_matmul.py", "is_one, number = number < tiles,", "is_one, number = number <= tiles,", QUEUE),
+    Fault(f"{SIMT}/combine.py", "addend.load_vector(Long(token) * width + column, COLUMNS).wide()", "sums", f"{KERNELS}/test_combine.py"),
+    Fault(f"{XLA}/combine.py", "jnp.zeros(shape, wide) if addend is None else addend.astype(wide)", "jnp.zeros(shape, wide)", f"{KERNELS}/test_combine.py"),
     Fault(f"{SIMT}/combine.py", "select(place < num_rows, rows.load_vector(row, COLUMNS), nothing)", "rows.load_vector(row, COLUMNS)", f"{KERNELS}/test_combine.py {KERNELS}/simt/test_combine.py"),
     Fault(f"{HOPPER}/row_matmul.py", "if refs.used is None else refs.used[0]\n", "if refs.used is None else refs.used[0] - 1\n", QUEUE),
     # the kernels for Ampere, interpreted
@@ -157,7 +159,9 @@ FAULTS = [
     Fault(f"{LAYER}/token_ranges.py", "max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", "min(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", RANGES),
     Fault(f"{LAYER}/experts_backward.py", "lambda array: accumulator_dtype(array.dtype), params", "lambda array: array.dtype, params", RANGES),
     # over devices
-    Fault(f"{LAYER}/column_blocks.py", "add_to[:, done:end] + gone.pop()", "gone.pop()", PARALLEL),
+    Fault(f"{LAYER}/token_sums.py", "there if addend is None else addend + there", "addend", PARALLEL),
+    Fault(f"{LAYER}/token_sums.py", "arriving.append(reduce(jnp.add, departed)", "arriving.append(departed[0]", PARALLEL),
+    Fault(f"{LAYER}/token_sums.py", "y = done = finished(y, operands, block - 1)", "y = done = finished(None, operands, block - 1)", PARALLEL),
     Fault(f"{LAYER}/experts_backward.py", "d_weights_before + d_weights", "d_weights", PARALLEL),
     Fault(f"{LAYER}/exchange.py", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", PARALLEL),
     Fault("pallas_kernels/simt/dispatch.py", "jnp.moveaxis(rows.reshape(-1, parts), 1, 0)", "rows.reshape(parts, -1)", f"{KERNELS}/hopper/test_in_parts.py"),

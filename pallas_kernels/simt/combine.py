@@ -26,6 +26,7 @@ def combine(
     weights: Float[Array, "T K"] | None,
     out: Float[Array, "T d"],
     first_column: Int[Array, ""] | int,
+    addend: Float[Array, "T columns"] | None = None,
     *,
     blocks: int | None = None,
     tuning: CombineTuning | None = None,
@@ -56,12 +57,14 @@ def combine(
             sums = sums + (row.wide() if factor is None else row.wide() * factor)
         return [sums]
 
-    def body(rows, token_index_map, first_column, weights, before, out):
+    def body(rows, token_index_map, first_column, weights, addend, before, out):
         first_column = first_column[0]
         first_item = simt.block() * THREADS + simt.thread()
         for item in indices(first_item, num_tokens * pieces, blocks * THREADS):
             token, column = item // pieces, item % pieces * COLUMNS
             sums = Vector.zeros("float32", COLUMNS)
+            if addend:
+                sums = addend.load_vector(Long(token) * width + column, COLUMNS).wide()
             for start in range(0, slots, in_flight):
                 batch = range(start, min(start + in_flight, slots))
                 places = [token_index_map[token * slots + slot] for slot in batch]
@@ -85,4 +88,4 @@ def combine(
     inputs = (rows, token_index_map, jnp.asarray(first_column, jnp.int32).reshape(1))
     weights = None if weights is None else weights.astype(jnp.float32)
     combined = simt.simt_kernel(body, name="moe_combine", blocks=blocks, warpgroups=WARPGROUPS, updated=1)
-    return combined(*inputs, weights, out)[0]
+    return combined(*inputs, weights, addend, out)[0]

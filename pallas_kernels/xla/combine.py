@@ -13,14 +13,16 @@ def combine(
     weights: Float[Array, "T K"] | None,
     out: Float[Array, "T d"],
     first_column: Int[Array, ""] | int,
+    addend: Float[Array, "T columns"] | None = None,
 ) -> Float[Array, "T d"]:
-    """`out` with columns from `first_column` on replaced by `Σ_k weights[t, k] · rows[token_index_map[t, k]]`.
+    """`out` with columns from `first_column` on replaced by `addend + Σ_k weights[t, k] · rows[token_index_map[t, k]]`.
 
-    Summed wide in slot order. Positions past the last row (empty slots) contribute zero, unless their weight is NaN.
-    Without `weights` all are one.
+    Summed wide in this order, and rounded once. Positions past the last row (empty slots) contribute zero, unless their
+    weight is NaN. Without `weights` all are one, without `addend` it is zero.
     """
     wide = accumulator_dtype(rows.dtype)
-    total = jnp.zeros((token_index_map.shape[0], rows.shape[1]), wide)
+    shape = token_index_map.shape[0], rows.shape[1]
+    total = jnp.zeros(shape, wide) if addend is None else addend.astype(wide)
     for slot in range(token_index_map.shape[1]):
         row = rows.at[token_index_map[:, slot]].get(mode="fill", fill_value=0).astype(wide)
         total += row if weights is None else weights[:, slot, None].astype(wide) * row

@@ -17,17 +17,20 @@ def looped(rows_of_tokens, positions, weights):
     return out
 
 
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(
     ("first", "weighted", "dtype"),
     [(5, True, "float32"), (5, False, "bfloat16"), (8, False, "float32"), (8, True, "bfloat16"), (8, False, "float16")],
 )
-def test_sums_each_tokens_rows(kernels, rows, dtype, weighted, first):
+def test_sums_each_tokens_rows(kernels, rows, dtype, weighted, first, adds):
     values, positions = rows.of_rows(D, dtype=dtype), np.asarray(rows.groups.token_index_map)
     weights = rows.normal(*positions.shape) if weighted else None
     before = rows.normal(rows.num_tokens, 2 * D, dtype=dtype)
-    out = kernels.combine(values, rows.groups.token_index_map, weights, before, first)
+    addend = rows.normal(rows.num_tokens, D, dtype=dtype) if adds else None
+    out = kernels.combine(values, rows.groups.token_index_map, weights, before, first, addend)
     assert_same_bits((out[:, :first], out[:, first + D :]), (before[:, :first], before[:, first + D :]))
-    assert_close(out[:, first : first + D], looped(values, positions, weights), TOLERANCE[dtype])
+    expected = looped(values, positions, weights) + (wide(addend) if adds else 0)
+    assert_close(out[:, first : first + D], expected, TOLERANCE[dtype])
 
 
 def test_empty_slots_contribute_nothing_unless_nan(kernels):
@@ -41,4 +44,6 @@ def test_empty_slots_contribute_nothing_unless_nan(kernels):
 def test_sums_wide(kernels):
     values = jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16) * jnp.ones(8, jnp.bfloat16)
     out = kernels.combine(values, jnp.array([[0, 1, 2]]), None, jnp.zeros((1, 8), jnp.bfloat16), 0)
+    assert out.tolist() == [[258.0] * 8]
+    out = kernels.combine(values[1:], jnp.array([[0, 1]]), None, jnp.zeros((1, 8), jnp.bfloat16), 0, values[:1])
     assert out.tolist() == [[258.0] * 8]

@@ -27,11 +27,12 @@ def problem(dtype, slots=3, rows=50, tokens=37, width=24, seed=0):
 
 @pytest.mark.parametrize(("running", "options"), RUNS)
 @pytest.mark.parametrize("slots", [1, 8, 19])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("weighted", "adds"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sums_each_tokens_rows(running, options, dtype, weighted, slots):
+def test_sums_each_tokens_rows(running, options, dtype, weighted, adds, slots):
     values, positions, weights, before = problem(dtype, slots)
-    arguments = (values, positions, weights if weighted else None, before, 8)
+    addend = before[:, 5:29] if adds else None
+    arguments = (values, positions, weights if weighted else None, before, 8, addend)
     with running():
         out = hopper.combine(*arguments, **options)
     assert out.dtype == dtype
