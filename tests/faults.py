@@ -159,9 +159,9 @@ FAULTS = [
     Fault(f"{LAYER}/token_ranges.py", "max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", "min(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", RANGES),
     Fault(f"{LAYER}/experts_backward.py", "lambda array: accumulator_dtype(array.dtype), params", "lambda array: array.dtype, params", RANGES),
     # over devices
-    Fault(f"{LAYER}/token_sums.py", "there if addend is None else addend + there", "addend", PARALLEL),
-    Fault(f"{LAYER}/token_sums.py", "arriving.append(reduce(jnp.add, departed)", "arriving.append(departed[0]", PARALLEL),
-    Fault(f"{LAYER}/token_sums.py", "y = done = finished(y, operands, block - 1)", "y = done = finished(None, operands, block - 1)", PARALLEL),
+    Fault(f"{LAYER}/token_sums.py", "there if addend is None else addend + there", "addend", PIECES),
+    Fault(f"{LAYER}/token_sums.py", "arriving.append(reduce(jnp.add, departed)", "arriving.append(departed[0]", PIECES),
+    Fault(f"{LAYER}/token_sums.py", "y = done = finished(y, operands, block - 1)", "y = done = finished(None, operands, block - 1)", PIECES),
     Fault(f"{LAYER}/experts_backward.py", "d_weights_before + d_weights", "d_weights", PARALLEL),
     Fault(f"{LAYER}/exchange.py", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", PARALLEL),
     Fault("pallas_kernels/simt/dispatch.py", "jnp.moveaxis(rows.reshape(-1, parts), 1, 0)", "rows.reshape(parts, -1)", f"{KERNELS}/hopper/test_in_parts.py"),

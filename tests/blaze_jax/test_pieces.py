@@ -1,16 +1,18 @@
-"""Own tokens and own experts first: what is computed a piece at a time is what is computed at once."""
+"""Own tokens and own experts first, in several blocks of columns: in pieces as at once."""
 
 import pytest
 
 from blaze_jax import MoEConfig, experts
 from tests.blaze_jax.pieces_on_cpu import family
 from tests.blaze_jax.test_parallelism import assert_as_one_device
+from tests.layers import WIDTH
 
 CONFIG = MoEConfig(num_experts=8, experts_per_token=3, expert_width=8)
 WAYS = {
     "own tokens of two": ({"expert": 2}, {}),
-    "own tokens, of four": ({"expert": 4}, {"exchange": "permute"}),
-    "own tokens, further turns": ({"expert": 2}, {"row_budget": 0.3}),
+    "own tokens of four, further turns": ({"expert": 4}, {"exchange": "permute", "row_budget": 0.3}),
+    "all tokens at once, further turns": ({"expert": 4}, {"exchange": "all_gather", "row_budget": 0.3}),
+    "each token once, further turns": ({"expert": 4}, {"exchange": "all_to_all", "row_budget": 0.3}),
     "own experts of four": ({"fsdp": 4}, {}),
     "own experts, one each": ({"fsdp": 8}, {}),
     "both": ({"fsdp": 2, "expert": 2}, {"row_budget": 0.3}),
@@ -29,6 +31,7 @@ def test_as_one_device(way, monkeypatch):
 
     kernels = family()
     portable, kernels.up_projection = kernels.up_projection, computed
+    kernels.column_block = lambda *_: WIDTH // 3 + 1  # the last of the three blocks is narrower
     monkeypatch.setattr(experts, "kernels_of", lambda *_, **__: kernels)
     axes, options = WAYS[way]
     assert_as_one_device((axes, "shard_map", options), tokens=40, config=CONFIG)
