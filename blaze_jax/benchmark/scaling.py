@@ -48,14 +48,24 @@ def measure_scaling_point(sizes: Sizes, dtype, *, repeats: int, implementation=N
 
 def flatness(records: Sequence[dict[str, Any]], name: str) -> float | None:
     """Largest over smallest value of `name`, less one, from `FLAT_FROM` tokens on; None for fewer than two values."""
-    values = [r[name] for r in records if r["sizes"]["num_tokens"] >= FLAT_FROM and name in r]
+    values = _of_many_tokens(records, name)
     return max(values) / min(values) - 1 if len(values) > 1 else None
 
 
+def grows(records: Sequence[dict[str, Any]], name: str) -> bool:
+    """Whether a value of `name` is more than `FLAT_WITHIN` above one of fewer tokens, from `FLAT_FROM` on."""
+    values = _of_many_tokens(records, name)
+    return any(value > (1 + FLAT_WITHIN) * min(values[: i + 1]) for i, value in enumerate(values))
+
+
+def _of_many_tokens(records: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [r[name] for r in records if r["sizes"]["num_tokens"] >= FLAT_FROM and name in r]
+
+
 def print_flatness(records: Sequence[dict[str, Any]]) -> None:
-    """How much time and memory per token vary where they should be flat."""
+    """How much time and memory per token vary where they should not grow."""
     for name in ("ns_per_token", "saved_bytes_per_token", "peak_bytes_per_token"):
         flat = flatness(records, name)
         if flat is not None:
-            verdict = "flat" if flat <= FLAT_WITHIN else "not flat"
+            verdict = "grows" if grows(records, name) else "flat" if flat <= FLAT_WITHIN else "falls"
             print(f"  {name} varies by {flat:.1%} from {FLAT_FROM} tokens on: {verdict} (within {FLAT_WITHIN:.0%})")

@@ -5,7 +5,7 @@ import pytest
 from blaze_jax.benchmark.environment import environment
 from blaze_jax.benchmark.plots import draw
 from blaze_jax.benchmark.results_file import PUBLISHED, ResultsFile, command_line, read_results
-from blaze_jax.benchmark.scaling import flatness
+from blaze_jax.benchmark.scaling import flatness, print_flatness
 from blaze_jax.benchmark.sizes import GPU_SIZES
 
 PNG = b"\x89PNG"
@@ -49,6 +49,14 @@ def test_flatness_looks_at_many_tokens_alone():
     assert flatness(records, "ns_per_token") == pytest.approx(0.1)
     assert flatness(records[:2], "ns_per_token") is None
     assert flatness(records, "peak_bytes_per_token") is None
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"), [((44.0, 40.0), "flat"), ((60.0, 40.0, 45.0), "falls"), ((60.0, 40.0, 50.0), "grows")]
+)
+def test_what_falls_is_not_told_as_if_it_grew(times, verdict, capsys):
+    print_flatness([scaling_record(65536 << i, ns) for i, ns in enumerate(times)])
+    assert f"on: {verdict} (" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_figures_of_scaling_training_and_kernels(tmp_path):
