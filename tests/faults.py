@@ -122,7 +122,7 @@ FAULTS = [
     Fault(f"{HOPPER}/row_matmul.py", "is_one, number = number < tiles,", "is_one, number = number <= tiles,", QUEUE),
     Fault(f"{SIMT}/combine.py", "addend.load_vector(Long(token) * width + column, COLUMNS).wide()", "sums", f"{KERNELS}/test_combine.py"),
     Fault(f"{XLA}/combine.py", "jnp.zeros(shape, wide) if addend is None else addend.astype(wide)", "jnp.zeros(shape, wide)", f"{KERNELS}/test_combine.py"),
-    Fault(f"{SIMT}/combine.py", "select(place < num_rows, rows.load_vector(row, COLUMNS), nothing)", "rows.load_vector(row, COLUMNS)", f"{KERNELS}/test_combine.py {KERNELS}/simt/test_combine.py"),
+    Fault(f"{SIMT}/combine.py", "lanes_where(counts & (lane < size))", "lanes_where(counts)", f"{KERNELS}/test_combine.py {KERNELS}/simt/test_combine.py"),
     Fault(f"{HOPPER}/row_matmul.py", "if refs.used is None else refs.used[0]\n", "if refs.used is None else refs.used[0] - 1\n", QUEUE),
     # the kernels for Ampere, interpreted
     Fault(f"{AMPERE}/pipeline.py", "ahead = ring.tile.stages - 1", "ahead = ring.tile.stages", TILES),

@@ -16,7 +16,6 @@ from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedu
 from pallas_kernels.tuning.parameters import (
     MMA,
     ColumnBlock,
-    CombineTuning,
     MmaTuning,
     TileTuning,
     Tuning,
@@ -29,10 +28,6 @@ _ACTIVATION = get_activation("swiglu").function
 
 _ORDERS = ((0, 4), (0, 8), (1, 8), (0, 16), (1, 4), (1, 16), (1, 1))
 """`minor_dim` and `tile_width`, the more likely ones first. Rings are left full: fewer slots only wait more."""
-
-_COMBINES = ((8, 8), (2, 8), (4, 4), (8, 4), (4, 16))
-"""`blocks_per_sm` and `rows_in_flight`."""
-
 
 _MMA_RINGS = (
     (256, 64, 3),
@@ -95,16 +90,15 @@ def make_operands(x, w_gate, w_up, w_down, weights, experts, *, kernels: Kernels
 def tuning_cases(operands: Operands, kernels: Kernels = hopper) -> list[Case]:
     """Every kernel of a family in the order of a training step, those with nothing to choose here left out."""
     mma = kernels is ampere
-    (num_tokens, d), (num_experts, n, _) = operands.x.shape, operands.w_down.shape
+    d, (num_experts, n, _) = operands.x.shape[1], operands.w_down.shape
     num_rows, dtype = operands.hidden.shape[0], operands.x.dtype
-    slots, columns = operands.weights.shape[1], operands.block.shape[1]
+    columns = operands.block.shape[1]
     tiles = operands.dispatch.tiles.num_tiles
     narrow, wide = -(-n * 2 // TILE_COLUMNS), -(-n // TILE_COLUMNS)  # column tiles of both projections, and of one
     row_tiles = -(-d // TILE_ROWS)  # of a weight gradient
     block_tiles = -(-columns // TILE_COLUMNS)
 
     layer = shape_key(num_rows, dtype, d=d, n=n, E=num_experts)
-    combined = shape_key(num_tokens * slots, dtype, d=d, columns=columns, K=slots)
 
     def tiled(kernel, run, by_row, *tiles):
         if mma:
@@ -113,14 +107,11 @@ def tuning_cases(operands: Operands, kernels: Kernels = hopper) -> list[Case]:
         default = heuristic(TileTuning, kernel, layer)
         return Case(kernel, layer, partial(run, kernels), by_row, orders(default, *tiles))
 
-    combines = (heuristic(CombineTuning, "combine", combined), *(CombineTuning(*values) for values in _COMBINES))
-    combines = _distinct(combines, lambda t: (t.blocks_per_sm, min(t.rows_in_flight, slots)))
     column_blocks = (heuristic(ColumnBlock, "column_block", layer), ColumnBlock(256))
     column_blocks = _distinct(column_blocks, lambda t: block_width(d, t.columns))
     cases = [
         tiled("up_projection", _up_projection, True, tiles, narrow),
         tiled("down_projection", _down_projection, True, tiles, block_tiles),
-        Case("combine", combined, partial(_combine, kernels), False, combines),
         tiled("down_backward", _down_backward, True, tiles, wide),
         tiled("down_weight_gradients", _down_weight_gradients, False, row_tiles, wide),
         tiled("up_weight_gradients", _up_weight_gradients, False, row_tiles, narrow),
@@ -163,10 +154,6 @@ def _up_projection(kernels, tuning, o: Operands):
 
 def _down_projection(kernels, tuning, o: Operands):
     return kernels.down_projection(o.hidden, o.w_down, None, o.dispatch, 0, o.block.shape[1], tuning=tuning)
-
-
-def _combine(kernels, tuning, o: Operands):
-    return kernels.combine(o.block, o.dispatch.token_index_map, o.weights, o.x, 0, tuning=tuning)
 
 
 def _down_backward(kernels, tuning, o: Operands):

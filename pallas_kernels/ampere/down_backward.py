@@ -15,6 +15,7 @@ from pallas_kernels.ampere.tuning import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.bias_part import bias_part
 from pallas_kernels.mosaic.row_groups import TileSchedule
+from pallas_kernels.mosaic.sum_in_order import sum_in_order
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.elementwise import with_gradients
 from pallas_kernels.simt.language import when
@@ -97,7 +98,7 @@ def down_backward(
         tile=tile,
     )
     of_an_expert = jnp.arange(num_rows) < groups.expert_token_offsets[-1]
-    d_row_weights = jnp.where(of_an_expert, d_row_weights.sum(0), 0)
+    d_row_weights = jnp.where(of_an_expert, sum_in_order(d_row_weights), 0)
     if b_down is not None:
         d_row_weights += bias_part(dy, b_down, groups)
     return tuple(d_pre), weighted_hidden, d_row_weights

@@ -19,6 +19,7 @@ from pallas_kernels.hopper.row_matmul import RingEnd, row_matmul
 from pallas_kernels.hopper.stores import load_columns, store_columns
 from pallas_kernels.mosaic.bias_part import bias_part
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, rows_of_tiles
+from pallas_kernels.mosaic.sum_in_order import sum_in_order
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
@@ -109,7 +110,7 @@ def down_backward(
         registers=(88, 208),
         tuning=find_tuning(TileTuning, "down_backward", tuning, shape),
     )
-    d_row_weights = rows_of_tiles(out.d_row_weights.sum(1), groups.tiles, num_rows)
+    d_row_weights = rows_of_tiles(sum_in_order(out.d_row_weights.swapaxes(0, 1)), groups.tiles, num_rows)
     if b_down is not None:
         d_row_weights += bias_part(dy, b_down, groups)
     return out.d_pre, out.weighted_hidden, d_row_weights

@@ -217,6 +217,11 @@ def count_bits(x: Int) -> Int:
     return Int(machine().count_bits(x.value))
 
 
+def lowest_bit(x: Int) -> Int:
+    """The number of the lowest bit that is set, 32 if none is."""
+    return count_bits((x - 1) & (x ^ -1))
+
+
 def permute_bytes(x: Int, order: Sequence[int]) -> Int:
     """Byte i of the result is byte `order[i]`."""
     return Int(machine().permute_bytes(x.value, list(order)))

@@ -29,8 +29,10 @@ def warp_maximum(x: Int) -> Int:
     return Int(machine().warp_maximum(x.value))
 
 
-def shuffle(x: Int, lane) -> Int:
+def shuffle(x: Any, lane) -> Any:
     """The value of another lane."""
+    if isinstance(x, Float):
+        return shuffle(x.bits(), lane).as_float()
     return Int(machine().shuffle(x.value, Int(lane).value))
 
 

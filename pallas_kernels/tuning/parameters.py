@@ -65,26 +65,6 @@ class TileTuning:
 
 
 @dataclass(frozen=True)
-class CombineTuning:
-    """Of the combine.
-
-    Attributes:
-      blocks_per_sm: blocks of 256 threads per SM that are launched, 1 to 32.
-      rows_in_flight: rows that a thread loads before it adds the first of them, 1 to 32.
-
-    Raises:
-      ValueError: a value is none of these.
-    """
-
-    blocks_per_sm: int = 8
-    rows_in_flight: int = 8
-
-    def __post_init__(self):
-        up_to_32 = tuple(range(1, 33))
-        _check(self, blocks_per_sm=up_to_32, rows_in_flight=up_to_32)
-
-
-@dataclass(frozen=True)
 class ColumnBlock:
     """Of the loop over blocks of output columns: rows of one block are alive at a time.
 
@@ -133,19 +113,18 @@ class MmaTuning:
         return self.stages * (TILE_ROWS + self.columns) * self.k_step * 2
 
 
-type Tuning = TileTuning | CombineTuning | ColumnBlock | MmaTuning
+type Tuning = TileTuning | ColumnBlock | MmaTuning
 
 MMA = "mma_"
 """What the names of the kernels for Ampere and later begin with."""
 
-KINDS: dict[str, type[TileTuning] | type[CombineTuning] | type[ColumnBlock] | type[MmaTuning]] = {
+KINDS: dict[str, type[TileTuning] | type[ColumnBlock] | type[MmaTuning]] = {
     "up_projection": TileTuning,
     "down_projection": TileTuning,
     "down_backward": TileTuning,
     "down_weight_gradients": TileTuning,
     "up_weight_gradients": TileTuning,
     "up_backward": TileTuning,
-    "combine": CombineTuning,
     "column_block": ColumnBlock,
     f"{MMA}up_projection": MmaTuning,
     f"{MMA}down_projection": MmaTuning,
@@ -160,12 +139,12 @@ BLOCK_KIB = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227, "11.0
 """Shared memory of a block by compute capability; 99 KiB for every other one."""
 
 
-def heuristic[K: TileTuning | CombineTuning | ColumnBlock | MmaTuning](kind: type[K], kernel: str, shape: str) -> K:
+def heuristic[K: TileTuning | ColumnBlock | MmaTuning](kind: type[K], kernel: str, shape: str) -> K:
     """Parameters of `kernel` for a `shape` (of `shape_key`) that no table has: so far the same for all sizes.
 
     A row tile's column tiles follow each other, so that the SMs share gathered rows and an expert's weights in the L2;
     an expert's gradient is done in stripes of 8 row tiles, which saved 2% to 7% at three sizes; all of shared memory is
-    in use; a combine of up to 8 experts a token loads all their rows at once.
+    in use.
     """
     if kind is MmaTuning:
         return mma_heuristic(kernel, shape.rpartition(",")[2], tiles=_tiles(kernel, shape))  # pyright: ignore[reportReturnType]
@@ -243,9 +222,7 @@ def tables_in_use() -> tuple:
     return _gpu(), *tuning_files.user_version()
 
 
-def find_tuning[K: TileTuning | CombineTuning | ColumnBlock | MmaTuning](
-    kind: type[K], kernel: str, own: K | None, shape: str
-) -> K:
+def find_tuning[K: TileTuning | ColumnBlock | MmaTuning](kind: type[K], kernel: str, own: K | None, shape: str) -> K:
     """The parameters of a call: `own` if there are, else the user's, else the package's, else the heuristic.
 
     Args:

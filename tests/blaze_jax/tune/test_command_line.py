@@ -96,8 +96,9 @@ def portable_dispatch(experts, num_experts):
 
 @pytest.mark.default_sets(0)
 def test_the_whole_command_with_portable_kernels(capsys, monkeypatch, tmp_path):
+    names = (*NAMES, "combine")  # which a column block is timed with
     kernels = SimpleNamespace(
-        **{name: portable(name) for name in NAMES}, dispatch=portable_dispatch, unsupported=hopper.unsupported
+        **{name: portable(name) for name in names}, dispatch=portable_dispatch, unsupported=hopper.unsupported
     )
     monkeypatch.setitem(FAMILIES, "hopper", kernels)
     monkeypatch.setattr("blaze_jax.tune.__main__.nvidia_gpu", lambda: "NVIDIA H200")
@@ -126,6 +127,6 @@ def test_tuning_on_the_gpu(capsys, monkeypatch, tmp_path, family):
     tunings, problems = read_tunings(file, parse)
     assert problems == []
     mma = {name for name in KINDS if name.startswith(MMA)}
-    assert {kernel for _, kernel, _ in tunings} == ({*mma, "combine"} if family == "ampere" else set(NAMES))
+    assert {kernel for _, kernel, _ in tunings} == (mma if family == "ampere" else set(NAMES))
     (entries,) = json.loads(file.read_text())["tunings"].values()
     assert all(e["measured"]["us"] > 0 for shapes in entries.values() for e in shapes.values())

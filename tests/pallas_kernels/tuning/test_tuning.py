@@ -6,18 +6,15 @@ import re
 from dataclasses import asdict
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels import hopper, xla
 from pallas_kernels.ampere.tuning import default_tile
-from pallas_kernels.simt import language as simt
 from pallas_kernels.tuning import files as tuning_files
 from pallas_kernels.tuning.parameters import (
     H200,
     KINDS,
     ColumnBlock,
-    CombineTuning,
     MmaTuning,
     TileTuning,
     block_kib,
@@ -28,7 +25,6 @@ from pallas_kernels.tuning.parameters import (
     parse,
     shape_key,
 )
-from tests.numerics import assert_same_bits
 
 GPU = nvidia_gpu() or H200
 SHAPE = shape_key(196608, "bfloat16", d=1536, n=256, E=128)
@@ -86,9 +82,9 @@ def test_entries_of_other_shapes_kernels_and_gpus_do_not_count(user_file):
 def test_what_is_written_is_read_again_and_nothing_is_lost(user_file):
     tuning_files.add_tunings(user_file, {(GPU, "up_projection", SHAPE): entry(WIDE)})
     assert find() == WIDE
-    tuning_files.add_tunings(user_file, {(GPU, "combine", SHAPE): entry(CombineTuning(8, 4))})
+    tuning_files.add_tunings(user_file, {(GPU, "column_block", SHAPE): entry(ColumnBlock(256))})
     os.utime(user_file, ns=(0, 0))  # clocks of some file systems are coarse
-    assert find_tuning(CombineTuning, "combine", None, SHAPE) == CombineTuning(8, 4)
+    assert find_tuning(ColumnBlock, "column_block", None, SHAPE) == ColumnBlock(256)
     assert find() == WIDE
 
 
@@ -133,7 +129,6 @@ def test_a_folder_in_the_files_place_is_a_warning(user_file):
         ),
         ("up_projection", {"stages": 4}, "the parameters of up_projection must be stages, minor_dim, tile_width"),
         ("up_projection", None, "got None"),
-        ("combine", {"blocks_per_sm": 0, "rows_in_flight": 8}, "blocks_per_sm=0 must be one of 1, 2"),
         (
             "mma_up_backward",
             {"columns": 64, "k_step": 64, "stages": 3, "abreast": 1},
@@ -163,8 +158,8 @@ def test_where_the_users_file_is(monkeypatch, tmp_path):
 
 
 def test_parameters_of_another_kind_are_refused():
-    with pytest.raises(ValueError, match=r"tuning=CombineTuning\(.*\) of up_projection must be a TileTuning or None"):
-        find(CombineTuning())
+    with pytest.raises(ValueError, match=r"tuning=ColumnBlock\(.*\) of up_projection must be a TileTuning or None"):
+        find(ColumnBlock())
 
 
 def test_rows_are_rounded_to_powers_of_two_and_nothing_else_is():
@@ -181,28 +176,14 @@ def test_the_packages_files_are_valid(path):
     assert problems == []
     for gpu, kernel, shape in tunings:
         assert gpu.startswith("NVIDIA ")
-        sizes = r"d=\d+,columns=\d+,K=\d+" if kernel == "combine" else r"d=\d+,n=\d+,E=\d+"
-        assert re.fullmatch(rf"rows=2\^\d+,{sizes},(bfloat16|float16|float32)", shape), shape
+        assert kernel in KINDS
+        assert re.fullmatch(r"rows=2\^\d+,d=\d+,n=\d+,E=\d+,(bfloat16|float16|float32)", shape), shape
 
 
 def test_the_package_has_a_file_for_the_h200():
     assert "h200.json" in [path.name for path in tuning_files.package_files()]
     assert json.loads(tuning_files.package_files()[0].read_text())["format"] == tuning_files.FORMAT
     assert set(KINDS) >= {name for _, name, _ in tuning_files.package_tunings(parse)}
-
-
-@pytest.mark.parametrize("tuning", [CombineTuning(1, 1), CombineTuning(2, 3), CombineTuning(1, 16)])
-def test_the_combines_bits_do_not_depend_on_its_tuning(tuning):
-    rng = np.random.default_rng(0)
-    rows = jnp.asarray(rng.standard_normal((20, 8)), jnp.bfloat16)
-    positions = jnp.asarray(rng.integers(0, 24, (9, 5), np.int32))
-    weights, before = jnp.asarray(rng.random((9, 5)), jnp.float32), jnp.zeros((9, 8), jnp.bfloat16)
-    with simt.interpreted():
-        expected, out = (
-            hopper.combine(rows, positions, weights, before, 0, blocks=2, tuning=t) for t in (CombineTuning(), tuning)
-        )
-    assert_same_bits(out, expected)
-    assert np.abs(np.asarray(out, np.float32)).max() > 0.5
 
 
 @pytest.mark.parametrize(
