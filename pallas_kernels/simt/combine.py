@@ -33,7 +33,7 @@ def combine(
 ) -> Float[Array, "T d"]:
     """Sums each token's rows in float32, in slot order, into columns of `out`, in place; see the portable twin.
 
-    A warp owns 256 columns of a token at a time. Its lanes find out which slots have a row, 32 of them at once, and load
+    A warp owns 256 columns of a token at a time. Its lanes find the slots that have a row, 32 of them at once, and load
     just those rows, a few together. Rows are bfloat16 or float16, `out` has the same type, and `first_column` and all
     widths are multiples of 8. No result depends on `blocks`, thread blocks of the launch.
     """
