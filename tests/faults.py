@@ -122,6 +122,9 @@ FAULTS = [
     Fault(f"{HOPPER}/row_matmul.py", "is_one, number = number < tiles,", "is_one, number = number <= tiles,", QUEUE),
     Fault(f"{SIMT}/combine.py", "addend.load_vector(Long(token) * width + column, COLUMNS).wide()", "sums", f"{KERNELS}/test_combine.py"),
     Fault(f"{XLA}/combine.py", "jnp.zeros(shape, wide) if addend is None else addend.astype(wide)", "jnp.zeros(shape, wide)", f"{KERNELS}/test_combine.py"),
+    Fault(f"{SIMT}/combine.py", "values = select(is_slot, values, Vector.zeros(rows.kind, COLUMNS))", "pass", f"{KERNELS}/simt/test_combine.py"),
+    Fault(f"{SIMT}/combine.py", "select(is_slot, shuffle(factor, slot), 0.0)", "shuffle(factor, slot)", f"{KERNELS}/simt/test_combine.py"),
+    Fault(f"{SIMT}/combine.py", "counts = counts | ~factor.equals(factor)", "pass", f"{KERNELS}/simt/test_combine.py"),
     Fault(f"{SIMT}/combine.py", "lanes_where(counts & (lane < size))", "lanes_where(counts)", f"{KERNELS}/test_combine.py {KERNELS}/simt/test_combine.py"),
     Fault(f"{HOPPER}/row_matmul.py", "if refs.used is None else refs.used[0]\n", "if refs.used is None else refs.used[0] - 1\n", QUEUE),
     # the kernels for Ampere, interpreted

@@ -58,3 +58,16 @@ def test_a_nan_weight_shows_where_all_slots_beside_it_are_empty(running, options
         out = hopper.combine(values, positions, weights, before, 8, **options)
     nan = np.isnan(np.asarray(out[:, 8:32], np.float32))
     assert np.flatnonzero(nan.all(1)).tolist() == np.flatnonzero(nan.any(1)).tolist() == [7]
+
+
+@pytest.mark.parametrize(("running", "options"), RUNS)
+def test_rows_of_nobody_do_not_count(running, options):
+    values, positions, weights, before = problem("bfloat16", slots=6)
+    positions = jnp.where(positions == len(values) - 1, len(values), positions)
+    arguments = positions, weights.at[3, 0].set(jnp.inf), before, 8
+    with running():
+        out = hopper.combine(values.at[-1].set(jnp.nan), *arguments, **options)
+    found, expected = (np.asarray(a, np.float32) for a in (out, xla.combine(values, *arguments)))
+    assert not np.isnan(found).any()
+    assert np.isinf(expected).any()
+    np.testing.assert_array_equal(np.isinf(found), np.isinf(expected))
