@@ -128,6 +128,23 @@ def kernel_hashes(lowered: jax.stages.Lowered) -> list[bytes]:
     return [kernel["kernel_hash"].value_bytes for _, kernel in _kernels(lowered.compiler_ir("stablehlo"))]
 
 
+def kernel_texts(lowered: jax.stages.Lowered) -> list[str]:
+    """The text of every Mosaic GPU kernel that a lowered program holds, the same whenever the same kernel is lowered.
+
+    Hashes are not: jax 0.11 numbers the kernels of one name for its dumps, and the number is in what it hashes.
+    """
+
+    def text(kernel: dict[str, Any]) -> str:
+        module = ir.Module.parse(kernel["module"].value_bytes)
+        del module.operation.attributes["mosaic_gpu.dump_basename"]
+        return str(module)
+
+    program: Any = lowered.compiler_ir("stablehlo")
+    with program.context as context:
+        context.allow_unregistered_dialects = True  # a kernel is stored in a dialect of its own, which has no code
+        return [text(kernel) for _, kernel in _kernels(program)]
+
+
 def mark_kernels_as_new(lowered: jax.stages.Lowered) -> int:
     """Renames a lowered program and its Mosaic GPU kernels, equal ones alike, and counts the different kernels.
 

@@ -12,7 +12,7 @@ from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.tune.cases import make_operands, mma_candidates, orders, tuning_cases
 from pallas_kernels import ampere, hopper
-from pallas_kernels.compile_only import compile_for_gpu, kernel_hashes
+from pallas_kernels.compile_only import compile_for_gpu, kernel_texts
 from pallas_kernels.tuning import files as tuning_files
 from pallas_kernels.tuning.parameters import H200, KINDS, MMA, TileTuning, mma_heuristic, nvidia_gpu
 
@@ -57,10 +57,10 @@ def test_a_kernel_with_fewer_slots_lowers_for_cuda():
 
 
 def program(case, tuning) -> str:
-    """The traced program; where its functions lie in memory is no part of it. Of threads, hashes of kernels."""
+    """The traced program without addresses of functions; of threads, the text of the kernels it is lowered to."""
     if case.kernel.startswith(MMA):
         run = jax.jit(partial(case.run, tuning))
-        return str(kernel_hashes(run.trace(OPERANDS).lower(lowering_platforms=("cuda",))))
+        return str(kernel_texts(run.trace(OPERANDS).lower(lowering_platforms=("cuda",))))
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(partial(case.run, tuning))(OPERANDS)))
 
 
