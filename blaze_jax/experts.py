@@ -26,7 +26,8 @@ from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
 from blaze_jax.token_ranges import token_ranges
-from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes
+from blaze_jax.warn import warn_once
+from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes, when_lowered_unsplit
 from pallas_kernels.contract import accumulator_dtype
 
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -196,6 +197,7 @@ def _compute(
 
     ranges = None
     if transport is HERE:
+        experts = when_lowered_unsplit(_warn_of_unsplit, experts)
         row_bytes = params.w_down.shape[1] * x.dtype.itemsize
         ranges = token_ranges(experts.shape[0], experts.shape[1], num_experts, row_bytes)
 
@@ -224,6 +226,13 @@ def _compute(
     parts, shards = vary_over((parts, shards), varying_axes(parts, shards))
     outputs = experts_output(settings, token, parts, shards)
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
+
+
+def _warn_of_unsplit(devices: int) -> None:
+    warn_once(
+        f"the experts are compiled for {devices} devices, each of which computes all tokens, because XLA does not "
+        "split them: say which mesh axes do, by Parallelism(mesh, data=...) for moe or a module, or by jax.shard_map"
+    )
 
 
 def _with_part(experts: Int[Array, "T K"], num_experts: int, parts: int) -> tuple[Int[Array, "T K"], int]:

@@ -12,7 +12,7 @@ from blaze_jax.checks import as_array, shown
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
-from blaze_jax.layer_over_devices import is_inside_shard_map, moe_over_devices
+from blaze_jax.layer_over_devices import is_inside_shard_map, moe_over_devices, over_automatic_axes
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.router_logits import router_logits
 from blaze_jax.routing import AxisName, Routing, route_and_group
@@ -84,9 +84,10 @@ def moe(
         step inside `jax.shard_map` warns.
       parallel: which axes of a mesh split tokens, experts and parameters, for the whole layer to run on its devices.
         Inside `jax.shard_map` over all of its axes, `x` and `params` are what this device has: tokens are split over
-        all of the axes, parameters as `parallel.specs` says.
+        all of the axes, parameters as `parallel.specs` says. With None, tokens are split as their type says on a mesh
+        with explicit axes, and over all axes of one with automatic axes.
       experts: what computes the experts, called as `expert_ffn` is here. That function itself takes up the pairs that
-        the router's kernels have grouped; another one groups them anew.
+        the router's kernels have grouped, and tokens split over automatic axes; another one groups and splits anew.
 
     Returns:
       `(y, routing)`: the output in the shape and dtype of `x`, and what the router decided, over the leading dimensions
@@ -103,9 +104,13 @@ def moe(
         if axis_name is not None or experts is not expert_ffn:
             raise ValueError("parallel takes the place of axis_name, and no other experts can be given with it")
         params = _checked_parameters(params, config, x, parallel if is_inside_shard_map(parallel) else None)
+    else:
+        params = _checked_parameters(params, config, x)
+        if axis_name is None and experts is expert_ffn:
+            parallel = over_automatic_axes(x, params)
+    if parallel is not None:
         y, routing = moe_over_devices(x, params, config, selection_bias, train, parallel)
         return y, routing._replace(weighted_losses=auxiliary_losses(routing, config))
-    params = _checked_parameters(params, config, x)
     if train and axis_name is None:
         _warn_inside_shard_map()
     mesh = explicit_mesh(x, params)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jaxtyping import Array, Float
 
 from blaze_jax.checks import as_array
@@ -21,7 +21,7 @@ from blaze_jax.router import Router
 from blaze_jax.router_logits import router_logits
 from blaze_jax.routing import Routing, route_and_group
 from blaze_jax.shared_experts import shared_experts
-from pallas_kernels.compat import vary_over, varying_axes
+from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT
 
 type Specs = Mapping[str, P]
@@ -37,6 +37,23 @@ def is_inside_shard_map(parallel: Parallelism) -> bool:
             f"jax.shard_map is over {', '.join(inside)} but not over {missing}: it must be over all or none"
         )
     return bool(inside)
+
+
+def over_automatic_axes(*arrays) -> Parallelism | None:
+    """Tokens split over all automatic axes of the mesh on which `arrays` are, or that `jax.set_mesh` has set.
+
+    XLA itself splits neither kernels nor loops over experts: every device would compute all tokens.
+
+    Returns:
+      None without such a mesh, inside `jax.shard_map`, beside explicit axes, and where sizes are symbolic. Axes over
+      which an enclosing `vmap` splits its examples (`spmd_axis_name`) are left to it.
+    """
+    meshes = [jax.typeof(array).sharding.mesh for array in jax.tree.leaves(arrays)]
+    mesh = next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.axis_names), None)
+    if mesh is None or set(mesh.axis_types) != {AxisType.Auto} or has_symbolic_sizes(arrays):
+        return None
+    axes = tuple(axis for axis in mesh.axis_names if axis not in axes_of_vmap())
+    return Parallelism(mesh, data=axes) if math.prod(mesh.shape[axis] for axis in axes) > 1 else None
 
 
 def moe_over_devices(

@@ -109,7 +109,7 @@ class MoE(nnx.Module):
 
         losses = routing.weighted_losses.items()
         sown = [self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]
-        if not all(sown):
+        if any(was is False for was in sown):  # to `nnx.tabulate` it is a traced value
             warn_of_lost_losses(train, routing, "call the model through nnx.capture(..., blaze_jax.nnx.AuxiliaryLoss)")
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)

@@ -1,5 +1,6 @@
 """What differs between jax releases, or is not yet part of its documented interface, in one place."""
 
+import math
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
@@ -9,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 from jax import lax
-from jax._src import config
+from jax._src import config, core
 from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation  # not in `jax.core`
 from jax._src.pallas import mpmd
+from jax._src.sharding_impls import ShardingContext
 from jax.core import ShapedArray
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.export import is_symbolic_dim
@@ -25,6 +27,11 @@ launch_with_aliases = mpmd._mpmd_map
 def varying_axes(*arrays) -> frozenset[str]:
     """Mesh axes of an enclosing `jax.shard_map` over which any of `arrays` differs from device to device."""
     return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)))
+
+
+def axes_of_vmap() -> frozenset[str]:
+    """Mesh axes over which an enclosing `vmap` splits its examples (`spmd_axis_name`)."""
+    return core.get_axis_env().spmd_axis_names
 
 
 def vary_over(tree, axes: frozenset[str]):
@@ -123,6 +130,14 @@ def when_a_kernel_is_lowered(call: Callable[[bytes, Callable[[], Any]], None]) -
     core._mosaic_gpu_lowering_rule = lower_and_call
 
 
+def when_lowered_unsplit(call: Callable[[int], None], integers: jax.Array) -> jax.Array:
+    """`integers`; `call(devices)` where a program with them is lowered for several devices that share no manual axis.
+
+    That is known only then: outside `jax.shard_map`, and inside one over some axes, a type need not tell of a mesh.
+    """
+    return _lowered.bind(integers, call=call)
+
+
 def has_symbolic_sizes(*arrays) -> bool:
     """Whether a size of any of `arrays` is symbolic, as in `jax.export` for any batch size."""
     return any(is_symbolic_dim(size) for array in jax.tree.leaves(arrays) for size in array.shape)
@@ -202,6 +217,17 @@ def _batch_if_used(arrays, axes, *, full, reduced):
     return outs, [0] * len(outs)
 
 
+def _lower_and_tell(context, array, *, call):
+    where = context.module_context.axis_context
+    if isinstance(where, ShardingContext):
+        devices = where.num_devices
+    else:
+        devices = math.prod(where.mesh.shape[axis] for axis in set(where.mesh.axis_names) - where.manual_axes)
+    if devices > 1:
+        call(devices)
+    return [array]
+
+
 def _no_elements(*_, **__):
     return jnp.zeros(0, jnp.float32)
 
@@ -242,6 +268,12 @@ batching.primitive_batchers[_undifferentiable] = lambda arrays, axes, error: (
     undifferentiable(error, arrays[0]),
     axes[0],
 )
+
+_lowered = Primitive("when_lowered_unsplit")
+_lowered.def_abstract_eval(lambda array, **_: array)
+_lowered.def_impl(lambda array, **_: array)
+mlir.register_lowering(_lowered, _lower_and_tell)
+batching.primitive_batchers[_lowered] = lambda arrays, axes, call: (when_lowered_unsplit(call, *arrays), *axes)
 
 _token, _tangent_of_token = Primitive("reverse_mode_token"), Primitive("tangent_of_reverse_mode_token")
 for _primitive in (_token, _tangent_of_token):

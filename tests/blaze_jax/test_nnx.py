@@ -102,6 +102,11 @@ def test_sows_under_capture_only():
     assert int(jax.tree.leaves(statistics["tokens_per_expert"])[0].sum()) == 60
 
 
+def test_nnx_tabulates_the_layer():
+    module = MoE(WIDTH, CONFIGS["plain"], rngs=nnx.Rngs(0))
+    assert "w_router" in nnx.tabulate(module, random_tokens(3))
+
+
 @pytest.mark.default_sets(0)
 def test_selection_bias_moves_in_training_as_in_linen():
     config, x = CONFIGS["everything"], random_tokens(30)

@@ -1,0 +1,144 @@
+"""Meshes with automatic axes, as `jax.sharding.Mesh` has: every device computes its own tokens, or it is warned of."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import Mesh, NamedSharding
+
+from blaze_jax import MoEConfig, expert_ffn, moe
+from blaze_jax.layer_observer import observed_layers
+from blaze_jax.warn import warn_once
+from tests.expert_problems import apply, make_problem
+from tests.layers import CONFIGS, layer, random_parameters, random_tokens
+from tests.numerics import assert_close
+from tests.routings import random_experts
+
+MESH = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("data", "model"))
+SPLIT, WHOLE = P("data"), P()
+EACH_COMPUTES_ALL = "the experts are compiled for {} devices, each of which computes all tokens"
+
+
+def put(tree, spec):
+    """The arrays on the mesh, or where they were."""
+    return tree if spec is None else jax.device_put(tree, NamedSharding(MESH, spec))
+
+
+def gradients(config, params, x):
+    bias = jnp.linspace(-0.1, 0.1, 6) if config.has_selection_bias else None
+
+    def loss(params, x):
+        y, routing = moe(x, params, config, selection_bias=bias, train=True)
+        return jnp.square(y).mean() + sum(routing.weighted_losses.values()), (y, routing)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "parameters"),
+    [
+        ("everything", SPLIT, WHOLE),
+        ("plain", P(None, ("data", "model")), None),
+        ("plain", None, None),
+        ("rounded", SPLIT, WHOLE),
+    ],
+    ids=str,
+)
+def test_layer(name, tokens, parameters):
+    config, x = CONFIGS[name], random_tokens(4, 16)
+    params = random_parameters(config, use_bias=True)
+    with jax.set_mesh(MESH), observed_layers() as layers:
+        out = gradients(config, put(params, parameters), put(x, tokens))
+    assert {traced.num_tokens for traced in layers} == {4 * 16 // 8}
+    assert_close(out, gradients(config, params, x))
+
+
+@pytest.mark.default_sets(0)
+def test_mesh_is_that_of_the_arrays():
+    config, few = CONFIGS["plain"], random_tokens(5)  # so that three of eight devices have padding
+    params = random_parameters(config)
+    with observed_layers() as layers:
+        jax.jit(moe, static_argnums=2).trace(put(random_tokens(8), SPLIT), params, config)
+        out = jax.jit(moe, static_argnums=2)(few, put(params, WHOLE), config)
+    assert {traced.num_tokens for traced in layers} == {1}
+    assert_close(out, layer(few, params, config))
+
+
+@pytest.mark.parametrize(("axis", "tokens"), [(None, 1), ("data", 4), (("data", "model"), 8)])
+@pytest.mark.default_sets(0)
+def test_examples_that_vmap_splits_are_not_split_again(axis, tokens):
+    config, x = CONFIGS["plain"], random_tokens(8, 8)
+    params = random_parameters(config)
+
+    def loss(params, x):
+        return jnp.square(jax.vmap(lambda x: moe(x, params, config)[0], spmd_axis_name=axis)(x)).sum()
+
+    warn_once.cache_clear()
+    with observed_layers() as layers:
+        step = jax.jit(jax.grad(loss)).trace(put(params, WHOLE), put(x, P(axis)))
+        if axis == ("data", "model"):  # the examples' loop is what XLA cannot split
+            with pytest.warns(UserWarning, match=EACH_COMPUTES_ALL.format(8)):
+                step.lower()
+            return
+        out = step.lower().compile()(put(params, WHOLE), put(x, P(axis)))
+    assert {traced.num_tokens for traced in layers} == {tokens}
+    assert_close(out, jax.jit(jax.grad(loss))(params, x))
+
+
+def placed_in_jit(config, params, x):
+    """The sharding is said to `jax.jit` alone, of arrays of numpy."""
+    everywhere = [NamedSharding(MESH, WHOLE), NamedSharding(MESH, SPLIT)]
+    run = jax.jit(lambda params, x: moe(x, params, config)[0], in_shardings=everywhere)
+    return run, (jax.tree.map(np.asarray, params), np.asarray(x))
+
+
+def experts_alone(*_):
+    problem = make_problem(random_experts(32, 2, range(6)), 6)
+    arguments = (problem.x, problem.params, problem.weights, problem.experts)
+    return jax.jit(partial(apply, expert_ffn)), tuple(map(put, arguments, (SPLIT, WHOLE, SPLIT, SPLIT)))
+
+
+def experts_of_ones_own(config, params, x):
+    run = jax.jit(lambda params, x: moe(x, params, config, experts=lambda *a, **k: expert_ffn(*a, **k))[0])
+    return run, (put(params, WHOLE), put(x, SPLIT))
+
+
+def half_inside(config, params, x):
+    """Inside `jax.shard_map` over one of two axes."""
+
+    @partial(jax.shard_map, mesh=MESH, in_specs=(WHOLE, SPLIT), out_specs=SPLIT, axis_names={"data"})
+    def run(params, x):
+        return moe(x, params, config)[0]
+
+    return jax.jit(run), (params, x)
+
+
+@pytest.mark.parametrize(
+    ("make", "devices"), [(placed_in_jit, 8), (experts_alone, 8), (experts_of_ones_own, 8), (half_inside, 2)]
+)
+def test_devices_that_all_compute_the_same_are_warned_of(make, devices):
+    config = CONFIGS["plain"]
+    run, arguments = make(config, random_parameters(config), random_tokens(8))
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=EACH_COMPUTES_ALL.format(devices)):
+        run.lower(*arguments)
+
+
+@pytest.mark.default_sets(0)
+def test_hopper_kernels_lower_on_each_devices_tokens():
+    config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=64, implementation="mosaic_gpu")
+    shapes = {name: parameter.shape for name, parameter in config.parameters(128).items()}
+
+    def shaped(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(MESH, spec))
+
+    params = {name: shaped(shape, WHOLE) for name, shape in shapes.items()}
+    step = jax.jit(lambda params, x: moe(x, params, config)[0])
+    with observed_layers() as layers:
+        text = step.trace(params, shaped((64, 128), SPLIT)).lower(lowering_platforms=("cuda",)).as_text()
+    assert {traced.num_tokens for traced in layers} == {8}
+    assert "moe_router" in text
+    assert "moe_up_projection" in text
