@@ -45,6 +45,7 @@ ON_AMPERE = f"{KERNELS}/ampere/test_as_every_family.py"
 TILES, EDGES, FLOAT32 = (f"{KERNELS}/ampere/test_{name}.py" for name in ("tiles", "edges", "float32"))
 
 PARALLEL = f"{MODULES}/test_parallelism.py"
+AUTOMATIC = f"{MODULES}/test_automatic_mesh.py"
 PIECES, EXCHANGE, RANGES = (f"{MODULES}/test_{name}.py" for name in ("pieces", "exchange", "token_ranges"))
 
 # fmt: off
@@ -213,6 +214,11 @@ FAULTS = [
     Fault(f"{LAYER}/linen.py", 'self.sow("losses", name, loss)', 'self.sow("losses", name, 2 * loss)', f"{MODULES}/test_linen.py"),
     Fault(f"{LAYER}/linen.py", "x = in_common_dtype(x, self.dtype, self.param_dtype)", "x = x", f"{MODULES}/test_linen.py"),
     Fault(f"{LAYER}/explicit_mesh.py", "axes = token_axes(x) if x.ndim > 1 else ()\n    return jax.lax.reshape(", "axes = ()\n    return jax.lax.reshape(", f"{MODULES}/test_explicit_mesh.py"),
+    Fault(f"{LAYER}/layer_over_devices.py", "Parallelism(mesh, data=axes) if", "None if", AUTOMATIC),
+    Fault(f"{LAYER}/layer_over_devices.py", "(*meshes, jax.sharding.get_abstract_mesh())", "meshes", AUTOMATIC),
+    Fault(f"{LAYER}/layer_over_devices.py", " if axis not in axes_of_vmap()", "", AUTOMATIC),
+    Fault(f"{LAYER}/experts.py", "experts = when_lowered_unsplit(_warn_of_unsplit, experts)", "pass", AUTOMATIC),
+    Fault(f"{LAYER}/nnx.py", "any(was is False for was in sown)", "not all(sown)", f"{MODULES}/test_nnx.py"),
 ]
 # fmt: on
 
