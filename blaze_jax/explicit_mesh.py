@@ -11,12 +11,23 @@ from jax import P
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import Array, Float
 
+from pallas_kernels.compat import axes_of_vmap
+
 
 def explicit_mesh(*arrays) -> AbstractMesh | None:
-    """The mesh with explicit axes that one of `arrays` is on, or that `jax.set_mesh` has set; None without one."""
+    """The mesh with explicit axes that one of `arrays` is on, or that `jax.set_mesh` has set; None without one.
+
+    Raises:
+      NotImplementedError: an enclosing `vmap` takes its examples from devices along one of these axes.
+    """
     meshes = [jax.typeof(array).sharding.mesh for array in jax.tree.leaves(arrays)]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
-        if _explicit_axes(mesh):
+        if axes := explicit_axes(mesh):
+            if split := ", ".join(sorted(axes & axes_of_vmap())):
+                raise NotImplementedError(
+                    f"vmap over examples that are split over the explicit mesh axis {split}: call the layer without "
+                    "vmap, since tokens may have any leading dimensions, or put the vmap inside jax.shard_map"
+                )
             return mesh
     return None
 
@@ -57,7 +68,7 @@ def per_device(function: Callable, mesh: AbstractMesh, axes: tuple[str, ...], by
         mesh=mesh,
         in_specs=(spec, P()),
         out_specs=out_specs(spec),
-        axis_names=_explicit_axes(mesh),
+        axis_names=explicit_axes(mesh),
         check_vma=False,  # with it jax 0.12 cannot differentiate the error function of a GELU
     )
     return jax.jit(run)(reshard(by_token, mesh, axes), reshard(shared, mesh))  # call by call it would take minutes
@@ -82,6 +93,6 @@ def restore_shape(y: Float[Array, "T d"], x: Float[Array, "... d"], mesh: Abstra
     return jax.sharding.reshard(y, NamedSharding(mesh, P(*jax.typeof(x).sharding.spec)))
 
 
-def _explicit_axes(mesh) -> set[str]:
+def explicit_axes(mesh) -> set[str]:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name for name, kind in kinds if kind == AxisType.Explicit}

@@ -85,7 +85,7 @@ def moe(
       parallel: which axes of a mesh split tokens, experts and parameters, for the whole layer to run on its devices.
         Inside `jax.shard_map` over all of its axes, `x` and `params` are what this device has: tokens are split over
         all of the axes, parameters as `parallel.specs` says. With None, tokens are split as their type says on a mesh
-        with explicit axes, and over all axes of one with automatic axes.
+        whose axes are all explicit, and over all axes of any other.
       experts: what computes the experts, called as `expert_ffn` is here. That function itself takes up the pairs that
         the router's kernels have grouped, and tokens split over automatic axes; another one groups and splits anew.
 

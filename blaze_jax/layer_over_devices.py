@@ -15,7 +15,7 @@ from blaze_jax.checks import as_array
 from blaze_jax.config import MoEConfig
 from blaze_jax.exchange import gather_shards
 from blaze_jax.experts import experts_over_devices
-from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, restore_shape
+from blaze_jax.explicit_mesh import explicit_axes, explicit_mesh, flatten_tokens, restore_shape
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.router import Router
 from blaze_jax.router_logits import router_logits
@@ -40,17 +40,17 @@ def is_inside_shard_map(parallel: Parallelism) -> bool:
 
 
 def over_automatic_axes(*arrays) -> Parallelism | None:
-    """Tokens split over all automatic axes of the mesh on which `arrays` are, or that `jax.set_mesh` has set.
+    """Tokens split over all axes of the mesh of `arrays`, or of `jax.set_mesh`, if one of them is automatic.
 
     XLA itself splits neither kernels nor loops over experts: every device would compute all tokens.
 
     Returns:
-      None without such a mesh, inside `jax.shard_map`, beside explicit axes, and where sizes are symbolic. Axes over
-      which an enclosing `vmap` splits its examples (`spmd_axis_name`) are left to it.
+      None without such a mesh, inside `jax.shard_map`, and where sizes are symbolic. Axes over which an enclosing
+      `vmap` splits its examples are left to it.
     """
     meshes = [jax.typeof(array).sharding.mesh for array in jax.tree.leaves(arrays)]
     mesh = next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.axis_names), None)
-    if mesh is None or set(mesh.axis_types) != {AxisType.Auto} or has_symbolic_sizes(arrays):
+    if mesh is None or mesh.manual_axes or AxisType.Auto not in mesh.axis_types or has_symbolic_sizes(arrays):
         return None
     axes = tuple(axis for axis in mesh.axis_names if axis not in axes_of_vmap())
     return Parallelism(mesh, data=axes) if math.prod(mesh.shape[axis] for axis in axes) > 1 else None
@@ -104,8 +104,13 @@ def moe_over_devices(
 
 
 def _placed(array: Array, spec: P, mesh) -> Array:
-    """On a mesh with explicit axes, where it has to be said."""
-    return array if mesh is None else jax.sharding.reshard(array, NamedSharding(mesh, spec))
+    """On a mesh with explicit axes, where it has to be said; of automatic axes beside them it must not be."""
+    if mesh is None:
+        return array
+    explicit = explicit_axes(mesh)
+    names = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    said = (tuple(name for name in entry if name in explicit) or None for entry in names)
+    return jax.sharding.reshard(array, NamedSharding(mesh, P(*said)))
 
 
 def _on_this_device(

@@ -30,8 +30,9 @@ def varying_axes(*arrays) -> frozenset[str]:
 
 
 def axes_of_vmap() -> frozenset[str]:
-    """Mesh axes over which an enclosing `vmap` splits its examples (`spmd_axis_name`)."""
-    return core.get_axis_env().spmd_axis_names
+    """Mesh axes over which an enclosing `vmap` splits its examples, explicitly or as `spmd_axis_name` says."""
+    environment = core.get_axis_env()
+    return environment.spmd_axis_names | environment.explicit_mesh_axis_names
 
 
 def vary_over(tree, axes: frozenset[str]):

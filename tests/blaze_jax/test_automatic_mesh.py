@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from blaze_jax import MoEConfig, expert_ffn, moe
+from blaze_jax import MoEConfig, Parallelism, expert_ffn, moe
 from blaze_jax.layer_observer import observed_layers
 from blaze_jax.warn import warn_once
 from tests.expert_problems import apply, make_problem
@@ -22,16 +22,16 @@ SPLIT, WHOLE = P("data"), P()
 EACH_COMPUTES_ALL = "the experts are compiled for {} devices, each of which computes all tokens"
 
 
-def put(tree, spec):
+def put(tree, spec, mesh=MESH):
     """The arrays on the mesh, or where they were."""
-    return tree if spec is None else jax.device_put(tree, NamedSharding(MESH, spec))
+    return tree if spec is None else jax.device_put(tree, NamedSharding(mesh, spec))
 
 
-def gradients(config, params, x):
+def gradients(config, params, x, parallel=None):
     bias = jnp.linspace(-0.1, 0.1, 6) if config.has_selection_bias else None
 
     def loss(params, x):
-        y, routing = moe(x, params, config, selection_bias=bias, train=True)
+        y, routing = moe(x, params, config, selection_bias=bias, train=True, parallel=parallel)
         return jnp.square(y).mean() + sum(routing.weighted_losses.values()), (y, routing)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
@@ -53,6 +53,19 @@ def test_layer(name, tokens, parameters):
     with jax.set_mesh(MESH), observed_layers() as layers:
         out = gradients(config, put(params, parameters), put(x, tokens))
     assert {traced.num_tokens for traced in layers} == {4 * 16 // 8}
+    assert_close(out, gradients(config, params, x))
+
+
+@pytest.mark.parametrize("parallel", [None, Parallelism(data="data", expert="model")], ids=["", "experts"])
+@pytest.mark.default_sets(0)
+def test_beside_explicit_axes(parallel):
+    config, x = CONFIGS["plain"], random_tokens(8)
+    params = random_parameters(config)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    with jax.set_mesh(mesh), observed_layers() as layers:
+        out = gradients(config, put(params, WHOLE, mesh), put(x, SPLIT, mesh), parallel)
+    assert {traced.num_tokens for traced in layers} == {1}
+    assert jax.typeof(out[0][1][0]).sharding.spec == P("data", None)
     assert_close(out, gradients(config, params, x))
 
 

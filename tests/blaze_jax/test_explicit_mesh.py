@@ -97,6 +97,23 @@ def test_tokens_split_in_any_way(spec):
     assert_close(np.asarray(y), np.asarray(layer(x, params, config)[0]))
 
 
+@pytest.mark.parametrize("spec", [WHOLE, P(None, "data")], ids=str)
+@pytest.mark.default_sets(0)
+def test_vmap_of_examples_that_are_not_split(spec):
+    config, x = CONFIGS["plain"], random_tokens(2, 8)
+    params = random_parameters(config)
+    expected = jax.jit(jax.vmap(lambda x: moe(x, params, config)[0]))(x)
+    with jax.set_mesh(MESH):
+        assert_close(jax.jit(jax.vmap(lambda x: moe(x, params, config)[0]))(put(x, spec)), expected)
+
+
+def test_vmap_of_split_examples_is_refused():
+    config = CONFIGS["plain"]
+    params, x = random_parameters(config), random_tokens(4, 2)
+    with jax.set_mesh(MESH), pytest.raises(NotImplementedError, match="split over the explicit mesh axis data: call"):
+        jax.eval_shape(jax.vmap(lambda x: moe(x, params, config)[0]), put(x, SPLIT))
+
+
 @pytest.mark.default_sets(0)
 def test_parameters_split_in_any_way():
     x = random_tokens(8)
