@@ -186,10 +186,14 @@ def as_tokens(x: ArrayLike) -> Float[Array, "... d"]:
     return x
 
 
-def in_common_dtype(x: Array, dtype, param_dtype) -> Array:
-    """`x` in `dtype`; for None in the common dtype of `x` and the parameters, also where jax promotes no types."""
+def in_common_dtype(x: Array, dtype: DTypeLike | None, params: Mapping[str, Array]) -> Array:
+    """`x` in `dtype`; for None in the common dtype of `x` and the experts' parameters, also where jax promotes none.
+
+    The router's do not count: it computes in float32 whatever they are.
+    """
+    given = [array.dtype for name, array in params.items() if not name.endswith("_router")]
     with jax.numpy_dtype_promotion("standard"):
-        return x.astype(dtype or jnp.promote_types(x.dtype, param_dtype))
+        return x.astype(dtype or jnp.result_type(x.dtype, *given))
 
 
 def _checked_parameters(

@@ -33,9 +33,9 @@ class MoE(nn.Module):
 
     Attributes:
       config: the layer.
-      dtype: of the computation and the output; None for the common dtype of input and parameters. Say `jnp.bfloat16`
-        for the fastest kernels: float32 parameters make the common dtype float32.
-      param_dtype: of the parameters.
+      dtype: of the computation and the output; None for the common dtype of the input and the experts' parameters. Say
+        `jnp.bfloat16` for the fastest kernels: float32 parameters make the common dtype float32.
+      param_dtype: of the parameters when they are initialised.
       use_bias: biases on all projections of the experts.
       kernel_init: initialiser of each expert's matrices.
       bias_init: initialiser of the biases.
@@ -85,7 +85,7 @@ class MoE(nn.Module):
         if self.config.has_selection_bias:
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
             bias = state.value
-        x = in_common_dtype(x, self.dtype, self.param_dtype)
+        x = in_common_dtype(x, self.dtype, params)
         y, routing = moe(
             x,
             params,

@@ -34,9 +34,9 @@ class MoE(nnx.Module):
     Args:
       model_width: d.
       config: the layer.
-      dtype: of the computation and the output; None for the common dtype of input and parameters. Say `jnp.bfloat16`
-        for the fastest kernels: float32 parameters make the common dtype float32.
-      param_dtype: of the parameters.
+      dtype: of the computation and the output; None for the common dtype of the input and the experts' parameters. Say
+        `jnp.bfloat16` for the fastest kernels: float32 parameters make the common dtype float32.
+      param_dtype: of the parameters when they are initialised.
       use_bias: biases on all projections of the experts.
       kernel_init: initialiser of each expert's matrices.
       bias_init: initialiser of the biases.
@@ -93,8 +93,8 @@ class MoE(nnx.Module):
             train = not self.deterministic
         train = check_train(train)
         warn_of_missing_train(train, self.config)
-        x = in_common_dtype(as_tokens(x), self.dtype, self.param_dtype)
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
+        x = in_common_dtype(as_tokens(x), self.dtype, params)
         bias = self.selection_bias[...] if self.config.has_selection_bias else None
         y, routing = moe(
             x,

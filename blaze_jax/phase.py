@@ -13,7 +13,7 @@ def check_train(train: bool | None) -> bool | None:
     """
     if not isinstance(train, bool | None):
         raise ValueError(
-            f"train={train} must be True, False or None, and not traced: under nn.remat or nnx.remat, make it static "
+            f"{train=} must be True, False or None, and not traced: under nn.remat or nnx.remat, make it static "
             "or give it to the module, MoE(..., train=True)"
         )
     return train

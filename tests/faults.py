@@ -212,7 +212,7 @@ FAULTS = [
     Fault(f"{LAYER}/shared_experts.py", "names = (\"shared_w_gate\", \"shared_w_up\")", "names = (\"shared_w_up\", \"shared_w_gate\")", f"{MODULES}/test_layer.py"),
     Fault(f"{LAYER}/linen.py", "if state is not None and train and", "if state is not None and", f"{MODULES}/test_linen.py"),
     Fault(f"{LAYER}/linen.py", 'self.sow("losses", name, loss)', 'self.sow("losses", name, 2 * loss)', f"{MODULES}/test_linen.py"),
-    Fault(f"{LAYER}/linen.py", "x = in_common_dtype(x, self.dtype, self.param_dtype)", "x = x", f"{MODULES}/test_linen.py"),
+    Fault(f"{LAYER}/linen.py", "x = in_common_dtype(x, self.dtype, params)", "x = x", f"{MODULES}/test_linen.py"),
     Fault(f"{LAYER}/explicit_mesh.py", "axes = token_axes(x) if x.ndim > 1 else ()\n    return jax.lax.reshape(", "axes = ()\n    return jax.lax.reshape(", f"{MODULES}/test_explicit_mesh.py"),
     Fault(f"{LAYER}/layer_over_devices.py", "Parallelism(mesh, data=axes) if", "None if", AUTOMATIC),
     Fault(f"{LAYER}/layer_over_devices.py", "(*meshes, jax.sharding.get_abstract_mesh())", "meshes", AUTOMATIC),

@@ -101,6 +101,13 @@ def test_dtype_of_the_computation(dtype, x_dtype, param_dtype, out):
     chex.assert_type(jax.tree.leaves(variables), jnp.dtype(param_dtype))
 
 
+@pytest.mark.parametrize(("dtype", "out"), [(None, "bfloat16"), ("float32", "float32")])
+def test_parameters_of_another_dtype_than_initialised(dtype, out):
+    params = random_parameters(CONFIGS["plain"], dtype="bfloat16") | {"w_router": jnp.ones((WIDTH, 6))}
+    module = MoE(CONFIGS["plain"], dtype=dtype, train=False)
+    assert jax.eval_shape(module.apply, {"params": params}, random_tokens(5, dtype="bfloat16")).dtype == out
+
+
 @pytest.mark.parametrize(
     ("train", "mutable", "moves"), [(True, True, True), (False, True, False), (False, False, False)]
 )

@@ -102,6 +102,12 @@ def test_sows_under_capture_only():
     assert int(jax.tree.leaves(statistics["tokens_per_expert"])[0].sum()) == 60
 
 
+def test_parameters_of_another_dtype_than_initialised():
+    module = MoE(WIDTH, CONFIGS["plain"], train=False, rngs=nnx.Rngs(0))
+    nnx.update(module, jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.state(module, nnx.Param)))
+    assert nnx.eval_shape(module, random_tokens(5, dtype="bfloat16")).dtype == jnp.bfloat16
+
+
 def test_nnx_tabulates_the_layer():
     module = MoE(WIDTH, CONFIGS["plain"], rngs=nnx.Rngs(0))
     assert "w_router" in nnx.tabulate(module, random_tokens(3))
