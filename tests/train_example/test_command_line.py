@@ -1,11 +1,14 @@
 """Bad input: one line that says what is wrong, exit status 2, nothing written."""
 
+import importlib
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+import train_example
 from train_example.__main__ import main
 from train_example.arguments import new_config, parse_arguments, resumed_config
 from train_example.errors import UserError
@@ -111,3 +114,9 @@ def test_resuming_refuses_other_options(name, value):
 def test_resuming_refuses_a_model_that_is_no_more(change):
     with pytest.raises(UserError, match="is of a model that this version does not have"):
         resumed_config({}, asdict(new_config({})) | change, Path("out"))
+
+
+def test_what_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs tqdm: pip install 'blaze_jax\[train\]'"):
+        importlib.reload(train_example)
