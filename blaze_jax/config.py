@@ -85,7 +85,7 @@ class MoEConfig:
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any] | str | Path) -> "MoEConfig":
-        """The layer that a `config.json` of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or gpt-oss describes.
+        """The layer that the `config.json` of a public model describes: see `blaze_jax.checkpoints.read_model`.
 
         `blaze_jax.checkpoints.read_model` says the rest, such as which of the model's layers are dense.
 

@@ -1,4 +1,4 @@
-"""Public Mixture-of-Experts checkpoints: layers of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 and gpt-oss."""
+"""Public Mixture-of-Experts checkpoints: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, Kimi-K2, GLM-4.5, gpt-oss."""
 
 from blaze_jax.checkpoints.decode import decode_float8, decode_mxfp4
 from blaze_jax.checkpoints.errors import CheckpointError, MissingExtraError

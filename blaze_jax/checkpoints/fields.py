@@ -20,14 +20,18 @@ tie_word_embeddings tokenizer_class torch_dtype torchscript transformers_version
 """
 """What transformers writes for any model, and what concerns attention, embeddings and norms."""
 
+_DEEPSEEK_V3 = """
+aux_loss_alpha ep_size kv_lora_rank num_mtp_layers num_nextn_predict_layers pretraining_tp q_lora_rank qk_head_dim
+qk_nope_head_dim qk_rope_head_dim rope_interleave seq_aux v_head_dim
+"""
+
 _OF_FAMILY = {
     "mixtral": "",
     "qwen3_moe": "max_window_layers use_sliding_window",
     "olmoe": "clip_qkv",
-    "deepseek_v3": """
-        aux_loss_alpha ep_size kv_lora_rank num_mtp_layers num_nextn_predict_layers pretraining_tp q_lora_rank
-        qk_head_dim qk_nope_head_dim qk_rope_head_dim rope_interleave seq_aux v_head_dim
-    """,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe": "num_mtp_layers num_nextn_predict_layers partial_rotary_factor use_qk_norm",
     "gpt_oss": "initial_context_length",
 }
 """What concerns other parts of a model of that family, or its losses."""

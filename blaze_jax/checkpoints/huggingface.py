@@ -19,7 +19,8 @@ class PublicModel:
     """A model as its `config.json` describes it.
 
     Attributes:
-      family: the file's model_type: mixtral, qwen3_moe, olmoe, deepseek_v3 or gpt_oss.
+      family: the file's model_type: mixtral, qwen3_moe, olmoe, deepseek_v3, kimi_k2, glm4_moe or
+        gpt_oss.
       width: d, the width of a token.
       num_layers: how many layers it has.
       dense_layers: numbers of those without experts, from 0.
@@ -38,7 +39,7 @@ class PublicModel:
 
 
 def read_model(config: Mapping[str, Any] | str | Path) -> PublicModel:
-    """Reads a `config.json` of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or gpt-oss.
+    """Reads a `config.json` of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, Kimi-K2, GLM-4.5 or gpt-oss.
 
     Auxiliary losses have the weights of the file where transformers would add them, which `output_router_logits` says,
     and no weight otherwise; the selection bias is frozen. `dataclasses.replace(model.layer, ...)` sets what else
@@ -97,6 +98,7 @@ def _qwen3_moe(fields: Fields) -> PublicModel:
 
 
 def _deepseek_v3(fields: Fields) -> PublicModel:
+    """Kimi-K2 and GLM-4.5 have its layer, too; what GLM-4.5 leaves out has one value there."""
     fields.choice("scoring_func", ["sigmoid"], "sigmoid")
     fields.choice("topk_method", ["noaux_tc"], "noaux_tc")
     fields.choice("moe_layer_freq", [1], 1)
@@ -138,6 +140,8 @@ _FAMILIES: dict[str, Callable[[Fields], PublicModel]] = {
     "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,
     "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+    "glm4_moe": _deepseek_v3,
     "gpt_oss": _gpt_oss,
 }
 

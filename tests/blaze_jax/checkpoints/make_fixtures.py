@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4MoeConfig,
     GptOssConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -66,6 +67,17 @@ CONFIGS = {
         qk_rope_head_dim=4,
         qk_nope_head_dim=4,
         v_head_dim=4,
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **COMMON,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        head_dim=8,
+        intermediate_size=20,
+        moe_intermediate_size=8,
+        n_routed_experts=6,
+        routed_scaling_factor=2.5,
+        use_qk_norm=True,
     ),
     "gpt_oss": GptOssConfig(
         **(COMMON | {"hidden_size": 32}), num_hidden_layers=1, intermediate_size=32, num_local_experts=4, head_dim=4
@@ -139,7 +151,7 @@ def save_family(name, config):
         expected |= expected_of_model(model)
         save_tensors(FOLDER / f"{name}-model-gradients", "model.safetensors", gradients(model))
     save_tensors(FOLDER / name, "expected.safetensors", expected)
-    if name != "gpt_oss":
+    if name not in ("glm4_moe", "gpt_oss"):  # the first is stored as DeepSeek-V3 is
         state = {key: value for key, value in model.state_dict().items() if key.startswith(layer)}
         save_tensors(FOLDER / f"{name}-fused", "model.safetensors", state)
         random_model(config).to(torch.bfloat16).save_pretrained(FOLDER / f"{name}-bfloat16")

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from blaze_jax import checkpoints
 
 FIXTURES = Path(__file__).parent / "fixtures"
-FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss")
 
 
 @cache

@@ -103,6 +103,41 @@ DEEPSEEK_V3 = {
     "topk_method": "noaux_tc",
     "v_head_dim": 128,
 }
+KIMI_K2 = DEEPSEEK_V3 | {
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1,
+    "routed_scaling_factor": 2.827,
+    "seq_aux": True,
+    "topk_group": 1,
+}
+GLM_4_5 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 3,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 92,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+    "use_qk_norm": True,
+}
 GPT_OSS_20B = {
     "experts_per_token": 4,
     "head_dim": 64,
@@ -159,6 +194,32 @@ PUBLIC = [
         (0, 1, 2),
     ),
     (
+        KIMI_K2,
+        MoEConfig(
+            num_experts=384,
+            experts_per_token=8,
+            expert_width=2048,
+            shared_width=2048,
+            selection_bias=True,
+            router=Router(scoring="sigmoid", normalize_weights=True, weight_scale=2.827),
+            **NONE,
+        ),
+        (0,),
+    ),
+    (
+        GLM_4_5,
+        MoEConfig(
+            num_experts=160,
+            experts_per_token=8,
+            expert_width=1536,
+            shared_width=1536,
+            selection_bias=True,
+            router=Router(scoring="sigmoid", normalize_weights=True, weight_scale=2.5),
+            **NONE,
+        ),
+        (0, 1, 2),
+    ),
+    (
         GPT_OSS_20B,
         MoEConfig(
             num_experts=32,
@@ -174,7 +235,7 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.default_sets(5)
+@pytest.mark.default_sets(7)
 @pytest.mark.parametrize(
     ("config", "layer", "dense"), PUBLIC, ids=lambda v: v.get("model_type") if isinstance(v, dict) else ""
 )
@@ -185,11 +246,11 @@ def test_public_models(config, layer, dense):
     assert (described.width, described.num_layers) == (config["hidden_size"], config["num_hidden_layers"])
     assert described.use_bias == (config["model_type"] == "gpt_oss")
     assert described.dense_width == (
-        config["intermediate_size"] if config["model_type"] in ("qwen3_moe", "deepseek_v3") else None
+        None if config["model_type"] in ("mixtral", "olmoe", "gpt_oss") else config["intermediate_size"]
     )
 
 
-@pytest.mark.default_sets(5)
+@pytest.mark.default_sets(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_of_transformers_5_by_path_folder_or_content(family):
     path = FIXTURES / family / "config.json"

@@ -1,4 +1,4 @@
-"""Output and gradients of a layer that was loaded are those that transformers computed, in all five families."""
+"""Output and gradients of a layer that was loaded are those that transformers computed, in every family."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def check(family, apply, layer):
     assert_close((y, dx, d_params), (wanted["y"], wanted["dx"], gradients), 2e-5)
 
 
-@pytest.mark.default_sets(5)
+@pytest.mark.default_sets(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_function(family):
     described, layer = model(family), load(family)
