@@ -85,9 +85,9 @@ class MoEConfig:
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any] | str | Path) -> "MoEConfig":
-        """The layer that the `config.json` of a public model describes: see `blaze_jax.checkpoints.read_model`.
+        """The layer that the `config.json` of a public model describes.
 
-        `blaze_jax.checkpoints.read_model` says the rest, such as which of the model's layers are dense.
+        `blaze_jax.checkpoints.read_model` names the models, and says the rest, such as which layers are dense.
 
         Args:
           config: what the file holds, the file, or its folder.

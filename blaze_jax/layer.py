@@ -87,7 +87,7 @@ def moe(
         all of the axes, parameters as `parallel.specs` says. With None, tokens are split as their type says on a mesh
         whose axes are all explicit, and over all axes of any other.
       experts: what computes the experts, called as `expert_ffn` is here. That function itself takes up the pairs that
-        the router's kernels have grouped, and tokens split over automatic axes; another one groups and splits anew.
+        the router's kernels have grouped. Another one groups them anew, and gets all tokens where axes are automatic.
 
     Returns:
       `(y, routing)`: the output in the shape and dtype of `x`, and what the router decided, over the leading dimensions
