@@ -101,6 +101,24 @@ def test_examples_that_vmap_splits_are_not_split_again(axis, tokens):
     assert_close(out, jax.jit(jax.grad(loss))(params, x))
 
 
+@pytest.mark.default_sets(0)
+def test_inside_shard_map_over_some_axes_the_others_split_the_rest():
+    config, x = CONFIGS["plain"], random_tokens(8, 2)
+    params = random_parameters(config)
+
+    def loss(params, x, parallel=None):
+        return jnp.square(moe(x, params, config, axis_name=None if parallel else (), parallel=parallel)[0]).sum()
+
+    @partial(jax.shard_map, mesh=MESH, in_specs=(WHOLE, SPLIT), out_specs=P(), axis_names={"data"}, check_vma=False)
+    def of_all(params, x):
+        return jax.lax.psum(loss(params, x, Parallelism(data="model")), "data")
+
+    with observed_layers() as layers:
+        out = jax.jit(jax.value_and_grad(of_all))(params, x)
+    assert {traced.num_tokens for traced in layers} == {2}
+    assert_close(out, jax.jit(jax.value_and_grad(loss))(params, x))
+
+
 def placed_in_jit(config, params, x):
     """The sharding is said to `jax.jit` alone, of arrays of numpy."""
     everywhere = [NamedSharding(MESH, WHOLE), NamedSharding(MESH, SPLIT)]
