@@ -20,8 +20,7 @@ def explicit_mesh(*arrays) -> AbstractMesh | None:
     Raises:
       NotImplementedError: an enclosing `vmap` takes its examples from devices along one of these axes.
     """
-    meshes = [jax.typeof(array).sharding.mesh for array in jax.tree.leaves(arrays)]
-    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+    for mesh in meshes_of(*arrays):
         if axes := explicit_axes(mesh):
             if split := ", ".join(sorted(axes & axes_of_vmap())):
                 raise NotImplementedError(
@@ -30,6 +29,12 @@ def explicit_mesh(*arrays) -> AbstractMesh | None:
                 )
             return mesh
     return None
+
+
+def meshes_of(*arrays) -> list[AbstractMesh]:
+    """The meshes in the types of `arrays`, and that of `jax.set_mesh`; none is empty."""
+    meshes = [jax.typeof(array).sharding.mesh for array in jax.tree.leaves(arrays)]
+    return [mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.axis_names]
 
 
 def token_axes(*arrays: Array) -> tuple[str, ...]:

@@ -100,14 +100,13 @@ def moe(
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must be a floating array (..., d), got {x.dtype} of shape {x.shape}")
-    if parallel is not None:
-        if axis_name is not None or experts is not expert_ffn:
-            raise ValueError("parallel takes the place of axis_name, and no other experts can be given with it")
-        params = _checked_parameters(params, config, x, parallel if is_inside_shard_map(parallel) else None)
-    else:
-        params = _checked_parameters(params, config, x)
-        if axis_name is None and experts is expert_ffn:
-            parallel = over_automatic_axes(x, params)
+    may_split = axis_name is None and experts is expert_ffn
+    if parallel is not None and not may_split:
+        raise ValueError("parallel takes the place of axis_name, and no other experts can be given with it")
+    inside = parallel is not None and is_inside_shard_map(parallel)
+    params = _checked_parameters(params, config, x, parallel if inside else None)
+    if parallel is None and may_split:
+        parallel = over_automatic_axes(x, params)
     if parallel is not None:
         y, routing = moe_over_devices(x, params, config, selection_bias, train, parallel)
         return y, routing._replace(weighted_losses=auxiliary_losses(routing, config))

@@ -15,8 +15,8 @@ from blaze_jax.checks import as_array
 from blaze_jax.config import MoEConfig
 from blaze_jax.exchange import gather_shards
 from blaze_jax.experts import experts_over_devices
-from blaze_jax.explicit_mesh import explicit_axes, explicit_mesh, flatten_tokens, restore_shape
-from blaze_jax.parallelism import Parallelism
+from blaze_jax.explicit_mesh import explicit_axes, explicit_mesh, flatten_tokens, meshes_of, restore_shape
+from blaze_jax.parallelism import Parallelism, names_of
 from blaze_jax.router import Router
 from blaze_jax.router_logits import router_logits
 from blaze_jax.routing import Routing, route_and_group
@@ -48,8 +48,7 @@ def over_automatic_axes(*arrays) -> Parallelism | None:
       None without such a mesh, inside `jax.shard_map`, and where sizes are symbolic. Axes over which an enclosing
       `vmap` splits its examples are left to it.
     """
-    meshes = [jax.typeof(array).sharding.mesh for array in jax.tree.leaves(arrays)]
-    mesh = next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if mesh.axis_names), None)
+    mesh = next(iter(meshes_of(*arrays)), None)
     if mesh is None or mesh.manual_axes or AxisType.Auto not in mesh.axis_types or has_symbolic_sizes(arrays):
         return None
     axes = tuple(axis for axis in mesh.axis_names if axis not in axes_of_vmap())
@@ -108,8 +107,7 @@ def _placed(array: Array, spec: P, mesh) -> Array:
     if mesh is None:
         return array
     explicit = explicit_axes(mesh)
-    names = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-    said = (tuple(name for name in entry if name in explicit) or None for entry in names)
+    said = (tuple(name for name in names_of(axes) if name in explicit) or None for axes in spec)
     return jax.sharding.reshard(array, NamedSharding(mesh, P(*said)))
 
 

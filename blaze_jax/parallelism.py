@@ -81,7 +81,7 @@ class Parallelism:
 
     def axes_of(self, role: str) -> tuple[str, ...]:
         """The axes with that role."""
-        return _names(getattr(self, role))
+        return names_of(getattr(self, role))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -192,10 +192,11 @@ def transport_options() -> dict[str, str]:
 
 
 def _share(sizes: Mapping[str, int], size: int, axes: Axes | None) -> int:
-    return size // math.prod(sizes[axis] for axis in _names(axes))
+    return size // math.prod(sizes[axis] for axis in names_of(axes))
 
 
-def _names(axes: Axes | None) -> tuple[str, ...]:
+def names_of(axes: Axes | None) -> tuple[str, ...]:
+    """One axis, several or none as a tuple."""
     return (axes,) if isinstance(axes, str) else axes or ()
 
 

@@ -215,7 +215,7 @@ FAULTS = [
     Fault(f"{LAYER}/linen.py", "x = in_common_dtype(x, self.dtype, params)", "x = x", f"{MODULES}/test_linen.py"),
     Fault(f"{LAYER}/explicit_mesh.py", "axes = token_axes(x) if x.ndim > 1 else ()\n    return jax.lax.reshape(", "axes = ()\n    return jax.lax.reshape(", f"{MODULES}/test_explicit_mesh.py"),
     Fault(f"{LAYER}/layer_over_devices.py", "Parallelism(mesh, data=axes) if", "None if", AUTOMATIC),
-    Fault(f"{LAYER}/layer_over_devices.py", "(*meshes, jax.sharding.get_abstract_mesh())", "meshes", AUTOMATIC),
+    Fault(f"{LAYER}/explicit_mesh.py", "(*meshes, jax.sharding.get_abstract_mesh())", "meshes", AUTOMATIC),
     Fault(f"{LAYER}/layer_over_devices.py", " if axis not in axes_of_vmap()", "", AUTOMATIC),
     Fault(f"{LAYER}/experts.py", "experts = when_lowered_unsplit(_warn_of_unsplit, experts)", "pass", AUTOMATIC),
     Fault(f"{LAYER}/nnx.py", "any(was is False for was in sown)", "not all(sown)", f"{MODULES}/test_nnx.py"),

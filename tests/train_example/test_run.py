@@ -66,8 +66,10 @@ def test_last_line_says_how_good_the_model_is(finished):
     assert found
     held_out, unigram = map(float, found.groups())
     assert 4 < unigram < 5.5
+    if sys.version_info < (3, 13):  # whose text ends less like the rest
+        assert held_out < 0.95 * unigram
     measured = [record["held_out"] for record in metrics(finished[0]) if "held_out" in record]
-    assert measured[-1] < 0.95 * measured[0]  # how it compares to the unigram depends on the text of each Python
+    assert measured[-1] < 0.95 * measured[0]
     assert held_out == pytest.approx(measured[-1], abs=1e-3)
 
 
