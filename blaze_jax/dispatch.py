@@ -1,16 +1,18 @@
 """Dispatch: from the experts each token chose to the rows each expert computes."""
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
-from blaze_jax.checks import check_integers
+from blaze_jax.checks import as_array, check_integers
+from blaze_jax.compiled_once import compiled_once
 from blaze_jax.explicit_mesh import explicit_mesh, per_device
 from blaze_jax.implementation import Implementation, choose_dispatch_implementation, kernels_of, one_by_one
 from pallas_kernels.compat import has_symbolic_sizes
@@ -19,7 +21,9 @@ from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Kernels
 _MAX_PAIRS = 2**31 - 2**24  # rows are numbered in int32, with room for the gaps of aligned groups
 
 
-class Grouped(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=("dispatch",), meta_fields=("kernels",))
+@dataclass(frozen=True)
+class Grouped:
     """Pairs by expert, and the kernels that grouped them: others need them in their own way."""
 
     kernels: Kernels
@@ -76,9 +80,13 @@ def build_dispatch(
     check_integers(row_alignment=row_alignment)
     if row_alignment < 1:
         raise ValueError(f"{row_alignment=} must be at least 1")
-    experts = jnp.asarray(experts)
+    experts = as_array("experts", experts)
     check_experts(experts, num_experts)
+    return _built(experts, num_experts=num_experts, row_alignment=row_alignment, implementation=implementation)
 
+
+@compiled_once("num_experts", "row_alignment", "implementation")
+def _built(experts, *, num_experts: int, row_alignment: int, implementation: Implementation | None) -> Dispatch:
     def build(experts, _=None) -> Dispatch:
         ids = int32_experts(experts, num_experts)
         kernels = kernels_of(choose_dispatch_implementation(implementation, ids, num_experts), ids.shape[0])

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import as_array
+from blaze_jax.compiled_once import compiled_once
 from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_experts
 from blaze_jax.exchange import HERE, Transport, gathered
 from blaze_jax.expert_rows import ROW_MULTIPLE, Parameters, Save, Settings, Tokens
@@ -115,13 +116,18 @@ def compute_experts(
     if x.shape[0] == 0:
         return x
 
-    tokens = (x, arrays["weights"], arrays["experts"])
     params = Parameters(up_weights, up_biases, arrays["w_down"], arrays.get("b_down"))
+    tokens = (x, arrays["weights"], arrays["experts"])
+    return _compute_where_tokens_are(tokens, params, grouped, activation=act, save=save, implementation=implementation)
+
+
+@compiled_once("activation", "save", "implementation")
+def _compute_where_tokens_are(tokens, params: Parameters, grouped: Grouped | None, **options) -> Float[Array, "T d"]:
     mesh = explicit_mesh(tokens, params)
     if mesh is None:
-        return _compute(tokens, params, act, save, implementation, grouped)
+        return _compute(tokens, params, grouped=grouped, **options)
     # What is grouped are all devices' pairs; each one groups its own.
-    compute = partial(_compute, activation=act, save=save, implementation=implementation, grouped=None)
+    compute = partial(_compute, grouped=None, **options)
     return per_device(compute, mesh, token_axes(*tokens), tokens, params, lambda spec: spec)
 
 

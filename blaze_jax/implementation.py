@@ -118,6 +118,11 @@ def demanded_family(name: str | None) -> Iterator[None]:
         _demanded.reset(token)
 
 
+def family_in_demand() -> str | None:
+    """The name that `demanded_family` was given."""
+    return _demanded.get()
+
+
 def _gpu_family(dtype=jnp.bfloat16):
     """The kernels for the GPU that jax computes on, or for an H200 elsewhere; Hopper's take 16-bit tokens alone."""
     if name := _demanded.get():

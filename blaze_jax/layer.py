@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from blaze_jax.checks import as_array, shown
+from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
@@ -108,24 +109,28 @@ def moe(
     if parallel is None and may_split:
         parallel = over_automatic_axes(x, params)
     if parallel is not None:
-        y, routing = moe_over_devices(x, params, config, selection_bias, train, parallel)
-        return y, routing._replace(weighted_losses=auxiliary_losses(routing, config))
+        return _over_devices(x, params, selection_bias=selection_bias, config=config, train=train, parallel=parallel)
     if train and axis_name is None:
         _warn_inside_shard_map()
-    mesh = explicit_mesh(x, params)
-    tokens = flatten_tokens(x, mesh)
-    params = params if mesh is None else reshard(dict(params), mesh)
-    with jax.named_scope("router"):  # profilers show these names
-        routing, grouped = route_and_group(
-            router_logits(tokens, params),
-            config.experts_per_token,
-            config.router.for_phase(train),
-            selection_bias,
-            axis_name,
-            config.implementation,
-        )
+    options = {"config": config, "train": train, "axis_name": axis_name}
+    if experts is expert_ffn:
+        return _here(x, params, selection_bias, **options)
+    return _with_experts(experts, x, params, selection_bias, **options)
+
+
+@compiled_once("config", "train", "parallel")
+def _over_devices(x, params, *, config: MoEConfig, **options) -> tuple[Float[Array, "... d"], Routing]:
+    y, routing = moe_over_devices(x, params, config, **options)
+    return y, routing._replace(weighted_losses=auxiliary_losses(routing, config))
+
+
+def _with_experts(
+    experts: Callable[..., Array], x, params, selection_bias, *, config: MoEConfig, **options
+) -> tuple[Float[Array, "... d"], Routing]:
+    """The layer with these experts. They run as they are, and not in a program of ours: they may close over arrays."""
+    tokens, routing, grouped = _routed(x, params, selection_bias, config=config, **options)
     compute = partial(compute_experts, grouped) if experts is expert_ffn else experts
-    with jax.named_scope("experts"):
+    with jax.named_scope("experts"):  # profilers show these names
         y = compute(
             tokens,
             params.get("w_gate"),
@@ -140,10 +145,39 @@ def moe(
             save=config.save,
             implementation=config.implementation,
         )
+    return _finished(x, tokens, y, params, config=config), routing
+
+
+@compiled_once("config", "train", "axis_name")
+def _here(x, params, selection_bias, **options) -> tuple[Float[Array, "... d"], Routing]:
+    return _with_experts(expert_ffn, x, params, selection_bias, **options)
+
+
+@compiled_once("config", "train", "axis_name")
+def _routed(x, params, selection_bias, *, config: MoEConfig, train: bool, axis_name: AxisName):
+    """The tokens in two dimensions, what the router decided, and its pairs grouped by expert if they are."""
+    mesh = explicit_mesh(x, params)
+    tokens = flatten_tokens(x, mesh)
+    with jax.named_scope("router"):
+        routing, grouped = route_and_group(
+            router_logits(tokens, params if mesh is None else reshard(params, mesh)),
+            config.experts_per_token,
+            config.router.for_phase(train),
+            selection_bias,
+            axis_name,
+            config.implementation,
+        )
+    return tokens, routing._replace(weighted_losses=auxiliary_losses(routing, config)), grouped
+
+
+@compiled_once("config")
+def _finished(x, tokens, y, params, *, config: MoEConfig) -> Float[Array, "... d"]:
+    """The experts' output with that of the shared experts added, in the shape of `x`."""
+    mesh = explicit_mesh(x, params)
     if config.shared_width:
         with jax.named_scope("shared_experts"):
-            y = y + shared_experts(tokens, params, config)
-    return restore_shape(y, x, mesh), routing._replace(weighted_losses=auxiliary_losses(routing, config))
+            y = y + shared_experts(tokens, params if mesh is None else reshard(params, mesh), config)
+    return restore_shape(y, x, mesh)
 
 
 def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:

@@ -64,6 +64,11 @@ def observed_layers() -> Iterator[list[TracedLayer]]:
         _observers.reset(token)
 
 
+def are_observers() -> bool:
+    """Whether any list is open."""
+    return bool(_observers.get())
+
+
 def tell_observers(layer: TracedLayer) -> None:
     """Adds the layer to every open list."""
     for seen in _observers.get():

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax.capacity import drop_beyond_capacity
 from blaze_jax.checks import as_array
+from blaze_jax.compiled_once import compiled_once
 from blaze_jax.dispatch import Grouped
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, reshard, token_axes
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
@@ -117,16 +118,24 @@ def route_and_group(
         if selection_bias.shape != (num_experts,):
             raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
     axes = axis_names(axis_name)
+    options = {"experts_per_token": experts_per_token, "router": router, "implementation": implementation}
+    return _route_where_tokens_are(logits, selection_bias, axes=axes, counted=num_tokens, **options)
+
+
+@compiled_once("experts_per_token", "router", "axes", "implementation", "counted")
+def _route_where_tokens_are(
+    logits, selection_bias, *, axes: tuple[str, ...], counted: int | None, **options: Any
+) -> tuple[Routing, Grouped | None]:
     mesh = explicit_mesh(logits, selection_bias)
     if mesh is None:
-        return _route(logits, selection_bias, experts_per_token, router, axes, implementation, num_tokens)
+        return _route(logits, selection_bias, axes=axes, counted=counted, **options)
 
     # Capacity and rounding look at all tokens: every device then routes them all.
     of_token = token_axes(logits)
-    split = of_token if router.treats_tokens_apart() else ()
+    split = of_token if options["router"].treats_tokens_apart() else ()
 
     def route_here(by_token, shared):
-        routing, _ = _route(by_token, shared, experts_per_token, router, (*axes, *split), implementation)
+        routing, _ = _route(by_token, shared, axes=(*axes, *split), **options)
         return routing  # what is grouped here are one device's pairs
 
     def specs(spec) -> Routing:
@@ -149,7 +158,14 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def _route(
-    logits, selection_bias, experts_per_token, router: Router, axes: tuple[str, ...], implementation, counted=None
+    logits,
+    selection_bias,
+    *,
+    experts_per_token: int,
+    router: Router,
+    implementation: Implementation | None,
+    axes: tuple[str, ...],
+    counted: int | None = None,
 ) -> tuple[Routing, Grouped | None]:
     num_tokens, num_experts = logits.shape
     kernels = kernels_of(choose_router_implementation(implementation, logits, experts_per_token), num_tokens)

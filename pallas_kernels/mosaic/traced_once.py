@@ -5,16 +5,21 @@ what it has traced once, and then a kernel is built and compiled for all layers 
 function by its identity, which a kernel's closures do not keep from call to call; the functions here do.
 """
 
-from collections.abc import Callable
-from functools import cache, wraps
+from collections.abc import Callable, Hashable
+from functools import lru_cache, wraps
 
 import jax
 
 from pallas_kernels.mosaic.interpreter import is_interpreted
 from pallas_kernels.tuning.parameters import tables_in_use
 
+MOST_SURROUNDINGS = 64
+"""Of a function, for which traces are kept: a user changes tables a few times, and a tuning program often."""
 
-def traced_once[**P, R](*settings: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+
+def traced_once[**P, R](
+    *settings: str, inline: bool = False, surroundings: Callable[[], Hashable | None] = lambda: ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: calls with arrays of the same types and equal settings share one trace.
 
     Tuned parameters are looked up while tracing, so other tables have another trace. Calls inside
@@ -22,21 +27,25 @@ def traced_once[**P, R](*settings: str) -> Callable[[Callable[P, R]], Callable[P
 
     Args:
       settings: keyword parameters that are not arrays.
+      inline: whether the function leaves no call of itself in a program that is traced around it.
+      surroundings: what else the function looks at while it is traced, and jax does not know of; None for a call that
+        must be traced by itself.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @cache
-        def shared(tables):
+        @lru_cache(MOST_SURROUNDINGS)
+        def shared(*_):
             @wraps(function)
-            def run(*arguments, **options):  # one for each `tables`: to jax, another function
+            def run(*arguments, **options):  # one for each of the surroundings: to jax, another function
                 return function(*arguments, **options)
 
-            return jax.jit(run, static_argnames=settings)
+            return jax.jit(run, static_argnames=settings, inline=inline)
 
         @wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> R:
-            once = not is_interpreted() and _have_hashes(options.get(name) for name in settings)
-            return (shared(tables_in_use()) if once else function)(*arguments, **options)
+            around = None if is_interpreted() else surroundings()
+            once = around is not None and _have_hashes(options.get(name) for name in settings)
+            return (shared(tables_in_use(), around) if once else function)(*arguments, **options)
 
         return call
 

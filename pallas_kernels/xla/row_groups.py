@@ -75,6 +75,11 @@ def turns_of(experts: int, rows: int) -> Iterator[None]:
         _forced_turn.reset(token)
 
 
+def forced_turn() -> Turn | None:
+    """What `turns_of` says."""
+    return _forced_turn.get()
+
+
 def cpu_turn(groups: Dispatch) -> Turn:
     """One expert's rows, about half its share: partly filled tiles waste little there, and products stay large."""
     if is_symbolic_dim(groups.num_rows):
@@ -104,7 +109,7 @@ def accelerator_turn(groups: Dispatch, width: int) -> Turn:
 
 def _on_platform[T](groups: Dispatch, width: int, run: Callable[[Turn], T]) -> T:
     """`run` with turns that suit the platform which the program is compiled for, and that need not be here."""
-    if forced := _forced_turn.get():
+    if forced := forced_turn():
         return run(Turn(min(forced.experts, groups.num_experts), min_dim(forced.rows, groups.num_rows)))
     cpu, accelerator = cpu_turn(groups), accelerator_turn(groups, width)
     return lax.platform_dependent(cpu=lambda: run(cpu), default=lambda: run(accelerator))
