@@ -37,7 +37,7 @@ def gradients_in_ranges(ranges: TokenRanges, compute: Callable, params: Paramete
         return (dx, d_weights), d_params, ()
 
     sums = jax.tree.map(lambda array, dtype: jnp.zeros(array.shape, dtype), params, dtypes)
-    (dx, d_weights), sums, _ = ranges.one_by_one(step, part.x.shape[0], sums, part.dispatch, kept)
+    (dx, d_weights), sums, _ = ranges.one_by_one(step, sums, part.dispatch, kept)
     return dx, jax.tree.map(lambda total, array: total.astype(array.dtype), sums, params), d_weights
 
 

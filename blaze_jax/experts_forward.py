@@ -52,7 +52,7 @@ def output_in_ranges(ranges: TokenRanges, compute: Callable, part: Tokens):
         y, pre_activations, _ = compute(Tokens(part.x, weights, experts, dispatch))
         return y, (), pre_activations
 
-    y, _, pre_activations = ranges.one_by_one(step, part.x.shape[0], (), part.dispatch)
+    y, _, pre_activations = ranges.one_by_one(step, (), part.dispatch)
     return y, pre_activations, (part.x,)
 
 

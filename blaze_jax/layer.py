@@ -78,7 +78,7 @@ def moe(
       params: arrays named and shaped as `config.parameters(d)` says, with biases if there is a "b_down"; `init` makes
         them.
       config: the layer.
-      selection_bias: added to the scores for selection only.
+      selection_bias: added to the scores for selection only; given if and only if `config.has_selection_bias`.
       train: whether token rounding applies; evaluation uses the plain choice.
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
         statistics are then those of all their devices; () if each device means only its own. With None, a training
@@ -95,8 +95,8 @@ def moe(
       flattened into T. Add `sum(routing.weighted_losses.values())` to the training loss.
 
     Raises:
-      ValueError: `params` does not match the configuration, `x` is not a floating array, or the mesh does not fit:
-        what an axis splits must be a multiple of its devices.
+      ValueError: `params` or `selection_bias` do not match the configuration, `x` is not a floating array, or the mesh
+        does not fit: what an axis splits must be a multiple of its devices.
     """
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -106,6 +106,7 @@ def moe(
         raise ValueError("parallel takes the place of axis_name, and no other experts can be given with it")
     inside = parallel is not None and is_inside_shard_map(parallel)
     params = _checked_parameters(params, config, x, parallel if inside else None)
+    _check_selection_bias(selection_bias, config)
     if parallel is None and may_split:
         parallel = over_automatic_axes(x, params)
     if parallel is not None:
@@ -178,6 +179,20 @@ def _finished(x, tokens, y, params, *, config: MoEConfig) -> Float[Array, "... d
         with jax.named_scope("shared_experts"):
             y = y + shared_experts(tokens, params if mesh is None else reshard(params, mesh), config)
     return restore_shape(y, x, mesh)
+
+
+def _check_selection_bias(selection_bias, config: MoEConfig) -> None:
+    """Raises ValueError unless there is one just where the configuration has one: the choice depends on it."""
+    if config.has_selection_bias and selection_bias is None:
+        raise ValueError(
+            f"selection_bias=None, but {config} has one: give the checkpoint's, or jnp.zeros({config.num_experts}) "
+            "where training starts"
+        )
+    if selection_bias is not None and not config.has_selection_bias:
+        raise ValueError(
+            f"selection_bias={shown(selection_bias)} must be None, because {config} has none: set selection_bias=True "
+            "there, or a bias_update_rate"
+        )
 
 
 def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:

@@ -163,7 +163,7 @@ def _route(
         if num_tokens % own or num_tokens < own * lax.axis_size(axes):
             counts = first + jnp.arange(own, dtype=jnp.int32) < num_tokens
             logits = jnp.where(counts[:, None], logits, -jnp.inf)
-        return route(logits, axis_name=axes, num_tokens=num_tokens)[0]
+        return route(logits, axis_name=axes)[0]
     # Capacity and rounding look at all tokens: every device then routes them all.
     routing, _ = route(lax.all_gather(logits, axes, tiled=True)[:num_tokens])
     padding = ((0, own * lax.axis_size(axes) - num_tokens), (0, 0))

@@ -25,7 +25,8 @@ type AxisName = str | tuple[str, ...] | None
 class Routing(NamedTuple):
     """What the router decided. K' is K, plus `rounding_slots` when token rounding adds experts to a token.
 
-    The counts, losses and shares are those of all tokens of the call; with an `axis_name`, of all devices along it.
+    The counts, losses and shares are those of all tokens of the call; with an `axis_name`, of all devices along it. A
+    token without a possible expert, as padding with logits of -inf is, counts in none of them: T are the others.
 
     Attributes:
       experts: `(T, K')` int32, best first; -1 marks an empty slot (none possible, dropped by capacity, or rounding).
@@ -65,9 +66,9 @@ def route(
     """Chooses `experts_per_token` experts for every token, in float32 (float64 logits stay).
 
     Equal scores go to the lower expert id. A logit of -inf rules its expert out, whatever the scoring, the selection
-    bias and the groups: a token with fewer than K possible experts has empty slots, and one without any adds nothing to
-    the losses. A row with NaN gets valid, distinct experts and NaN weights. The weights and losses are differentiable,
-    the choice is not.
+    bias and the groups: a token with fewer than K possible experts has empty slots, and one without any does not count
+    in losses and statistics. A row with NaN gets valid, distinct experts and NaN weights. The weights and losses are
+    differentiable, the choice is not.
 
     Args:
       logits: router logits.
@@ -99,13 +100,8 @@ def route_and_group(
     selection_bias: Float[Array, " E"] | None = None,
     axis_name: AxisName = None,
     implementation: Implementation | None = None,
-    num_tokens: int | None = None,
 ) -> tuple[Routing, Grouped | None]:
-    """`route`; and its pairs grouped by expert, where that was no further work, for the experts to take them up.
-
-    `num_tokens` are those of all devices along `axis_name` that count, where some are only padding: their logits must
-    be -inf.
-    """
+    """`route`; and its pairs grouped by expert, where that was no further work, for the experts to take them up."""
     logits = as_array("logits", logits)
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be a floating array (T, E), got {logits.dtype} of shape {logits.shape}")
@@ -119,16 +115,16 @@ def route_and_group(
             raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
     axes = axis_names(axis_name)
     options = {"experts_per_token": experts_per_token, "router": router, "implementation": implementation}
-    return _route_where_tokens_are(logits, selection_bias, axes=axes, counted=num_tokens, **options)
+    return _route_where_tokens_are(logits, selection_bias, axes=axes, **options)
 
 
-@compiled_once("experts_per_token", "router", "axes", "implementation", "counted")
+@compiled_once("experts_per_token", "router", "axes", "implementation")
 def _route_where_tokens_are(
-    logits, selection_bias, *, axes: tuple[str, ...], counted: int | None, **options: Any
+    logits, selection_bias, *, axes: tuple[str, ...], **options: Any
 ) -> tuple[Routing, Grouped | None]:
     mesh = explicit_mesh(logits, selection_bias)
     if mesh is None:
-        return _route(logits, selection_bias, axes=axes, counted=counted, **options)
+        return _route(logits, selection_bias, axes=axes, **options)
 
     # Capacity and rounding look at all tokens: every device then routes them all.
     of_token = token_axes(logits)
@@ -165,7 +161,6 @@ def _route(
     router: Router,
     implementation: Implementation | None,
     axes: tuple[str, ...],
-    counted: int | None = None,
 ) -> tuple[Routing, Grouped | None]:
     num_tokens, num_experts = logits.shape
     kernels = kernels_of(choose_router_implementation(implementation, logits, experts_per_token), num_tokens)
@@ -194,9 +189,8 @@ def _route(
         dropped = demand.sum() - (experts[:, :experts_per_token] != EMPTY_SLOT).sum()
         grouped = None
 
-    losses = routed.losses
+    losses = _losses(routed, axes, num_tokens, experts_per_token)
     if axes:
-        losses = _losses_over_devices(routed, axes, num_tokens, counted, experts_per_token)
         demand, tokens_per_expert, dropped = lax.psum((demand, tokens_per_expert, dropped), axes)
     routing = Routing(
         experts=experts,
@@ -212,16 +206,17 @@ def _route(
     return routing, grouped
 
 
-def _losses_over_devices(
-    routed: Routed, axes: tuple[str, ...], num_tokens: int, counted: int | None, experts_per_token: int
-) -> Losses:
-    """The losses of all devices' tokens, of which only `counted` count; each device has `num_tokens`."""
-    demand, devices = lax.psum((routed.demand, 1), axes)
-    means: Any = lax.pmean((routed.probability, routed.losses.squared_log, routed.losses.entropy), axes)
-    all_tokens = max(num_tokens, 1) * devices
-    those = all_tokens if counted is None else max(counted, 1)
-    probability, squared_log, entropy = (mean * (all_tokens / those) for mean in means)
-    return Losses(balance_loss(demand, probability, those * experts_per_token), squared_log, entropy)
+def _losses(routed: Routed, axes: tuple[str, ...], num_tokens: int, experts_per_token: int) -> Losses:
+    """The losses of the tokens that have an expert, on all devices; the router's are means of `num_tokens` on each."""
+    counted, losses = jnp.sum(routed.experts[:, 0] != EMPTY_SLOT, dtype=jnp.int32), routed.losses
+    if axes:
+        demand, counted, devices = lax.psum((routed.demand, counted, 1), axes)
+        probability, *means = lax.pmean((routed.probability, losses.squared_log, losses.entropy), axes)
+        num_tokens *= devices
+        losses = Losses(balance_loss(demand, probability, max(num_tokens, 1) * experts_per_token), *means)
+    dtype = losses.entropy.dtype
+    share = jnp.asarray(num_tokens).astype(dtype) / jnp.maximum(counted, 1).astype(dtype)
+    return Losses(losses.balance * share * share, losses.squared_log * share, losses.entropy * share)
 
 
 def update_selection_bias(

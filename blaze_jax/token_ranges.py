@@ -26,32 +26,40 @@ FEWEST = 4
 
 @dataclass(frozen=True)
 class TokenRanges:
-    """So many ranges of `size` tokens each, which cover T tokens.
+    """As many ranges of `size` tokens each as cover `num_tokens`, which are at least `size`.
 
-    Where they do not divide T, the first one overlaps with the second, and leaves the tokens there to it.
+    Where they do not divide the tokens, the first one overlaps with the second, and leaves the tokens there to it.
     """
 
-    count: int
+    num_tokens: int
     size: int
 
-    def start(self, i: Int[Array, "..."], num_tokens: int) -> Int[Array, "..."]:
+    def __post_init__(self):
+        if not 1 <= self.size <= self.num_tokens:
+            raise ValueError(f"size={self.size} of a range must be from 1 to num_tokens={self.num_tokens}")
+
+    @property
+    def count(self) -> int:
+        """The fewest that cover the tokens: with one more, a token would be in three ranges, and count twice."""
+        return -(-self.num_tokens // self.size)
+
+    def start(self, i: Int[Array, "..."]) -> Int[Array, "..."]:
         """First token of range `i`: a function of the loop's count alone, so that XLA lets kernels write there."""
-        if num_tokens == self.count * self.size:
+        if self.num_tokens == self.count * self.size:
             return i * self.size
-        return jnp.maximum(num_tokens - (self.count - i) * self.size, 0)
+        return jnp.maximum(self.num_tokens - (self.count - i) * self.size, 0)
 
     def dispatch(self, group: Callable[[Int[Array, "size K"]], Dispatch], experts: Int[Array, "T K"]) -> Dispatch:
         """Each one's pairs as `group` groups them, stacked; token ids are those of all T tokens."""
-        num_tokens = experts.shape[0]
-        second = num_tokens - (self.count - 1) * self.size
+        second = self.num_tokens - (self.count - 1) * self.size
 
         def of_range(i):
-            start = self.start(i, num_tokens)
+            start = self.start(i)
             token = start + jnp.arange(self.size, dtype=jnp.int32)[:, None]
             mine = (i > 0) | (token < second)
             groups = group(jnp.where(mine, self.of(experts, start), EMPTY_SLOT))
             tokens = groups.expert_token_indices
-            return groups._replace(expert_token_indices=jnp.where(tokens < self.size, start + tokens, num_tokens))
+            return groups._replace(expert_token_indices=jnp.where(tokens < self.size, start + tokens, self.num_tokens))
 
         return lax.map(of_range, jnp.arange(self.count, dtype=jnp.int32))
 
@@ -59,12 +67,11 @@ class TokenRanges:
         """The entries of a range's tokens."""
         return lax.dynamic_slice_in_dim(array, start, self.size)
 
-    def one_by_one(self, step: Callable, num_tokens: int, sums, *stacks):
+    def one_by_one(self, step: Callable, sums, *stacks):
         """`step(start, *own) -> (by_token, terms, others)` for each range, where its first token is `start`.
 
         Args:
           step: of the range's entries `own` in `stacks`.
-          num_tokens: T.
           sums: what the terms of the first range are added to.
           *stacks: pytrees of arrays `(count, ...)`, or None.
 
@@ -74,12 +81,12 @@ class TokenRanges:
         first = (jnp.int32(0), *jax.tree.map(lambda array: array[0], stacks))
         by_token, _, others = jax.eval_shape(step, *first)
         varying = varying_axes(sums, stacks)
-        whole = [_empty(a, (num_tokens, *a.shape[1:]), varying) for a in jax.tree.leaves(by_token)]
+        whole = [_empty(a, (self.num_tokens, *a.shape[1:]), varying) for a in jax.tree.leaves(by_token)]
         stacked = [_empty(a, (self.count, *a.shape), varying) for a in jax.tree.leaves(others)]
 
         def turn(i, carry):
             whole, sums, stacked = carry
-            start = self.start(i, num_tokens)
+            start = self.start(i)
             own = jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, i, keepdims=False), stacks)
             by_token, terms, others = step(start, *own)
             # XLA lets the kernels write there, if nothing is between the two.
@@ -115,5 +122,4 @@ def token_ranges(num_tokens: int, slots: int, num_experts: int, row_bytes: int) 
     rows = max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT * num_experts)
     if is_symbolic_dim(num_tokens) or num_tokens * slots < FEWEST * rows:
         return None
-    count = num_tokens * slots // rows
-    return TokenRanges(count, -(-num_tokens // count))
+    return TokenRanges(num_tokens, -(-num_tokens // (num_tokens * slots // rows)))

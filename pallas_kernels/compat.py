@@ -149,7 +149,7 @@ def undifferentiable(error: Callable[[], Exception], tree):
 
     `jax.custom_jvp` would do, but that jax 0.11 forgets its rule in the body of a scan that was differentiated once.
     """
-    return jax.tree.map(lambda array: _undifferentiable.bind(array, error=error), tree)
+    return jax.tree.map(lambda array: _undifferentiable.bind(array, raised=error), tree)
 
 
 def reverse_mode_token(error: Callable[[], Exception], *arrays: jax.Array) -> jax.Array:
@@ -158,7 +158,7 @@ def reverse_mode_token(error: Callable[[], Exception], *arrays: jax.Array) -> ja
     Given to a `jax.custom_vjp` function before `arrays`, it speaks up before jax does. In reverse mode its tangent is
     transposed, to nothing, and never computed.
     """
-    return _token.bind(*arrays, error=error)
+    return _token.bind(*arrays, raised=error)
 
 
 def computed_if_used(full: Callable, reduced: Callable) -> Callable:
@@ -233,16 +233,17 @@ def _no_elements(*_, **__):
     return jnp.zeros(0, jnp.float32)
 
 
-def _raise(*_, error, **__):
-    raise error()
+# `checkify` calls the rules of primitives with an argument of its own called `error`, so that none of theirs can be.
+def _raise(*_, raised, **__):
+    raise raised()
 
 
-def _token_jvp(arrays, tangents, *, error):
+def _token_jvp(arrays, tangents, *, raised):
     tangents = [t for t in tangents if not isinstance(t, ad.Zero)]
-    return reverse_mode_token(error, *arrays), _tangent_of_token.bind(*tangents, error=error)
+    return reverse_mode_token(raised, *arrays), _tangent_of_token.bind(*tangents, raised=raised)
 
 
-def _transpose(_, *tangents, error):
+def _transpose(_, *tangents, raised):
     return [ad.Zero(t.aval) if ad.is_undefined_primal(t) else None for t in tangents]
 
 
@@ -265,8 +266,8 @@ _undifferentiable.def_abstract_eval(lambda array, **_: array)
 _undifferentiable.def_impl(lambda array, **_: array)
 mlir.register_lowering(_undifferentiable, lambda _, array, **__: [array])
 ad.primitive_jvps[_undifferentiable] = _raise
-batching.primitive_batchers[_undifferentiable] = lambda arrays, axes, error: (
-    undifferentiable(error, arrays[0]),
+batching.primitive_batchers[_undifferentiable] = lambda arrays, axes, raised: (
+    undifferentiable(raised, arrays[0]),
     axes[0],
 )
 
@@ -282,7 +283,7 @@ for _primitive in (_token, _tangent_of_token):
 _token.def_impl(_no_elements)
 mlir.register_lowering(_token, mlir.lower_fun(_no_elements, multiple_results=False))
 ad.primitive_jvps[_token] = _token_jvp
-batching.primitive_batchers[_token] = lambda arrays, _, error: (reverse_mode_token(error, *arrays), None)
+batching.primitive_batchers[_token] = lambda arrays, _, raised: (reverse_mode_token(raised, *arrays), None)
 _tangent_of_token.def_impl(_raise)
 mlir.register_lowering(_tangent_of_token, _raise)
 ad.primitive_jvps[_tangent_of_token] = _raise

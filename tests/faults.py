@@ -68,7 +68,8 @@ FAULTS = [
     Fault(f"{LAYER}/routing.py", "weights = jnp.where(experts == EMPTY_SLOT, 0, weights)", "weights = weights", ROUTING),
     Fault(f"{LAYER}/routing.py", "return selection_bias + rate * jnp.sign(demand.mean() - demand)", "return selection_bias - rate * jnp.sign(demand.mean() - demand)", f"{ROUTING} {MODULES}/test_linen.py"),
     Fault(f"{LAYER}/router.py", "experts_per_token > 1 if self.normalize_weights is None", "True if self.normalize_weights is None", ROUTING),
-    Fault(f"{LAYER}/routing.py", "all_tokens = max(num_tokens, 1) * devices", "all_tokens = max(num_tokens, 1)", f"{MODULES}/test_axis_name.py"),
+    Fault(f"{LAYER}/routing.py", "num_tokens *= devices", "devices = devices", f"{MODULES}/test_axis_name.py"),
+    Fault(f"{LAYER}/routing.py", "losses.balance * share * share", "losses.balance * share", ROUTER),
     Fault(f"{LAYER}/router.py", "return self if train else replace(self, token_rounding=None)", "return self", f"{MODULES}/test_layer.py"),
     Fault(f"{LAYER}/routing.py", "        grouped = None\n", "", f"{MODULES}/test_grouped_once.py {MODULES}/test_routing_hopper.py"),
     Fault(f"{LAYER}/experts.py", "if grouped and grouped.kernels.dispatch is kernels.dispatch:", "if grouped:", f"{MODULES}/test_grouped_once.py"),
@@ -158,8 +159,8 @@ FAULTS = [
     Fault("pallas_kernels/tuning/parameters.py", "block_kib(capability) > 99", "block_kib(capability) >= 99", f"{KERNELS}/tuning/test_tuning.py"),
     Fault(f"{SIMT}/interpreter.py", "memories[after].accesses = memories[after - updated].accesses", "pass", f"{KERNELS}/simt/test_language.py"),
     # tokens in ranges
-    Fault(f"{LAYER}/token_ranges.py", "second = num_tokens - (self.count - 1) * self.size", "second = self.size", RANGES),
-    Fault(f"{LAYER}/token_ranges.py", "jnp.where(tokens < self.size, start + tokens, num_tokens)", "start + tokens", RANGES),
+    Fault(f"{LAYER}/token_ranges.py", "second = self.num_tokens - (self.count - 1) * self.size", "second = self.size", RANGES),
+    Fault(f"{LAYER}/token_ranges.py", "jnp.where(tokens < self.size, start + tokens, self.num_tokens)", "start + tokens", RANGES),
     Fault(f"{LAYER}/token_ranges.py", "max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", "min(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", RANGES),
     Fault(f"{LAYER}/experts_backward.py", "lambda array: accumulator_dtype(array.dtype), params", "lambda array: array.dtype, params", RANGES),
     # over devices
@@ -190,7 +191,10 @@ FAULTS = [
     Fault(f"{LAYER}/expert_rows.py", "turns = lax.pmax(vary_over(turns, axes), tuple(sorted(axes)))", "turns = lax.pmin(vary_over(turns, axes), tuple(sorted(axes)))", PARALLEL),
     Fault(f"{LAYER}/experts_backward.py", "pre_activations, dys, gradients)", "pre_activations, dys)", PARALLEL),
     Fault(f"{LAYER}/experts_backward.py", "_pairs(before)[len(home) :][: len(gradients)]", "_pairs(before)[: len(gradients)]", PARALLEL),
-    Fault(f"{LAYER}/routing.py", "counted is None else max(counted, 1)", "counted is None else all_tokens", PARALLEL),
+    Fault(f"{LAYER}/routing.py", "jnp.sum(routed.experts[:, 0] != EMPTY_SLOT, dtype=jnp.int32)", "jnp.int32(num_tokens)", f"{ROUTING} {PARALLEL}"),
+    Fault(f"{LAYER}/compiled_once.py", "(family_in_demand(), forced_turn())", "()", f"{MODULES}/test_eager.py"),
+    Fault(f"{LAYER}/compiled_once.py", "None if are_observers() else ", "", f"{MODULES}/test_eager.py"),
+    Fault("pallas_kernels/mosaic/traced_once.py", "jax.jit(run, static_argnames=settings, inline=inline)", "run", f"{MODULES}/test_eager.py"),
     Fault(f"{LAYER}/layer_over_devices.py", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", PARALLEL),
     Fault(f"{XLA}/dispatch.py", "(place >= 0) & (place < offsets[-1])", "place >= 0", f"{KERNELS}/test_row_range.py"),
     # public checkpoints

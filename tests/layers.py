@@ -1,6 +1,7 @@
 """Configurations, parameters and tokens of whole layers."""
 
 from dataclasses import fields
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,13 @@ CONFIGS = {
 }
 
 
-layer = jax.jit(moe, static_argnums=2, static_argnames="train")
-"""`moe`, compiled once for a configuration and shape."""
+@partial(jax.jit, static_argnums=2, static_argnames="train")
+def layer(x, params, config: MoEConfig, train: bool = False, selection_bias=None):
+    """`moe`, compiled once for a configuration and shape; zeros take the place of a selection bias that is left out."""
+    if config.has_selection_bias and selection_bias is None:
+        selection_bias = jnp.zeros(config.num_experts)
+    return moe(x, params, config, selection_bias=selection_bias, train=train)
+
 
 OPTIONS = ("router", "implementation", "axis_name", *(field.name for field in fields(Router)))
 route = jax.jit(blaze_jax.route, static_argnums=1, static_argnames=OPTIONS)

@@ -27,7 +27,7 @@ def test_matches_oracle_for_any_turn(turn, activation, biases):
 
 @pytest.mark.parametrize("turn", [RAGGED, WHOLE], ids=str)
 @pytest.mark.parametrize("routing", ["empty_slots", "more_experts_than_rows", "whole_tiles_and_a_tail"])
-def test_what_buffers_hold_at_first_does_not_matter(monkeypatch, routing, turn):
+def test_what_buffers_hold_at_first_does_not_matter(monkeypatch, traced_anew, routing, turn):
     problem = make_problem(*ROUTINGS[routing])
     expected = batched(problem, turn)
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax import export
+from jax.experimental import checkify
 
 from blaze_jax import MoE, init, moe, route
 from blaze_jax.nnx import AuxiliaryLoss
@@ -140,6 +141,24 @@ def test_float64_tokens(layer, config, param_dtype):
     assert (y.dtype, dx.dtype) == ("float64", "float64")
     assert {gradient.dtype for gradient in d_params.values()} == {jnp.dtype(param_dtype)}
     assert_close(out, numbers(layer, config, "float32", "float32", None), TOLERANCE["float32"])
+
+
+def test_checkify():
+    params, x = random_parameters(CONFIGS["plain"]), random_tokens(13)
+
+    def loss(params, x):
+        y, routing = moe(x, params, CONFIGS["plain"])
+        return jnp.square(y).sum() + routing.z_loss
+
+    def with_check(params, x):
+        checkify.check(jnp.all(x < 10), "a token is too large")
+        return loss(params, x)
+
+    checked = jax.jit(checkify.checkify(jax.value_and_grad(with_check)))
+    error, out = checked(params, x)
+    assert error.get() is None
+    assert_close(out, jax.jit(jax.value_and_grad(loss))(params, x))
+    assert "a token is too large" in checked(params, x + 10)[0].get()
 
 
 @cache

@@ -184,6 +184,23 @@ def test_misuse_is_named(x, params, message):
         moe(x, params, CONFIGS["plain"])
 
 
+BIASED = MoEConfig(num_experts=6, experts_per_token=2, expert_width=8, bias_update_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("config", "bias", "message"),
+    [
+        (BIASED, None, "selection_bias=None, but MoEConfig.* has one: give the checkpoint's, or jnp.zeros"),
+        (CONFIGS["plain"], jnp.zeros(6), "selection_bias=Array.* must be None, because MoEConfig.* has none"),
+    ],
+    ids=["forgotten", "unknown"],
+)
+@pytest.mark.default_sets(2)
+def test_a_selection_bias_that_the_configuration_does_not_say_is_named(config, bias, message):
+    with pytest.raises(ValueError, match=message):
+        moe(random_tokens(3), PARAMS, config, selection_bias=bias)
+
+
 def test_retraces_only_for_new_shapes():
     chex.clear_trace_counter()
     traced_once = jax.jit(chex.assert_max_traces(moe, n=1), static_argnums=2)

@@ -22,7 +22,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.default_sets(2)
-def test_as_one_device(way, monkeypatch):
+def test_as_one_device(way, monkeypatch, traced_anew):
     pieces = []
 
     def computed(*arguments, **options):

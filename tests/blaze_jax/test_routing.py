@@ -117,8 +117,28 @@ def test_a_token_without_experts_is_as_if_it_were_not_there():
     out, ref = route(blank, K), route(logits[:10], K)
     assert (out.experts[10:] == -1).all()
     assert_same_bits((out.experts[:10], out.weights[:10], out.demand), (ref.experts, ref.weights, ref.demand))
-    means = (ref.load_balancing_loss * 10 / T, ref.z_loss, ref.entropy)  # the balance loss is a product of two means
-    assert_close((out.load_balancing_loss, out.z_loss, out.entropy), tuple(mean * 10 / T for mean in means))
+    losses = [(r.load_balancing_loss, r.z_loss, r.entropy) for r in (out, ref)]
+    assert_close(*losses)
+    gradient, expected = (jax.grad(partial(total, slots=K))(jnp.asarray(l)) for l in (blank, logits[:10]))
+    assert_close(gradient[:10], expected)
+    assert not gradient[10:].any()
+
+
+def test_padding_of_nan_with_logits_of_minus_infinity_does_not_count():
+    logits = random_logits()
+    x = jnp.asarray(logits).at[10:].set(jnp.nan)
+
+    def masked(x):
+        return total(jnp.where(jnp.arange(T)[:, None] < 10, x, -jnp.inf))
+
+    out, gradient = jax.value_and_grad(masked)(x)
+    assert_close((out, gradient[:10]), jax.value_and_grad(total)(jnp.asarray(logits[:10])))
+    assert not gradient[10:].any()
+
+
+def test_a_batch_of_nothing_but_padding_has_no_losses():
+    out = route(np.full((T, E), -np.inf, np.float32), K)
+    assert [float(loss) for loss in (out.load_balancing_loss, out.z_loss, out.entropy)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("level", [-1e4, -300.0, -60.0, -45.0, 0.0, 60.0, 1e4])

@@ -16,27 +16,38 @@ from tests.routings import ROUTINGS
 
 
 @pytest.fixture
-def in_ranges(monkeypatch):
+def in_ranges(monkeypatch, traced_anew):
     """`expert_ffn` of few tokens, in ranges: a function of its own, so that jax compiles it."""
-    monkeypatch.setattr(experts, "token_ranges", lambda num_tokens, *_: TokenRanges(3, -(-num_tokens // 3)))
+    monkeypatch.setattr(experts, "token_ranges", lambda num_tokens, *_: TokenRanges(num_tokens, -(-num_tokens // 3)))
     return partial(expert_ffn)
 
 
 @pytest.mark.parametrize("num_tokens", [12, 37, 38])
 @pytest.mark.default_sets(3)
 def test_ranges_cover_every_token_once(num_tokens):
-    ranges = TokenRanges(3, -(-num_tokens // 3))
-    first, *others = np.asarray(ranges.start(np.arange(3), num_tokens))
+    ranges = TokenRanges(num_tokens, -(-num_tokens // 3))
+    first, *others = np.asarray(ranges.start(np.arange(3)))
     assert first == 0
     assert np.diff(others).tolist() == [ranges.size]
     assert others[0] <= ranges.size
     assert others[-1] + ranges.size == num_tokens
 
 
+def test_no_token_is_in_more_than_two_ranges():
+    """The first two may overlap, and no others: their number follows from the tokens and the size."""
+    for num_tokens in range(1, 40):
+        for size in range(1, num_tokens + 1):
+            ranges = TokenRanges(num_tokens, size)
+            assert 0 <= ranges.count * size - num_tokens < size
+    for size in (0, 18):
+        with pytest.raises(ValueError, match=rf"size={size} of a range must be from 1 to num_tokens=17"):
+            TokenRanges(17, size)
+
+
 def test_rows_that_align_a_group_are_of_no_token():
     """Not of one of the next range, which kernels would read."""
     experts, num_experts = ROUTINGS["random"]
-    ranges = TokenRanges(3, 13)
+    ranges = TokenRanges(37, 13)
     groups = ranges.dispatch(lambda own: portable_dispatch(own, num_experts, row_alignment=8), jnp.asarray(experts))
     for i, own in enumerate(([0, 11], [11, 24], [24, 37])):
         tokens, pairs = np.unique(groups.expert_token_indices[i], return_counts=True)
@@ -45,8 +56,8 @@ def test_rows_that_align_a_group_are_of_no_token():
 
 
 def test_ranges_where_many_rows_meet_few_experts():
-    assert token_ranges(2_097_152, 1, 4, 4096) == TokenRanges(16, 131_072)
-    assert token_ranges(2_000_001, 1, 4, 4096) == TokenRanges(15, 133_334)
+    assert token_ranges(2_097_152, 1, 4, 4096) == TokenRanges(2_097_152, 131_072)
+    assert token_ranges(2_000_001, 1, 4, 4096) == TokenRanges(2_000_001, 133_334)
 
 
 @pytest.mark.parametrize(
