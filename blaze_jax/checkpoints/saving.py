@@ -31,7 +31,7 @@ def save(
     Args:
       folder: to write into; made where it is missing.
       layers: by their numbers in the model.
-      config: what they are.
+      config: what they are. A selection bias of zeros is left out of a layout that has no place for one.
       dtype: of the tensors, float32, float16 or bfloat16; None for that of each array. A selection bias stays float32.
 
     Returns:
@@ -57,6 +57,13 @@ def layer_tensors(number: int, layer: Layer, config: MoEConfig, dtype: DTypeLike
     if layer.selection_bias is not None:
         values[SELECTION_BIAS] = layer.selection_bias
     expected = _checked_entries(values, layout, config)
+    if SELECTION_BIAS in expected and not layout.of([SELECTION_BIAS]):
+        if np.any(np.asarray(values[SELECTION_BIAS])):
+            raise ValueError(
+                f"the layout {layout.name!r} has no place for the layer's selection_bias, which is not zero; by_expert "
+                "and fused have one, of layers without b_down"
+            )
+        del expected[SELECTION_BIAS]  # a zero one changes nothing, and is what `load` makes of none
     tensors = []
     for tensor in layout.of(expected):
         parameter = expected[tensor.parameters[0]]
@@ -110,7 +117,7 @@ def _checked_entries(values: Mapping[str, Array], layout: Layout, config: MoECon
             raise ValueError(f"the layer's {name} has shape {values[name].shape}, must be {parameter.shape}")
         if not getattr(values[name], "is_fully_addressable", True):
             raise ValueError(f"the layer's {name} lies on devices of several processes, must be gathered in one")
-    room = {name for tensor in layout.tensors for name in tensor.parameters}
+    room = {name for tensor in layout.tensors for name in tensor.parameters} | {SELECTION_BIAS}  # see there
     joined = {name for tensor in layout.of(expected) for name in tensor.parameters}
     if wrong := sorted((expected.keys() - room) | (joined - expected.keys())):
         raise ValueError(f"the layout {layout.name!r} does not fit a layer with {', '.join(expected)}: {wrong[0]}")

@@ -1,5 +1,6 @@
 """Each error names the file and the tensor, what was found and what is allowed; nothing is placed before it."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -43,7 +44,7 @@ CASES = {
     "rank": ({"gate__weight": np.zeros(6, np.float32)}, r"gate.weight' has shape \(6,\), must have \(6, width\)"),
     "router": (
         {"gate__weight": np.zeros((5, 16), np.float32)},
-        r"gate.weight' has shape \(5, 16\), must have \(6, 16\)",
+        r"gate.weight' has shape \(5, 16\), must have \(6, width\)",
     ),
     "dtype": (
         {"experts__1__up_proj__weight": np.zeros((8, 16), np.int32)},
@@ -245,3 +246,18 @@ def test_without_safetensors_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(checkpoints.MissingExtraError, match=r"pip install 'blaze_jax\[checkpoints\]'"):
         checkpoints.Folder(FIXTURES / "olmoe")
+
+
+@pytest.mark.default_sets(3)
+@pytest.mark.parametrize(
+    ("drop", "message"),
+    [
+        ([], r"gate.weight' has shape \(6, 16\), must have \(1000000000000, width\)"),
+        (["gate.weight"], "has no router, and no tensors of 1000000000000 experts"),
+        (["gate.weight", "experts.0.up_proj.weight"], "has no router"),
+    ],
+)
+def test_more_experts_than_there_are_take_no_time(tmp_path, drop, message):
+    config = dataclasses.replace(model("olmoe").layer, num_experts=10**12)
+    with pytest.raises(checkpoints.CheckpointError, match=message):
+        checkpoints.load(olmoe(tmp_path, drop=drop), 1, config)
