@@ -26,17 +26,17 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if len(text) > LARGEST:
         raise CheckpointError(f"{path}: has more than {LARGEST} bytes")
-    return parse_json(text, path)
+    return parse_json(text, f"{path}:")
 
 
-def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """The object in `text`, which comes from `path`; CheckpointError where there is none."""
+def parse_json(text: bytes, where: str) -> dict[str, Any]:
+    """The object in `text`; CheckpointError where there is none, whose message begins with `where`."""
     try:
         value = json.loads(text, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not JSON: {error}") from error
+        raise CheckpointError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+        raise CheckpointError(f"{where} must hold a JSON object, holds {type(value).__name__}")
     return value
 
 
