@@ -15,6 +15,9 @@ PLAIN = ("F32", "F16", "BF16")
 PREFIXES = ("model.layers.{layer}.", "layers.{layer}.")
 """How a layer is named in a model with a head, and in one without."""
 
+SCALES = ("_scale_inv", "_scales")
+"""How names of the scales of compressed tensors end."""
+
 
 class Source(NamedTuple):
     """Where an entry of the layer comes from; with one for each expert, those of one expert.

@@ -50,6 +50,10 @@ class Stored(NamedTuple):
         if self.dtype not in dtypes:
             raise CheckpointError(f"{self} has dtype {self.dtype}, must have {' or '.join(dtypes)}")
 
+    def raw(self) -> np.ndarray:
+        """The bytes, mapped."""
+        return self.file.bytes_of(self.name)
+
     def read(self, *index: int | slice) -> np.ndarray:
         """A part of the tensor, `tensor[index]`, with whole slices for the axes not named; only it is read."""
         return self.file.read(self, index)
@@ -110,6 +114,12 @@ class Folder:
     Every file that is there is opened, and its header is checked. One that an index names and that is not there is an
     error when a tensor of it is asked for: a part of a large model may be on the disk.
 
+    Attributes:
+      path: the folder.
+      origin: the file that says which tensors there are.
+      files: those that are there, by name.
+      file_of: the name of each tensor's file.
+
     Raises:
       CheckpointError: neither is there, or both, or the index leaves the folder, or names a tensor that its file has
         not, or a file is broken; the message names the file, and the tensor.
@@ -127,12 +137,12 @@ class Folder:
         self.origin = self.path / (SINGLE_FILE if has_file else INDEX)
         if has_file:
             self.files = {SINGLE_FILE: TensorFile(self.origin)}
-            self._file_of = dict.fromkeys(self.files[SINGLE_FILE].tensors, SINGLE_FILE)
+            self.file_of = dict.fromkeys(self.files[SINGLE_FILE].tensors, SINGLE_FILE)
         else:
-            self._file_of = self._index()
-            files = sorted(set(self._file_of.values()))
+            self.file_of = self._index()
+            files = sorted(set(self.file_of.values()))
             self.files = {file: TensorFile(self.path / file) for file in files if (self.path / file).exists()}
-            for name, file in self._file_of.items():
+            for name, file in self.file_of.items():
                 if file in self.files and name not in self.files[file].tensors:
                     raise CheckpointError(
                         f"{self.path / file}: tensor {name!r} is missing, which {INDEX} says is there"
@@ -141,15 +151,15 @@ class Folder:
     @property
     def names(self) -> list[str]:
         """Names of all tensors."""
-        return list(self._file_of)
+        return list(self.file_of)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self.file_of
 
     def __getitem__(self, name: str) -> Stored:
-        if name not in self._file_of:
+        if name not in self.file_of:
             raise CheckpointError(f"{self.origin}: tensor {name!r} is missing")
-        file = self._file_of[name]
+        file = self.file_of[name]
         if file not in self.files:
             raise CheckpointError(f"{self.path / file}: no such file, which {INDEX} says has the tensor {name!r}")
         return self.files[file].tensors[name]
