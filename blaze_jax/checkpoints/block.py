@@ -15,6 +15,9 @@ PLAIN = ("F32", "F16", "BF16")
 PREFIXES = ("model.layers.{layer}.", "layers.{layer}.")
 """How a layer is named in a model with a head, and in one without."""
 
+SCALES = ("_scale_inv", "_scales")
+"""How names of the scales of compressed tensors end."""
+
 
 class Source(NamedTuple):
     """Where an entry of the layer comes from; with one for each expert, those of one expert.
@@ -37,7 +40,7 @@ class Block(NamedTuple):
       layout: its format.
       width: d, the width of a token.
       entries: shapes of everything that the layer has.
-      sources: by entry, one for each expert or a single one.
+      sources: by entry, one for each expert or a single one; none for a selection bias that starts at zero.
     """
 
     layout: Layout
@@ -49,13 +52,12 @@ class Block(NamedTuple):
 def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
     """The block of experts of that layer; CheckpointError unless its tensors are those of the configuration."""
     layout, prefix = _find_layout(folder, layer, config)
-    router = folder[prefix + next(tensor.name for tensor in layout.tensors if tensor.parameters == ("w_router",))]
-    if len(router.shape) != 2 or min(router.shape) < 1:
-        raise CheckpointError(f"{router} has shape {router.shape}, must have ({config.num_experts}, width)")
-    width = router.shape[1]
+    width = folder[prefix + layout.router.name].shape[1]
     expected = entries(config, width, layout.use_bias)
     sources = {}
     for tensor in layout.of(expected):
+        if tensor.parameters == (SELECTION_BIAS,) and prefix + tensor.name not in folder:
+            continue
         find = partial(_find_source, folder, prefix, tensor, expected[tensor.parameters[0]])
         found = [find(expert) for expert in range(config.num_experts if tensor.of_one_expert else 1)]
         sources |= dict.fromkeys(tensor.parameters, found)
@@ -80,6 +82,7 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
     if not any(".experts." in name for name in present):
         dense = "mlp.gate_proj.weight" in present
         raise CheckpointError(f"{where} has no experts" + (": it is dense" if dense else ""))
+    _check_experts(folder, prefix, present, config)
     known = {name: _names(layout, config, _all_entries(layout)) for name, layout in LAYOUTS.items()}
     best = max(known, key=lambda name: (len(known[name] & present), -len(known[name])))
     layout = LAYOUTS[best]
@@ -90,9 +93,27 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
         if others := [other for other in known if other != best and unknown[0] in known[other] - known[best]]:
             raise CheckpointError(f"{where} is there in two layouts, {best!r} and {others[0]!r}: tensor {first!r}")
         raise CheckpointError(f"{where}: tensor {first!r} has no place in {_shape_of(layout, config)}")
-    if missing := sorted(names - present):
+    optional = set() if config.selection_bias else _names(layout, config, [SELECTION_BIAS])
+    if missing := sorted(names - present - optional):
         raise CheckpointError(f"{where}: tensor {prefix + missing[0]!r} is missing in {_shape_of(layout, config)}")
+    if config.selection_bias and not layout.of([SELECTION_BIAS]):
+        raise CheckpointError(
+            f"{where}: the layout {layout.name!r} has no selection bias, and selection_bias=True asks for the file's; "
+            "a bias_update_rate alone starts one at zero"
+        )
     return layout, f"{prefix}{layout.block}."
+
+
+def _check_experts(folder: Folder, prefix: str, present: set[str], config: MoEConfig) -> None:
+    """Raises CheckpointError unless there are as many experts, for each of which names are looked for then."""
+    routers = {f"{layout.block}.{layout.router.name}" for layout in LAYOUTS.values()} & present
+    for router in [folder[prefix + name] for name in sorted(routers)]:
+        if len(router.shape) != 2 or min(router.shape) < 1 or router.shape[0] != config.num_experts:
+            raise CheckpointError(f"{router} has shape {router.shape}, must have ({config.num_experts}, width)")
+    if not routers and config.num_experts > len(present):
+        raise CheckpointError(
+            f"{folder.origin}: {prefix} has no router, and no tensors of {config.num_experts} experts"
+        )
 
 
 def _find_source(folder: Folder, prefix: str, tensor: Tensor, parameter: Parameter, expert: int) -> Source:

@@ -8,6 +8,9 @@ from jaxtyping import Array, Float, UInt8
 MXFP4_BLOCK = 32
 """Values of MXFP4 that share a scale."""
 
+MXFP4_NAN = 255
+"""The scale of MXFP4 that is not a number."""
+
 FLOAT8_BLOCK = 128
 """Rows, and columns, of float8 that share a scale in DeepSeek-V3's files."""
 
@@ -36,7 +39,7 @@ def decode_mxfp4(
     bits = jnp.where(exponent > 0, exponent << 7 | fraction, too_small)
     bits = jnp.where(exponent > 254, 0x7F80, bits)
     bits = jnp.where(codes & 7 == 0, 0, bits) | sign << 15
-    bits = jnp.where(scale == 255, 0x7FC0, bits).reshape(-1, *blocks.shape[1:])
+    bits = jnp.where(scale == MXFP4_NAN, 0x7FC0, bits).reshape(-1, *blocks.shape[1:])
     if jnp.dtype(dtype) == jnp.bfloat16:
         return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
     return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32).astype(dtype)

@@ -1,6 +1,7 @@
-"""Fields of a `config.json`, each taken with its type checked; those that nobody knows are errors."""
+"""Fields of a `config.json`, each taken with its type checked; unknown ones that could matter are errors."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,32 +10,20 @@ from blaze_jax.checks import shown
 
 _MISSING = object()
 
-_OF_ANY_MODEL = """
-_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures
-attention_bias attention_dropout auto_map bos_token_id chunk_size_feed_forward cross_attention_hidden_size dtype
-eos_token_id finetuning_task head_dim id2label initializer_range is_decoder is_encoder_decoder label2id layer_types
-max_position_embeddings model_type num_attention_heads num_key_value_heads output_attentions output_hidden_states
-output_router_logits pad_token_id prefix problem_type pruned_heads return_dict rms_norm_eps rope_parameters rope_scaling
-rope_theta router_aux_loss_coef sep_token_id sliding_window task_specific_params tf_legacy_loss tie_encoder_decoder
-tie_word_embeddings tokenizer_class torch_dtype torchscript transformers_version use_bfloat16 use_cache vocab_size
-"""
-"""What transformers writes for any model, and what concerns attention, embeddings and norms."""
+LARGEST_COUNT = 2**31 - 1
+MOST_LAYERS = 10_000
+"""No model has near as many, and what has a loop over them ends soon."""
 
-_DEEPSEEK_V3 = """
-aux_loss_alpha ep_size kv_lora_rank num_mtp_layers num_nextn_predict_layers pretraining_tp q_lora_rank qk_head_dim
-qk_nope_head_dim qk_rope_head_dim rope_interleave seq_aux v_head_dim
-"""
+_TOUCHES_THE_LAYER = re.compile(
+    r"expert|moe|rout|mlp|ffn|glu|top_?k|quant"
+    r"|(?<![a-z])(act|bias|capacity|clamp|compress|dense|drop(?!out)|feed|ff|gat(e|ing)|group|hidden|inner|intermediate"
+    r"|jitter|multipl|nois|normali|renorm|scal|scor|select|shar|sparse)"
+)
+"""Words of which one stands in the name of each field that changed such a layer so far."""
 
-_OF_FAMILY = {
-    "mixtral": "",
-    "qwen3_moe": "max_window_layers use_sliding_window",
-    "olmoe": "clip_qkv",
-    "deepseek_v3": _DEEPSEEK_V3,
-    "kimi_k2": _DEEPSEEK_V3,
-    "glm4_moe": "num_mtp_layers num_nextn_predict_layers partial_rotary_factor use_qk_norm",
-    "gpt_oss": "initial_context_length",
-}
-"""What concerns other parts of a model of that family, or its losses."""
+_OF_OTHER_PARTS = {"attention_bias", "chunk_size_feed_forward", "output_hidden_states", "output_router_logits"}
+_OF_OTHER_PARTS |= {"qkv_bias", "rope_scaling", "router_aux_loss_coef"}
+"""Fields of attention, or of what a model returns, whose names have such a word."""
 
 
 class Fields:
@@ -48,10 +37,12 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], where: str):
         self._values, self._where, self._known = values, where, set()
 
-    def count(self, name: str, default: Any = _MISSING, *, least: int = 1) -> int:
+    def count(self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = LARGEST_COUNT) -> int:
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.error(name, f"an integer of at least {least}")
+        if value > most:
+            raise self.error(name, f"an integer of at most {most}")
         return value
 
     def count_of_any(self, names: list[str]) -> int:
@@ -72,9 +63,12 @@ class Fields:
 
     def number(self, name: str, default: Any = _MISSING) -> float:
         value = self._get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise self.error(name, "a finite number")
-        return float(value)
+        try:
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+                return float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            pass
+        raise self.error(name, "a finite number")
 
     def boolean(self, name: str, default: Any = _MISSING) -> bool:
         value = self._get(name, default)
@@ -84,7 +78,7 @@ class Fields:
 
     def choice(self, name: str, allowed: list, default: Any = _MISSING) -> Any:
         value = self._get(name, default)
-        if isinstance(value, bool) or value not in allowed:
+        if not any(value == right and isinstance(value, bool) == isinstance(right, bool) for right in allowed):
             raise self.error(name, " or ".join(map(str, allowed)))
         return value
 
@@ -98,13 +92,19 @@ class Fields:
             raise self.error("quantization_config", f"null, or have {expected}")
 
     def check_all_known(self, family: str) -> None:
-        """Raises CheckpointError if there are fields that nobody asked for, and that are no other part's of a model."""
-        of_others = {*_OF_ANY_MODEL.split(), *_OF_FAMILY[family].split()}
-        if unknown := sorted(map(str, self._values.keys() - self._known - of_others)):
-            raise CheckpointError(
-                f"{self._where}: {unknown[0]}={shown(self._values.get(unknown[0]))} is unknown to {family}; leave it "
-                "out of a dict if it does not change the layer"
-            )
+        """Raises CheckpointError if a field that nobody asked for could change the layer.
+
+        Its name has a word for a part of the layer then, and its value is not null, false, zero or empty, which leave
+        out what the family has not. Other fields say something of other parts of a model. So do names that begin with
+        an underscore, which transformers uses for itself.
+        """
+        for name in sorted(map(str, self._values.keys() - self._known - _OF_OTHER_PARTS)):
+            words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+            if self._values.get(name) and not name.startswith("_") and _TOUCHES_THE_LAYER.search(words):
+                raise CheckpointError(
+                    f"{self._where}: {name}={shown(self._values[name])} is unknown to {family}, and could change the "
+                    "layer; leave it out if it does not"
+                )
 
     def error(self, name: str, rule: str) -> CheckpointError:
         if name not in self._values:

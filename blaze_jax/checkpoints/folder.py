@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from blaze_jax.checkpoints.errors import CheckpointError, import_safetensors
-from blaze_jax.checkpoints.json_file import parse_json, read_json
+from blaze_jax.checkpoints.header import read_header
+from blaze_jax.checkpoints.json_file import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -49,19 +50,28 @@ class Stored(NamedTuple):
         if self.dtype not in dtypes:
             raise CheckpointError(f"{self} has dtype {self.dtype}, must have {' or '.join(dtypes)}")
 
+    def raw(self) -> np.ndarray:
+        """The bytes, mapped."""
+        return self.file.bytes_of(self.name)
+
     def read(self, *index: int | slice) -> np.ndarray:
         """A part of the tensor, `tensor[index]`, with whole slices for the axes not named; only it is read."""
         return self.file.read(self, index)
 
 
 class TensorFile:
-    """One file of safetensors, whose header that library has found sound.
+    """One file of safetensors, whose header this module and that library have found sound.
 
     Args:
       path: the file.
 
+    Attributes:
+      path: the file.
+      tensors: what it holds, by name.
+      metadata: what else its header says.
+
     Raises:
-      CheckpointError: no such file, or none that safetensors reads.
+      CheckpointError: no such file, or none of safetensors; the message names the tensor where one is wrong.
       MissingExtraError: safetensors is not installed.
     """
 
@@ -69,16 +79,9 @@ class TensorFile:
         self.path = path
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
+        self._entries, self.metadata = read_header(path)
         self._open = _guarded(path, import_safetensors().safe_open, path, framework="numpy")
-        self._offsets: dict[str, int] | None = None
-
-    def tensors(self) -> dict[str, Stored]:
-        """Every tensor, by name."""
-        found = {}
-        for name in self._open.keys():  # noqa: SIM118, the file is no mapping
-            part = self._open.get_slice(name)
-            found[name] = Stored(name, part.get_dtype(), tuple(part.get_shape()), self)
-        return found
+        self.tensors = {name: Stored(name, entry.dtype, entry.shape, self) for name, entry in self._entries.items()}
 
     def read(self, tensor: Stored, index: tuple[int | slice, ...]) -> np.ndarray:
         if tensor.dtype == "F8_E4M3":
@@ -91,16 +94,15 @@ class TensorFile:
 
     def _read_float8(self, tensor: Stored, index: tuple[int | slice, ...]) -> np.ndarray:
         """Slices of safetensors know no type that numpy does not have: these bytes are mapped here."""
-        if self._offsets is None:
-            with self.path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = parse_json(file.read(length), self.path)
-            self._offsets = {
-                name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"
-            }
-        offset = self._offsets[tensor.name]
-        mapped = np.memmap(self.path, DTYPES[tensor.dtype], mode="r", offset=offset, shape=tensor.shape)
-        return np.array(mapped[index])
+        values = self.bytes_of(tensor.name).view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+        return np.array(values[index])
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """The bytes of a tensor of any type, mapped."""
+        entry = self._entries[name]
+        if entry.start == entry.stop:  # which cannot be mapped
+            return np.zeros(0, np.uint8)
+        return np.memmap(self.path, np.uint8, mode="r", offset=entry.start, shape=(entry.stop - entry.start,))
 
 
 class Folder:
@@ -109,8 +111,18 @@ class Folder:
     Args:
       path: the folder, with `model.safetensors`, or with `model.safetensors.index.json` and the files it names.
 
+    Every file that is there is opened, and its header is checked. One that an index names and that is not there is an
+    error when a tensor of it is asked for: a part of a large model may be on the disk.
+
+    Attributes:
+      path: the folder.
+      origin: the file that says which tensors there are.
+      files: those that are there, by name.
+      file_of: the name of each tensor's file.
+
     Raises:
-      CheckpointError: neither is there, or both, or the index names what is not there, or leaves the folder.
+      CheckpointError: neither is there, or both, or the index leaves the folder, or names a tensor that its file has
+        not, or a file is broken; the message names the file, and the tensor.
     """
 
     def __init__(self, path: str | Path):
@@ -123,34 +135,38 @@ class Folder:
         if not has_file and not has_index:
             raise CheckpointError(f"{self.path}: holds neither {SINGLE_FILE} nor {INDEX}")
         self.origin = self.path / (SINGLE_FILE if has_file else INDEX)
-        self._files: dict[str, dict[str, Stored]] = {}
-        self._file_of = dict.fromkeys(self._tensors_of(SINGLE_FILE), SINGLE_FILE) if has_file else self._index()
+        if has_file:
+            self.files = {SINGLE_FILE: TensorFile(self.origin)}
+            self.file_of = dict.fromkeys(self.files[SINGLE_FILE].tensors, SINGLE_FILE)
+        else:
+            self.file_of = self._index()
+            files = sorted(set(self.file_of.values()))
+            self.files = {file: TensorFile(self.path / file) for file in files if (self.path / file).exists()}
+            for name, file in self.file_of.items():
+                if file in self.files and name not in self.files[file].tensors:
+                    raise CheckpointError(
+                        f"{self.path / file}: tensor {name!r} is missing, which {INDEX} says is there"
+                    )
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors; only an index is read for them, or the one file's header."""
-        return list(self._file_of)
+        """Names of all tensors."""
+        return list(self.file_of)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self.file_of
 
     def __getitem__(self, name: str) -> Stored:
-        if name not in self._file_of:
+        if name not in self.file_of:
             raise CheckpointError(f"{self.origin}: tensor {name!r} is missing")
-        file = self._file_of[name]
-        tensors = self._tensors_of(file)
-        if name not in tensors:
-            raise CheckpointError(f"{self.path / file}: tensor {name!r} is missing, which {INDEX} says is there")
-        return tensors[name]
+        file = self.file_of[name]
+        if file not in self.files:
+            raise CheckpointError(f"{self.path / file}: no such file, which {INDEX} says has the tensor {name!r}")
+        return self.files[file].tensors[name]
 
     def read_config(self) -> dict[str, Any]:
         """The content of `config.json`."""
         return read_json(self.path / "config.json")
-
-    def _tensors_of(self, file: str) -> dict[str, Stored]:
-        if file not in self._files:
-            self._files[file] = TensorFile(self.path / file).tensors()
-        return self._files[file]
 
     def _index(self) -> dict[str, str]:
         path = self.path / INDEX

@@ -8,7 +8,7 @@ from typing import Any
 from blaze_jax.activations import Activation, clamped_swiglu
 from blaze_jax.checkpoints.decode import FLOAT8_BLOCK
 from blaze_jax.checkpoints.errors import CheckpointError
-from blaze_jax.checkpoints.fields import Fields
+from blaze_jax.checkpoints.fields import MOST_LAYERS, Fields
 from blaze_jax.checkpoints.json_file import read_json
 from blaze_jax.config import MoEConfig
 from blaze_jax.router import Router
@@ -74,6 +74,7 @@ _FLOAT8 = {"fmt": "e4m3", "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK]}
 
 def _mixtral(fields: Fields) -> PublicModel:
     fields.choice("router_jitter_noise", [0], 0)
+    fields.choice("norm_topk_prob", [True], True)
     return _model(fields, Router(normalize_weights=True), "intermediate_size")
 
 
@@ -85,9 +86,9 @@ def _olmoe(fields: Fields) -> PublicModel:
 def _qwen3_moe(fields: Fields) -> PublicModel:
     fields.check_quantization("fp8", **_FLOAT8)
     router = Router(normalize_weights=fields.boolean("norm_topk_prob"))
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
     step = fields.count("decoder_sparse_step", 1)
-    listed = fields.counts("mlp_only_layers", num_layers)
+    listed = set(fields.counts("mlp_only_layers", num_layers))
     return _model(
         fields,
         router,
@@ -110,12 +111,12 @@ def _deepseek_v3(fields: Fields) -> PublicModel:
         num_groups=fields.count("n_group"),
         groups_per_token=fields.count("topk_group"),
     )
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
     return _model(
         fields,
         router,
         "moe_intermediate_size",
-        dense_layers=tuple(range(fields.count("first_k_dense_replace", least=0)))[:num_layers],
+        dense_layers=tuple(range(min(fields.count("first_k_dense_replace", least=0), num_layers))),
         dense_width=fields.count("intermediate_size"),
         shared_width=fields.count("n_shared_experts", least=0) * fields.count("moe_intermediate_size"),
         selection_bias=True,
@@ -124,6 +125,7 @@ def _deepseek_v3(fields: Fields) -> PublicModel:
 
 def _gpt_oss(fields: Fields) -> PublicModel:
     fields.check_quantization("mxfp4")
+    fields.choice("norm_topk_prob", [True], True)
     fields.choice("hidden_act", ["silu"])
     alpha, limit = fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
     return _model(
@@ -166,7 +168,7 @@ def _model(
     **options: Any,
 ) -> PublicModel:
     """What all families say in the same way."""
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
     experts_per_token = fields.count_of_any(["num_experts_per_tok", "experts_per_token"])
     weight = (
         fields.number("router_aux_loss_coef", 0.0) if fields.boolean("output_router_logits", default=False) else 0.0

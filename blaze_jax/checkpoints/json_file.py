@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from blaze_jax.checkpoints.errors import CheckpointError
+from blaze_jax.checks import shown
 
 LARGEST = 100 << 20
 """Bytes of JSON, the limit of safetensors; the index of the largest public model has a tenth of it."""
@@ -16,6 +17,8 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       CheckpointError: no such file, none of JSON, no object, a name twice, or too large a file.
     """
+    if path.exists() and not path.is_file():  # a pipe would wait for a writer
+        raise CheckpointError(f"{path}: is no file")
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST + 1)
@@ -23,24 +26,24 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if len(text) > LARGEST:
         raise CheckpointError(f"{path}: has more than {LARGEST} bytes")
-    return parse_json(text, path)
+    return parse_json(text, f"{path}:")
 
 
-def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """The object in `text`, which comes from `path`; CheckpointError where there is none."""
+def parse_json(text: bytes, where: str) -> dict[str, Any]:
+    """The object in `text`; CheckpointError where there is none, whose message begins with `where`."""
     try:
         value = json.loads(text, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not JSON: {error}") from error
+        raise CheckpointError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+        raise CheckpointError(f"{where} must hold a JSON object, holds {type(value).__name__}")
     return value
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{repeated!r} stands there twice")
+    value = {}
+    for name, content in pairs:
+        if name in value:
+            raise ValueError(f"{shown(name)} stands there twice")
+        value[name] = content
     return value

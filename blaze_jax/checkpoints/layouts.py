@@ -69,6 +69,10 @@ class Layout(NamedTuple):
     tensors: tuple[Tensor, ...]
     use_bias: bool = False
 
+    @property
+    def router(self) -> Tensor:
+        return next(tensor for tensor in self.tensors if tensor.parameters == ("w_router",))
+
     def of(self, parameters: Collection[str]) -> list[Tensor]:
         """Tensors that hold any of the parameters."""
         return [tensor for tensor in self.tensors if set(tensor.parameters) & set(parameters)]

@@ -44,7 +44,8 @@ def load(
     Args:
       folder: with `model.safetensors`, or `model.safetensors.index.json` and the files that it names.
       layer: number of the layer in the model, from 0.
-      config: what the layer is, as `MoEConfig.from_huggingface` says.
+      config: what the layer is, as `MoEConfig.from_huggingface` says. With a `bias_update_rate` and without
+        `selection_bias=True`, a selection bias that the files do not have is zero.
       dtype: of the parameters; None for the file's, bfloat16 where it is compressed. The selection bias is float32.
       sharding: where each parameter goes: one sharding for all, or one by name, which leaves out those of the default
         device; None for that device. Only what this process's devices hold is read.
@@ -68,7 +69,10 @@ def load(
     loaded = _load_kernels(block, shardings, dtypes)
     for name, parameter in block.entries.items():
         if parameter.kind != "kernel":
-            values = _read_whole(block.sources[name][0], name, parameter).astype(dtypes[name])
+            if name in block.sources:
+                values = _read_whole(block.sources[name][0], name, parameter).astype(dtypes[name])
+            else:
+                values = np.zeros(parameter.shape, np.float32)
             loaded[name] = place(values, shardings[name])
     params = {name: loaded[name] for name in block.entries if name != SELECTION_BIAS}
     return Layer(params, loaded.get(SELECTION_BIAS), block.layout.name.removesuffix("_mxfp4"))

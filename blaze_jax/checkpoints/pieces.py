@@ -11,7 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from blaze_jax.checkpoints.block import Source
-from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, MXFP4_BLOCK, decode_float8, decode_mxfp4
+from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, MXFP4_BLOCK, MXFP4_NAN, decode_float8, decode_mxfp4
+from blaze_jax.checkpoints.errors import CheckpointError
+from blaze_jax.checkpoints.folder import Stored
 from blaze_jax.config import Parameter
 
 PIECE_BYTES = 16 << 20
@@ -62,10 +64,10 @@ def read_piece(
     elif kind == "mxfp4":
         blocks = _blocks(rows, MXFP4_BLOCK)
         numbers = values.read(*lead, outputs, blocks)
-        parts = [numbers.reshape(len(numbers), -1), scales.read(*lead, outputs, blocks)]
+        parts = [numbers.reshape(len(numbers), -1), _sound(scales, scales.read(*lead, outputs, blocks))]
     else:
         blocks = _blocks(outputs, FLOAT8_BLOCK), _blocks(rows, FLOAT8_BLOCK)
-        parts = [values.read(outputs, rows), scales.read(*blocks)]
+        parts = [values.read(outputs, rows), _sound(scales, scales.read(*blocks))]
 
     turn = tensor.outputs_first
     # On a CPU, XLA's copy from the host turns a matrix ten times faster than numpy; elsewhere the device turns it.
@@ -76,6 +78,14 @@ def read_piece(
     if kind == "plain" and not turn and parts[0].dtype == dtype:
         return parts[0]
     return _decode(parts, kind, turn, cut, np.dtype(dtype))
+
+
+def _sound(tensor: Stored, scales: np.ndarray) -> np.ndarray:
+    """The scales; CheckpointError if one is not a number, which no model has, and which would spoil its whole block."""
+    wrong = scales == MXFP4_NAN if scales.dtype == np.uint8 else ~np.isfinite(scales)
+    if wrong.any():
+        raise CheckpointError(f"{tensor} has scales that are no finite numbers")
+    return scales
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))

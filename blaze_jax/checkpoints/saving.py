@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from warnings import warn
 
 import jax
 import jax.numpy as jnp
@@ -11,59 +12,92 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from blaze_jax.checkpoints.block import PLAIN, PREFIXES, block_names
-from blaze_jax.checkpoints.folder import DTYPES
+from blaze_jax.checkpoints.block import PLAIN, PREFIXES, SCALES, block_names
+from blaze_jax.checkpoints.folder import DTYPES, Folder
 from blaze_jax.checkpoints.layer import Layer
 from blaze_jax.checkpoints.layouts import LAYOUTS, SELECTION_BIAS, Layout, Tensor, entries
-from blaze_jax.checkpoints.writing import NewTensor, write_tensors
-from blaze_jax.checks import check_integers
+from blaze_jax.checkpoints.writing import NewTensor, has_tensors, write_tensors
+from blaze_jax.checks import check_booleans, check_integers
 from blaze_jax.config import MoEConfig, Parameter, check_config
 
 
 def save(
-    folder: str | Path, layers: Mapping[int, Layer], config: MoEConfig, *, dtype: DTypeLike | None = None
+    folder: str | Path,
+    layers: Mapping[int, Layer],
+    config: MoEConfig,
+    *,
+    dtype: DTypeLike | None = None,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Writes layers in the public formats that they name.
 
-    Each call adds files, and their tensors to the folder's `model.safetensors.index.json`. One expert's matrix is
-    fetched from the devices at a time. What was read compressed is written in the type that it has now.
+    Each call adds files, and their tensors to the folder's `model.safetensors.index.json`; a folder of a single
+    `model.safetensors` gets them into that file, which is written anew. One expert's matrix is fetched from the devices
+    at a time. What was read compressed is written in the type that it has now. A reader sees all layers of a call as
+    they were, or all as they are afterwards.
+
+    Several processes may save different layers into one folder at the same time. Where arrays lie on devices of several
+    processes, gather them first, and let one process save each layer.
 
     Args:
       folder: to write into; made where it is missing.
       layers: by their numbers in the model.
-      config: what they are.
+      config: what they are. A selection bias of zeros is left out of a layout that has no place for one.
       dtype: of the tensors, float32, float16 or bfloat16; None for that of each array. A selection bias stays float32.
+      overwrite: whether the layers take the place of those that are there, whatever their layout; files that hold other
+        tensors, too, are written anew without them. Otherwise a layer that is there is an error.
 
     Returns:
-      The files written.
+      The files that hold the layers.
 
     Raises:
       ValueError: a layer is not what the configuration says, does not fit its layout, or lies on devices of several
         processes.
-      CheckpointError: the folder holds tensors of one of the layers' blocks already.
+      CheckpointError: the folder holds tensors of one of the layers' blocks already, or is broken.
     """
     check_config(config)
     check_integers(**{f"layers[{number!r}]": number for number in layers})
-    tensors = [tensor for number, layer in layers.items() for tensor in layer_tensors(number, layer, config, dtype)]
-    starts = [block for number in layers for prefix in PREFIXES for block in block_names(prefix.format(layer=number))]
+    check_booleans(overwrite=overwrite)
+    folder = Path(folder)
+    there = Folder(folder).names if has_tensors(folder) else []
+    prefix = PREFIXES[1] if any(name.startswith(PREFIXES[1].partition("{")[0]) for name in there) else PREFIXES[0]
+    tensors = [
+        tensor for number, layer in layers.items() for tensor in layer_tensors(number, layer, config, dtype, prefix)
+    ]
+    starts = tuple(block for number in layers for form in PREFIXES for block in block_names(form.format(layer=number)))
+    if overwrite and any(name.startswith(starts) and name.endswith(SCALES) for name in there):
+        warn(
+            f"{folder} had layers {', '.join(map(str, layers))} compressed, and has them in full now: the "
+            "quantization_config of its config.json does not say so",
+            stacklevel=2,
+        )
     stem = "-".join(["layers", *(f"{number:05}" for number in layers)][:9])
-    return write_tensors(Path(folder), tensors, stem, tuple(starts))
+    return write_tensors(folder, tensors, stem, starts, overwrite=overwrite)
 
 
-def layer_tensors(number: int, layer: Layer, config: MoEConfig, dtype: DTypeLike | None = None) -> list[NewTensor]:
+def layer_tensors(
+    number: int, layer: Layer, config: MoEConfig, dtype: DTypeLike | None = None, prefix: str = PREFIXES[0]
+) -> list[NewTensor]:
     """The tensors of one layer, as `save` writes them; for the arguments and errors see there."""
     layout = _layout(layer.layout)
     values = dict(layer.params)
     if layer.selection_bias is not None:
         values[SELECTION_BIAS] = layer.selection_bias
     expected = _checked_entries(values, layout, config)
+    if SELECTION_BIAS in expected and not layout.of([SELECTION_BIAS]):
+        if np.any(np.asarray(values[SELECTION_BIAS])):
+            raise ValueError(
+                f"the layout {layout.name!r} has no place for the layer's selection_bias, which is not zero; by_expert "
+                "and fused have one, of layers without b_down"
+            )
+        del expected[SELECTION_BIAS]  # a zero one changes nothing, and is what `load` makes of none
     tensors = []
     for tensor in layout.of(expected):
         parameter = expected[tensor.parameters[0]]
         arrays = tuple(values[name] for name in tensor.parameters)
         kind = _dtype(arrays[0], tensor, dtype)
         for expert in range(config.num_experts if tensor.of_one_expert else 1):
-            name = PREFIXES[0].format(layer=number) + f"{layout.block}." + tensor.name.format(expert=expert)
+            name = prefix.format(layer=number) + f"{layout.block}." + tensor.name.format(expert=expert)
             experts = [expert] if tensor.of_one_expert else list(range(config.num_experts))
             parts = partial(_parts, arrays, experts, tensor, parameter, kind)
             tensors.append(NewTensor(name, kind, tensor.shape(parameter), parts))
@@ -109,8 +143,11 @@ def _checked_entries(values: Mapping[str, Array], layout: Layout, config: MoECon
         if values[name].shape != parameter.shape:
             raise ValueError(f"the layer's {name} has shape {values[name].shape}, must be {parameter.shape}")
         if not getattr(values[name], "is_fully_addressable", True):
-            raise ValueError(f"the layer's {name} lies on devices of several processes, must be gathered in one")
-    room = {name for tensor in layout.tensors for name in tensor.parameters}
+            raise ValueError(
+                f"the layer's {name} lies on devices of several processes, must be gathered in one, "
+                "which then saves it: jax.experimental.multihost_utils.process_allgather(array, tiled=True)"
+            )
+    room = {name for tensor in layout.tensors for name in tensor.parameters} | {SELECTION_BIAS}  # see there
     joined = {name for tensor in layout.of(expected) for name in tensor.parameters}
     if wrong := sorted((expected.keys() - room) | (joined - expected.keys())):
         raise ValueError(f"the layout {layout.name!r} does not fit a layer with {', '.join(expected)}: {wrong[0]}")

@@ -1,5 +1,6 @@
 """Layers that are written: the same tensors, bit for bit, and files that other programs read."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -94,13 +95,41 @@ def test_a_module_of_nnx_is_written(tmp_path):
     assert_same_bits(checkpoints.load(tmp_path, 1, described.layer)[:2], load("deepseek_v3")[:2])
 
 
+@pytest.mark.default_sets(3)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "olmoe"])
+def test_a_selection_bias_starts_at_zero_and_is_not_lost(tmp_path, family):
+    """Fine-tuning without a balancing loss, of a model that was trained with one."""
+    described = model(family)
+    number = described.num_layers - 1
+    config = dataclasses.replace(described.layer, bias_update_rate=1e-3)
+    second = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    layer = checkpoints.load(FIXTURES / family, number, config, sharding={"selection_bias": second})
+    assert_same_bits(layer.params, load(family).params)
+    assert layer.selection_bias.sharding == second
+    np.testing.assert_array_equal(layer.selection_bias, np.zeros(described.layer.num_experts, np.float32))
+    checkpoints.save(tmp_path / "zero", {number: layer}, config)
+    assert_same_bits(checkpoints.load(tmp_path / "zero", number, config)[:2], layer[:2])
+
+    moved = layer._replace(selection_bias=layer.selection_bias + 1e-3)
+    if family == "olmoe":
+        checkpoints.save(tmp_path / "moved", {number: moved}, config)
+        assert_same_bits(checkpoints.load(tmp_path / "moved", number, config)[:2], moved[:2])
+    else:
+        with pytest.raises(ValueError, match=f"'{family}' has no place for the layer's selection_bias, which is not"):
+            checkpoints.save(tmp_path / "moved", {number: moved}, config)
+        with pytest.raises(
+            checkpoints.CheckpointError, match=f"'{family}' has no selection bias, and selection_bias=T"
+        ):
+            checkpoints.load(FIXTURES / family, number, dataclasses.replace(config, selection_bias=True))
+
+
 @pytest.mark.default_sets(8)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"layout": "onnx"}, "layout='onnx' must be one of mixtral, by_expert, fused, gpt_oss"),
         ({"layout": "gpt_oss"}, "the layout 'gpt_oss' does not fit"),
-        ({"layout": "mixtral"}, "the layout 'mixtral' does not fit a layer with .*: selection_bias"),
+        ({"layout": "mixtral"}, "the layout 'mixtral' does not fit a layer with .*: shared_w_down"),
         ({"selection_bias": None}, "must have .*: selection_bias"),
         ({"params": {}}, "no matrix 'w_router'"),
         ({"w_up": np.zeros((2, 3))}, r"w_up has shape \(2, 3\), must be"),
