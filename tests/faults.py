@@ -176,6 +176,7 @@ FAULTS = [
     Fault(f"{LAYER}/exchange.py", "(experts - first) % num_experts", "experts", PIECES),
     Fault(f"{LAYER}/exchange.py", "group=self.fsdp, shift=block)", "group=self.fsdp, shift=-block)", PIECES),
     Fault(f"{LAYER}/exchange.py", "group=self.group, shift=-shift) for", "group=self.group, shift=shift) for", EXCHANGE),
+    Fault(f"{LAYER}/exchange.py", "devices.transpose([ordered.index(axis) for axis in group])", "devices", EXCHANGE),
     Fault(f"{LAYER}/exchange.py", "return jnp.where(known, (experts", "return jnp.where(experts < num_experts, (experts", EXCHANGE),
     Fault(f"{LAYER}/exchange.py", "return all(_has(spec[0], self.fsdp) and", "return all(True or", EXCHANGE),
     Fault(f"{LAYER}/exchange.py", "most_pairs = jnp.max(", "most_pairs = jnp.min(", EXCHANGE),

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 import blaze_jax
 from blaze_jax import MoE, MoEConfig, Parallelism, Router, moe
 from blaze_jax.nnx import AuxiliaryLoss
+from blaze_jax.parallelism import ROLES
 from tests.layers import WIDTH, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 
@@ -54,7 +55,7 @@ def make_mesh(axes: dict[str, int], kind: AxisType = AxisType.Auto) -> Mesh:
 
 
 def roles(axes: dict[str, int]) -> dict[str, str]:
-    return {role: role for role in axes}
+    return {role: role for role in axes if role in ROLES}
 
 
 def loss(params, x, config=CONFIG, **options):
@@ -72,7 +73,7 @@ one_device = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), sta
 def over_devices(axes, kind, options, params, x, config=CONFIG):
     """What `one_device` returns."""
     mesh = make_mesh(axes, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
-    parallel = Parallelism(**roles(axes), **options)
+    parallel = Parallelism(**roles(axes) | options)
     run = partial(loss, config=config, parallel=parallel)
     with jax.set_mesh(mesh):
         if kind in ("check_vma", "shard_map"):
@@ -99,6 +100,22 @@ def test_all_axes_together():
 @pytest.mark.default_sets(0)
 def test_every_way(way):
     assert_as_one_device(WAYS[way], tokens=40)
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind", "options"),
+    [
+        ({"tensor": 2, "expert": 4}, "auto", {"exchange": "permute"}),
+        ({"more": 4, "expert": 2}, "explicit", {"expert": ("expert", "more"), "exchange": "permute"}),
+        ({"more": 4, "expert": 2}, "check_vma", {"expert": ("expert", "more"), "exchange": "all_to_all"}),
+        ({"expert": 2, "fsdp": 2, "more": 2}, "auto", {"fsdp": ("more", "fsdp")}),
+    ],
+    ids=str,
+)
+@pytest.mark.default_sets(0)  # test_exchange has the orders of an exchange
+def test_mesh_with_its_axes_in_another_order(axes, kind, options):
+    tokens = 24 if kind == "check_vma" else 21  # where devices need not divide them
+    assert_as_one_device((axes, kind, options), tokens, replace(SMALL, num_experts=8))
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"expert": 2}, TOGETHER], ids=str)
