@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from blaze_jax.checks import as_array, shown
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import compute_experts, expert_ffn
-from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
+from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape, tokens_in_order
 from blaze_jax.layer_over_devices import is_inside_shard_map, moe_over_devices, over_automatic_axes
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.router_logits import router_logits
@@ -113,13 +113,15 @@ def moe(
     if train and axis_name is None:
         _warn_inside_shard_map()
     mesh = explicit_mesh(x, params)
-    tokens = flatten_tokens(x, mesh)
+    router = config.router.for_phase(train)
+    in_order = not (experts is expert_ffn and router.treats_tokens_apart())
+    tokens = flatten_tokens(x, mesh, in_order)
     params = params if mesh is None else reshard(dict(params), mesh)
     with jax.named_scope("router"):  # profilers show these names
         routing, grouped = route_and_group(
             router_logits(tokens, params),
             config.experts_per_token,
-            config.router.for_phase(train),
+            router,
             selection_bias,
             axis_name,
             config.implementation,
@@ -143,7 +145,9 @@ def moe(
     if config.shared_width:
         with jax.named_scope("shared_experts"):
             y = y + shared_experts(tokens, params, config)
-    return restore_shape(y, x, mesh), routing._replace(weighted_losses=auxiliary_losses(routing, config))
+    choice, weights = tokens_in_order((routing.experts, routing.weights), x, mesh, in_order)
+    routing = routing._replace(experts=choice, weights=weights, weighted_losses=auxiliary_losses(routing, config))
+    return restore_shape(y, x, mesh, in_order), routing
 
 
 def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 import blaze_jax
 from blaze_jax import MoE, MoEConfig, Parallelism, Router, moe
+from blaze_jax.layer_observer import observed_layers
 from blaze_jax.nnx import AuxiliaryLoss
 from blaze_jax.parallelism import ROLES
 from tests.layers import WIDTH, random_parameters, random_tokens
@@ -116,6 +117,47 @@ def test_every_way(way):
 def test_mesh_with_its_axes_in_another_order(axes, kind, options):
     tokens = 24 if kind == "check_vma" else 21  # where devices need not divide them
     assert_as_one_device((axes, kind, options), tokens, replace(SMALL, num_experts=8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "tokens"),
+    [
+        (AxisType.Auto, P(), 2),  # all axes of such a mesh split tokens
+        (AxisType.Auto, P("more"), 2),
+        (AxisType.Explicit, P("more"), 4),  # and on this one those that x is split over
+        (AxisType.Explicit, P("more", ("data", "expert")), 2),
+        (AxisType.Explicit, P(), 8),
+    ],
+    ids=str,
+)
+@pytest.mark.default_sets(0)  # functions run by default
+def test_tokens_of_a_device_where_axes_have_no_role(kind, spec, tokens):
+    mesh, parallel = make_mesh({"data": 2, "more": 2, "expert": 2}, kind), Parallelism(expert="expert")
+    params, x = random_parameters(SMALL), random_tokens(4, 4)
+    with jax.set_mesh(mesh), observed_layers() as layers:
+        step = partial(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), config=SMALL, parallel=parallel)
+        out = jax.jit(step)(params, jax.device_put(x, jax.NamedSharding(mesh, spec)))
+    assert {traced.num_tokens for traced in layers} == {tokens}
+    assert_close(out, one_device(params, x, SMALL))
+
+
+def test_axes_without_a_role_split_tokens():
+    """But not those over which an enclosing vmap splits its examples, nor those of an enclosing shard_map."""
+    mesh, x = make_mesh({"data": 2, "more": 2, "expert": 2}), random_tokens(2, 8)
+    params, parallel = random_parameters(SMALL), Parallelism(expert="expert")
+
+    def tokens_of_a_device(layer):
+        with jax.set_mesh(mesh), observed_layers() as layers:
+            jax.eval_shape(layer, x)
+        return {traced.num_tokens for traced in layers}
+
+    def one(x):
+        return moe(x, params, SMALL, parallel=parallel)[0]
+
+    by_data = partial(jax.shard_map, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False)
+    assert tokens_of_a_device(one) == {16 // 8}
+    assert tokens_of_a_device(jax.vmap(one, spmd_axis_name="data")) == {8 // 4}
+    assert tokens_of_a_device(by_data(one)) == {8 // 4}
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"expert": 2}, TOGETHER], ids=str)
