@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import P, lax
 from jaxtyping import Array, Float, Int
 
@@ -216,8 +217,20 @@ def _has(names, axes: Sequence[str]) -> bool:
 
 def _rotated(part: Array, group: tuple[str, ...], shift: int) -> Array:
     """That of the device `shift` places before this one in the group."""
-    devices = lax.axis_size(group)
-    return lax.ppermute(part, group, [(i, (i + shift) % devices) for i in range(devices)]) if shift else part
+    if not shift:
+        return part
+    ordered, places = _in_the_order_of_the_mesh(group)
+    return lax.ppermute(part, ordered, list(zip(places, places[shift:] + places[:shift], strict=True)))
+
+
+def _in_the_order_of_the_mesh(group: tuple[str, ...]) -> tuple[tuple[str, ...], list[int]]:
+    """The axes as `lax.ppermute` counts devices along them, and where each device is there that `group` counts.
+
+    Other collectives count as `group` does, whatever the order of its axes.
+    """
+    ordered = tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in group)
+    devices = np.arange(lax.axis_size(group)).reshape([lax.axis_size(axis) for axis in ordered])
+    return ordered, devices.transpose([ordered.index(axis) for axis in group]).ravel().tolist()
 
 
 def _trips(experts: Int[Array, "T K"], experts_per_device: int, devices: int, expert_devices: int) -> Trips:

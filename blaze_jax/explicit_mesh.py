@@ -11,6 +11,7 @@ from jax import P
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import Array, Float
 
+from blaze_jax.parallelism import Axes, names_of
 from pallas_kernels.compat import axes_of_vmap
 
 
@@ -38,12 +39,16 @@ def meshes_of(*arrays) -> list[AbstractMesh]:
 
 
 def token_axes(*arrays: Array) -> tuple[str, ...]:
-    """The explicit mesh axes that split the first dimension of the first of `arrays` that is split there."""
+    """The explicit mesh axes that split any dimension but the last, of the first of `arrays` that is split there."""
     for array in arrays:
-        spec = jax.typeof(array).sharding.spec
-        if len(spec) and spec[0] is not None:
-            return spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+        if axes := tuple(axis for names in _leading(array) for axis in names_of(names)):
+            return axes
     return ()
+
+
+def _leading(x: Array) -> tuple[Axes | None, ...]:
+    """What splits each dimension but the last."""
+    return tuple(jax.typeof(x).sharding.spec)[:-1]
 
 
 def reshard(tree, mesh: AbstractMesh, axes: tuple[str, ...] = ()):
@@ -79,23 +84,55 @@ def per_device(function: Callable, mesh: AbstractMesh, axes: tuple[str, ...], by
     return jax.jit(run)(reshard(by_token, mesh, axes), reshard(shared, mesh))  # call by call it would take minutes
 
 
-def flatten_tokens(x: Float[Array, "... d"], mesh: AbstractMesh | None) -> Float[Array, "T d"]:
-    """The tokens in two dimensions, of which the first is split as that of `x` is; other splits are undone."""
+def flatten_tokens(x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool) -> Float[Array, "T d"]:
+    """The tokens in two dimensions, of which the first is split over all axes that split tokens in `x`.
+
+    Without `in_order`, each device keeps its own: where `x` is split past its first dimension, their order is another.
+    """
     shape = (math.prod(x.shape[:-1]), x.shape[-1])
     if mesh is None:
         return x.reshape(shape)
-    axes = token_axes(x) if x.ndim > 1 else ()
-    return jax.lax.reshape(reshard(x, mesh, axes), shape, out_sharding=NamedSharding(mesh, P(axes or None, None)))
+    flat, split = P(token_axes(x) or None, None), P(*_leading(x), None)
+    x = jax.sharding.reshard(x, NamedSharding(mesh, split))
+    if _is_in_order(x, in_order):
+        return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, flat))
+    return _here(lambda part: part.reshape(-1, part.shape[-1]), mesh, split, flat)(x)
 
 
-def restore_shape(y: Float[Array, "T d"], x: Float[Array, "... d"], mesh: AbstractMesh | None) -> Float[Array, "... d"]:
-    """The tokens in the shape of `x`, and split as it is."""
+def restore_shape(
+    y: Float[Array, "T d"], x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool
+) -> Float[Array, "... d"]:
+    """The tokens of `flatten_tokens(x, ...)` in the shape of `x`, and split as it is."""
     if mesh is None:
         return y.reshape(x.shape)
-    axes = token_axes(x) if x.ndim > 1 else ()
-    flat = NamedSharding(mesh, P(axes or None, *[None] * (x.ndim - 1)) if x.ndim > 1 else P(None))
-    y = jax.lax.reshape(y, x.shape, out_sharding=flat)
-    return jax.sharding.reshard(y, NamedSharding(mesh, P(*jax.typeof(x).sharding.spec)))
+    return jax.sharding.reshard(_unflattened(y, x, mesh, in_order), NamedSharding(mesh, jax.typeof(x).sharding.spec))
+
+
+def tokens_in_order(by_token, x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool):
+    """Arrays `(T, n)` of what there is of each token of `flatten_tokens(x, ...)`, in the order of the tokens in `x`."""
+    if mesh is None or _is_in_order(x, in_order):
+        return by_token
+    return jax.tree.map(lambda a: flatten_tokens(_unflattened(a, x, mesh, False), mesh, True), by_token)
+
+
+def _unflattened(y: Float[Array, "T n"], x: Float[Array, "... d"], mesh: AbstractMesh, in_order: bool):
+    """`(..., n)`, with the leading dimensions of `x` and split as they are."""
+    shape, flat, split = (*x.shape[:-1], y.shape[-1]), P(token_axes(x) or None, None), P(*_leading(x), None)
+    y = jax.sharding.reshard(y, NamedSharding(mesh, flat))
+    if _is_in_order(x, in_order):
+        return jax.lax.reshape(y, shape, out_sharding=NamedSharding(mesh, split))
+    part = NamedSharding(mesh, split).shard_shape(shape)
+    return _here(lambda y: y.reshape(part), mesh, flat, split)(y)
+
+
+def _is_in_order(x: Array, in_order: bool) -> bool:
+    return in_order or not any(_leading(x)[1:])
+
+
+def _here(function: Callable, mesh: AbstractMesh, spec: P, out_spec: P) -> Callable:
+    """`function` of each device's own part of an array: nothing travels."""
+    axes = {axis for names in spec for axis in names_of(names)}
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=out_spec, axis_names=axes))
 
 
 def explicit_axes(mesh) -> set[str]:

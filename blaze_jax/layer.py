@@ -12,7 +12,7 @@ from blaze_jax.checks import as_array, shown
 from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import compute_experts, expert_ffn
-from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
+from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape, tokens_in_order
 from blaze_jax.layer_over_devices import is_inside_shard_map, moe_over_devices, over_automatic_axes
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.router_logits import router_logits
@@ -129,7 +129,8 @@ def _with_experts(
     experts: Callable[..., Array], x, params, selection_bias, *, config: MoEConfig, **options
 ) -> tuple[Float[Array, "... d"], Routing]:
     """The layer with these experts. They run as they are, and not in a program of ours: they may close over arrays."""
-    tokens, routing, grouped = _routed(x, params, selection_bias, config=config, **options)
+    in_order = not (experts is expert_ffn and config.router.for_phase(options["train"]).treats_tokens_apart())
+    tokens, routing, grouped = _routed(x, params, selection_bias, config=config, in_order=in_order, **options)
     compute = partial(compute_experts, grouped) if experts is expert_ffn else experts
     with jax.named_scope("experts"):  # profilers show these names
         y = compute(
@@ -146,7 +147,7 @@ def _with_experts(
             save=config.save,
             implementation=config.implementation,
         )
-    return _finished(x, tokens, y, params, config=config), routing
+    return _finished(x, tokens, y, params, routing, config=config, in_order=in_order)
 
 
 @compiled_once("config", "train", "axis_name")
@@ -154,11 +155,11 @@ def _here(x, params, selection_bias, **options) -> tuple[Float[Array, "... d"], 
     return _with_experts(expert_ffn, x, params, selection_bias, **options)
 
 
-@compiled_once("config", "train", "axis_name")
-def _routed(x, params, selection_bias, *, config: MoEConfig, train: bool, axis_name: AxisName):
+@compiled_once("config", "train", "axis_name", "in_order")
+def _routed(x, params, selection_bias, *, config: MoEConfig, train: bool, axis_name: AxisName, in_order: bool):
     """The tokens in two dimensions, what the router decided, and its pairs grouped by expert if they are."""
     mesh = explicit_mesh(x, params)
-    tokens = flatten_tokens(x, mesh)
+    tokens = flatten_tokens(x, mesh, in_order)
     with jax.named_scope("router"):
         routing, grouped = route_and_group(
             router_logits(tokens, params if mesh is None else reshard(params, mesh)),
@@ -171,14 +172,17 @@ def _routed(x, params, selection_bias, *, config: MoEConfig, train: bool, axis_n
     return tokens, routing._replace(weighted_losses=auxiliary_losses(routing, config)), grouped
 
 
-@compiled_once("config")
-def _finished(x, tokens, y, params, *, config: MoEConfig) -> Float[Array, "... d"]:
-    """The experts' output with that of the shared experts added, in the shape of `x`."""
+@compiled_once("config", "in_order")
+def _finished(
+    x, tokens, y, params, routing: Routing, *, config: MoEConfig, in_order: bool
+) -> tuple[Float[Array, "... d"], Routing]:
+    """The experts' output with that of the shared experts added, in the shape of `x`, and the routing in its order."""
     mesh = explicit_mesh(x, params)
     if config.shared_width:
         with jax.named_scope("shared_experts"):
             y = y + shared_experts(tokens, params if mesh is None else reshard(params, mesh), config)
-    return restore_shape(y, x, mesh)
+    choice, weights = tokens_in_order((routing.experts, routing.weights), x, mesh, in_order)
+    return restore_shape(y, x, mesh, in_order), routing._replace(experts=choice, weights=weights)
 
 
 def _check_selection_bias(selection_bias, config: MoEConfig) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,15 @@ from blaze_jax.checks import as_array
 from blaze_jax.config import MoEConfig
 from blaze_jax.exchange import gather_shards
 from blaze_jax.experts import experts_over_devices
-from blaze_jax.explicit_mesh import explicit_axes, explicit_mesh, flatten_tokens, meshes_of, restore_shape
+from blaze_jax.explicit_mesh import (
+    explicit_axes,
+    explicit_mesh,
+    flatten_tokens,
+    meshes_of,
+    restore_shape,
+    token_axes,
+    tokens_in_order,
+)
 from blaze_jax.parallelism import Parallelism, names_of
 from blaze_jax.router import Router
 from blaze_jax.router_logits import router_logits
@@ -64,42 +73,60 @@ def moe_over_devices(
     parallel: Parallelism,
 ) -> tuple[Float[Array, "... d"], Routing]:
     """`moe`; inside `jax.shard_map` of this device's tokens and parts of parameters, else of all."""
-    run = partial(_on_this_device, config=config, router=config.router.for_phase(train), parallel=parallel)
+    router = config.router.for_phase(train)
     inside = is_inside_shard_map(parallel)
     explicit = None if inside else explicit_mesh(x, params)
     mesh = jax.sharding.get_abstract_mesh()
     mesh = mesh if mesh.axis_names else parallel.mesh or explicit or mesh
+    split = () if inside else token_axes(x)
+    if not inside:
+        parallel = _with_axes_without_a_role(parallel, mesh, split)
+    axes = (*split, *(axis for axis in parallel.axes if axis not in split))  # so that tokens stay where they are
     sizes = parallel.sizes(mesh)
     specs = parallel.specs(config, x.shape[-1], use_bias="b_down" in params, sizes=sizes)
+    run = partial(_on_this_device, config=config, router=router, parallel=parallel, specs=specs, axes=axes)
     if inside:
         tokens = x.reshape(-1, x.shape[-1])
         total = tokens.shape[0] * math.prod(sizes.values())
-        y, routing = run(tokens, params, selection_bias, specs=specs, num_tokens=total)
+        y, routing = run(tokens, params, selection_bias, num_tokens=total)
         return y.reshape(x.shape), routing
 
-    tokens = flatten_tokens(x, explicit)
+    in_order = not router.treats_tokens_apart()
+    tokens = flatten_tokens(x, explicit, in_order)
     num_tokens, devices = tokens.shape[0], math.prod(sizes.values())
-    by_token, whole = P(parallel.axes), P()
+    by_token, whole = P(axes), P()
     padding = -num_tokens % devices or (0 if num_tokens else devices)
     if padding:
         tokens = jnp.pad(_placed(tokens, whole, explicit), ((0, padding), (0, 0)))
     fields: dict[str, Any] = dict.fromkeys(Routing._fields, whole) | {"experts": by_token, "weights": by_token}
-    axes = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     over_devices = jax.shard_map(
-        partial(run, specs=specs, num_tokens=num_tokens),
+        partial(run, num_tokens=num_tokens),
         mesh=mesh,
         in_specs=(by_token, dict(specs), whole),
         out_specs=(by_token, Routing(**fields)),
-        axis_names=axes,
+        axis_names=set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes),
         check_vma=False,  # with it jax 0.12 cannot differentiate the error function of a GELU
     )
     placed = {name: _placed(array, specs[name], explicit) for name, array in params.items()}
     bias = None if selection_bias is None else _placed(as_array("selection_bias", selection_bias), whole, explicit)
     y, routing = jax.jit(over_devices)(_placed(tokens, by_token, explicit), placed, bias)
+    results = y, routing.experts, routing.weights
     if padding:
-        y, experts, weights = (_placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
-        routing = routing._replace(experts=experts, weights=weights)
-    return restore_shape(y, x, explicit), routing
+        results = tuple(_placed(a, whole, explicit)[:num_tokens] for a in results)
+    y, experts, weights = results
+    experts, weights = tokens_in_order((experts, weights), x, explicit, in_order)
+    return restore_shape(y, x, explicit, in_order), routing._replace(experts=experts, weights=weights)
+
+
+def _with_axes_without_a_role(parallel: Parallelism, mesh, split: tuple[str, ...]) -> Parallelism:
+    """`parallel` where axes without a role split tokens, too, lest devices along them compute the same.
+
+    These are automatic axes, but not those over which an enclosing `vmap` splits its examples, and the axes `split`.
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    free = {axis for axis, kind in kinds if kind == AxisType.Auto} - axes_of_vmap()
+    more = (axis for axis in mesh.axis_names if axis in free.union(split) and axis not in parallel.axes)
+    return replace(parallel, data=(*parallel.axes_of("data"), *more))
 
 
 def _placed(array: Array, spec: P, mesh) -> Array:
@@ -120,9 +147,13 @@ def _on_this_device(
     router: Router,
     parallel: Parallelism,
     specs: Specs,
+    axes: tuple[str, ...],
     num_tokens: int,
 ) -> tuple[Float[Array, "T d"], Routing]:
-    """What one device does: `num_tokens` are all devices' tokens that count, those past them are padding."""
+    """What one device does: `num_tokens` are all devices' tokens that count, those past them are padding.
+
+    Tokens are split over `axes`, those of `parallel` in this order.
+    """
 
     def dense(*prefixes: str) -> dict[str, Array]:
         names = [name for name in shards if name.startswith(prefixes)]
@@ -131,7 +162,7 @@ def _on_this_device(
 
     with jax.named_scope("router"):  # profilers show these names
         logits = router_logits(tokens, dense("w_router", "b_router"))
-        routing = _route(logits, config, router, selection_bias, parallel, num_tokens)
+        routing = _route(logits, config, router, selection_bias, axes, num_tokens)
     with jax.named_scope("experts"):
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
         y = experts_over_devices(parallel, specs, shards, tokens, routing.weights, routing.experts, **options)
@@ -146,11 +177,11 @@ def _route(
     config: MoEConfig,
     router: Router,
     selection_bias,
-    parallel: Parallelism,
+    axes: tuple[str, ...],
     num_tokens: int,
 ) -> Routing:
     """This device's tokens routed, with the losses and statistics of all."""
-    own, axes = logits.shape[0], parallel.axes
+    own = logits.shape[0]
     route = partial(
         route_and_group,
         experts_per_token=config.experts_per_token,

@@ -24,6 +24,8 @@ ROLES = ("data", "fsdp", "expert", "tensor")
 class Parallelism:
     """A layer over the devices of a mesh. Each role has an axis, several, or none; every axis splits the tokens, too.
 
+    An axis of the mesh without a role counts as `data`, if it is automatic or splits the tokens already.
+
     Attributes:
       mesh: with these axes; None for that of `jax.set_mesh`, of the arrays' types, or of an enclosing `jax.shard_map`.
       data: splits nothing but tokens: every device along it has all that it computes with.

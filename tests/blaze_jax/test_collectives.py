@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
+from jax.sharding import AxisType
 
 from blaze_jax import MoEConfig, Parallelism, moe
 from blaze_jax.benchmark.sizes import Sizes
@@ -80,6 +81,21 @@ def test_collectives_and_their_bytes(axes, options, kinds, backward):
     assert sum(found["parameters"].values()) == expected.parameters
     if expected.parameters:
         assert set(found["parameters"]) == {"all-gather", "reduce-scatter"} if backward else {"all-gather"}
+
+
+@pytest.mark.parametrize("parallel", [None, Parallelism(data=("seq", "data"))], ids=["", "roles"])
+@pytest.mark.default_sets(2)
+def test_tokens_split_by_batch_and_sequence_stay_where_they_are(parallel):
+    mesh = make_mesh({"data": 2, "seq": 4}, AxisType.Explicit)
+
+    def shaped(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+
+    params = {name: shaped(p.shape, P()) for name, p in CONFIG.parameters(16).items()}
+    with jax.set_mesh(mesh):
+        layer = jax.jit(lambda params, x: moe(x, params, CONFIG, parallel=parallel)[0])
+        text = layer.lower(params, shaped((4, 8, 16), P("data", "seq"))).compile().as_text()
+    assert not COLLECTIVE.findall(str(text))
 
 
 @pytest.mark.default_sets(0)

@@ -1,5 +1,6 @@
 """What a device knows of the pairs of its group, where tokens travel, and how it counts its experts."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -16,6 +17,8 @@ from pallas_kernels import xla
 from tests.blaze_jax.test_parallelism import make_mesh
 from tests.pallas_kernels.rows import portable_dispatch
 from tests.routings import ROUTINGS
+
+ORDERS = [dict.fromkeys(axes, 2) for axes in itertools.permutations(("expert", "more", "tensor"))]
 
 
 def test_ids_and_most_pairs_of_the_group():
@@ -49,6 +52,21 @@ def test_parts_leave_for_where_they_came_from():
     there, home = jnp.split(jax.jit(there_and_back)(jnp.arange(4)), 2)
     assert there.tolist() == [[0, 1, 2, 3], [3, 0, 1, 2], [2, 3, 0, 1], [1, 2, 3, 0]]
     assert home.tolist() == [[0, 1, 2, 3]] * 4
+
+
+@pytest.mark.parametrize("mesh", ORDERS, ids=str)
+@pytest.mark.default_sets(6)
+def test_parts_arrive_in_the_order_of_the_group_on_any_mesh(mesh):
+    """Each device's number among those of the group, with axes that the mesh declares in any order."""
+    transport = Transport(expert=("expert", "more"), tensor=("tensor",), exchange="permute", own_first=True)
+
+    def arriving():
+        own = jax.lax.axis_index(transport.group)[None]
+        return jnp.stack(transport.arrivals(None, own))
+
+    over = jax.shard_map(arriving, mesh=make_mesh(mesh), in_specs=(), out_specs=P(None, transport.group))
+    parts = jax.jit(over)()
+    assert parts.tolist() == [[(device - shift) % 8 for device in range(8)] for shift in range(8)]
 
 
 def test_a_device_counts_its_own_experts_first():

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 import blaze_jax
 from blaze_jax import MoE, MoEConfig, Router, build_dispatch, expert_ffn, moe, route
+from blaze_jax.layer_observer import observed_layers
 from blaze_jax.nnx import AuxiliaryLoss
 from tests.expert_problems import apply, make_problem
 from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
@@ -85,16 +86,35 @@ def test_layer(tokens, parameters, name):
 
 
 @pytest.mark.parametrize(
-    "spec", [P(None, "data"), P("data", "more"), P(None, None, "data"), P(("data", "more"))], ids=str
+    ("name", "spec", "per_device"),
+    [
+        ("plain", P("data", "more"), 8),
+        ("plain", P("more", None, "data"), 16),
+        ("plain", P(None, ("more", "data")), 8),
+        ("limited", P(None, "data"), 16),
+        ("rounded", P("data", "more"), 8),
+    ],
+    ids=str,
 )
-def test_tokens_split_in_any_way(spec):
-    mesh = jax.make_mesh((2, 2), ("data", "more"))
-    config, x = CONFIGS["plain"], random_tokens(4, 8)
+def test_tokens_split_in_any_way_are_computed_once(name, spec, per_device):
+    mesh = jax.make_mesh((2, 2), ("data", "more"), devices=jax.devices("cpu")[:4])
+    config, x = CONFIGS[name], random_tokens(4, 8)
     params = random_parameters(config)
-    with jax.set_mesh(mesh):
-        y, _ = layer(put(x, spec, mesh), params, config)
-    assert jax.typeof(y).sharding.spec == P(*spec, *[None] * (3 - len(spec)))
-    assert_close(np.asarray(y), np.asarray(layer(x, params, config)[0]))
+
+    def loss(params, x):
+        y, routing = moe(x, params, config, train=True)
+        in_order = routing.weights.T @ jnp.linspace(0, 1, 32)
+        return jnp.square(y).mean() + in_order.sum() + sum(routing.weighted_losses.values()), (y, routing)
+
+    step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    expected = jax.jit(step)(params, x)
+    with jax.set_mesh(mesh), observed_layers() as layers:
+        out = jax.jit(step)(params, put(x, spec, mesh))
+    (_, (y, routing)), (_, dx) = out
+    assert {traced.num_tokens for traced in layers} == {per_device}
+    assert jax.typeof(y).sharding.spec == jax.typeof(dx).sharding.spec == P(*spec, *[None] * (3 - len(spec)))
+    assert_close(out, expected)
+    assert_same_bits(np.asarray(routing.experts), np.asarray(expected[0][1][1].experts))
 
 
 @pytest.mark.parametrize("spec", [WHOLE, P(None, "data")], ids=str)

@@ -15,7 +15,9 @@ from jax.sharding import AxisType, Mesh
 
 import blaze_jax
 from blaze_jax import MoE, MoEConfig, Parallelism, Router, moe
+from blaze_jax.layer_observer import observed_layers
 from blaze_jax.nnx import AuxiliaryLoss
+from blaze_jax.parallelism import ROLES
 from tests.layers import WIDTH, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 
@@ -54,7 +56,7 @@ def make_mesh(axes: dict[str, int], kind: AxisType = AxisType.Auto) -> Mesh:
 
 
 def roles(axes: dict[str, int]) -> dict[str, str]:
-    return {role: role for role in axes}
+    return {role: role for role in axes if role in ROLES}
 
 
 def loss(params, x, config=CONFIG, **options):
@@ -72,7 +74,7 @@ one_device = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), sta
 def over_devices(axes, kind, options, params, x, config=CONFIG):
     """What `one_device` returns."""
     mesh = make_mesh(axes, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
-    parallel = Parallelism(**roles(axes), **options)
+    parallel = Parallelism(**roles(axes) | options)
     run = partial(loss, config=config, parallel=parallel)
     with jax.set_mesh(mesh):
         if kind in ("check_vma", "shard_map"):
@@ -99,6 +101,63 @@ def test_all_axes_together():
 @pytest.mark.default_sets(0)
 def test_every_way(way):
     assert_as_one_device(WAYS[way], tokens=40)
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind", "options"),
+    [
+        ({"tensor": 2, "expert": 4}, "auto", {"exchange": "permute"}),
+        ({"more": 4, "expert": 2}, "explicit", {"expert": ("expert", "more"), "exchange": "permute"}),
+        ({"more": 4, "expert": 2}, "check_vma", {"expert": ("expert", "more"), "exchange": "all_to_all"}),
+        ({"expert": 2, "fsdp": 2, "more": 2}, "auto", {"fsdp": ("more", "fsdp")}),
+    ],
+    ids=str,
+)
+@pytest.mark.default_sets(0)  # test_exchange has the orders of an exchange
+def test_mesh_with_its_axes_in_another_order(axes, kind, options):
+    tokens = 24 if kind == "check_vma" else 21  # where devices need not divide them
+    assert_as_one_device((axes, kind, options), tokens, replace(SMALL, num_experts=8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "tokens"),
+    [
+        (AxisType.Auto, P(), 2),  # all axes of such a mesh split tokens
+        (AxisType.Auto, P("more"), 2),
+        (AxisType.Explicit, P("more"), 4),  # and on this one those that x is split over
+        (AxisType.Explicit, P("more", ("data", "expert")), 2),
+        (AxisType.Explicit, P(), 8),
+    ],
+    ids=str,
+)
+@pytest.mark.default_sets(0)  # functions run by default
+def test_tokens_of_a_device_where_axes_have_no_role(kind, spec, tokens):
+    mesh, parallel = make_mesh({"data": 2, "more": 2, "expert": 2}, kind), Parallelism(expert="expert")
+    params, x = random_parameters(SMALL), random_tokens(4, 4)
+    with jax.set_mesh(mesh), observed_layers() as layers:
+        step = partial(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), config=SMALL, parallel=parallel)
+        out = jax.jit(step)(params, jax.device_put(x, jax.NamedSharding(mesh, spec)))
+    assert {traced.num_tokens for traced in layers} == {tokens}
+    assert_close(out, one_device(params, x, SMALL))
+
+
+def test_axes_without_a_role_split_tokens():
+    """But not those over which an enclosing vmap splits its examples, nor those of an enclosing shard_map."""
+    mesh, x = make_mesh({"data": 2, "more": 2, "expert": 2}), random_tokens(2, 8)
+    params, parallel = random_parameters(SMALL), Parallelism(expert="expert")
+
+    def tokens_of_a_device(layer):
+        with jax.set_mesh(mesh), observed_layers() as layers:
+            jax.eval_shape(layer, x)
+        return {traced.num_tokens for traced in layers}
+
+    def one(x):
+        return moe(x, params, SMALL, parallel=parallel)[0]
+
+    by_data = partial(jax.shard_map, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False)
+    assert tokens_of_a_device(one) == {16 // 8}
+    assert tokens_of_a_device(jax.vmap(one, spmd_axis_name="data")) == {8 // 4}
+    assert tokens_of_a_device(by_data(one)) == {8 // 4}
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"expert": 2}, TOGETHER], ids=str)
