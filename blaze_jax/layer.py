@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
@@ -14,6 +15,7 @@ from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
 from blaze_jax.layer_over_devices import is_inside_shard_map, moe_over_devices, over_automatic_axes
 from blaze_jax.parallelism import Parallelism
+from blaze_jax.placement import own_part
 from blaze_jax.router_logits import router_logits
 from blaze_jax.routing import AxisName, Routing, route_and_group
 from blaze_jax.shared_experts import shared_experts
@@ -169,12 +171,20 @@ def _warn_inside_shard_map() -> None:
         )
 
 
-def initial_value(initializer: Callable, key: Array, parameter: Parameter, dtype) -> Array:
-    """`initializer(key, shape, dtype)`, called for each expert of a stack, so that its fan-in is that of one expert."""
+def initial_value(initializer: Callable, key: Array, parameter: Parameter, dtype, part: P = P()) -> Array:
+    """`initializer(key, shape, dtype)`, called for each expert of a stack, so that its fan-in is that of one expert.
+
+    With a `part`, inside `jax.shard_map`, this device's part of the same numbers. Where devices share an expert, each
+    makes its numbers one expert at a time.
+    """
     if parameter.kind != "kernel" or len(parameter.shape) == 2:
-        return initializer(key, parameter.shape, dtype)
-    keys = jax.random.split(key, parameter.shape[0])
-    return jax.vmap(lambda k: initializer(k, parameter.shape[1:], dtype))(keys)
+        return own_part(initializer(key, parameter.shape, dtype), part)
+
+    def of_one(key):
+        return own_part(initializer(key, parameter.shape[1:], dtype), P(*part[1:]))
+
+    keys = own_part(jax.random.split(key, parameter.shape[0]), P(*part[:1]))
+    return jax.lax.map(of_one, keys) if any(part[1:]) else jax.vmap(of_one)(keys)
 
 
 def as_tokens(x: ArrayLike) -> Float[Array, "... d"]:

@@ -4,16 +4,18 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jax import P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
-from blaze_jax.layer_over_devices import is_inside_shard_map
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses, warn_of_missing_train
+from blaze_jax.placement import parts_here
 from blaze_jax.routing import AxisName, update_selection_bias
+from pallas_kernels.compat import vary_over
 
 
 class MoE(nn.Module):
@@ -72,12 +74,11 @@ class MoE(nn.Module):
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}
         params = {}
         parameters = check_config(self.config).parameters(x.shape[-1], use_bias=self.use_bias)
-        if self.parallel and is_inside_shard_map(self.parallel):
-            parameters = self.parallel.shards(self.config, x.shape[-1], use_bias=self.use_bias)
+        parts = parts_here(self.parallel, self.config, x.shape[-1], use_bias=self.use_bias)
         for name, parameter in parameters.items():
 
-            def init(key, parameter=parameter):
-                return initial_value(initializers[parameter.kind], key, parameter, self.param_dtype)
+            def init(key, parameter=parameter, part=parts.get(name, P())):
+                return initial_value(initializers[parameter.kind], key, parameter, self.param_dtype, part)
 
             params[name] = self.param(name, nn.with_logical_partitioning(init, parameter.axes))
 
@@ -86,6 +87,8 @@ class MoE(nn.Module):
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
             bias = state.value
         x = in_common_dtype(x, self.dtype, params)
+        if self.parallel and parts:  # a constant to initialise with is the same on all devices, to jax's check
+            x = vary_over(x, frozenset(self.parallel.axes))
         y, routing = moe(
             x,
             params,

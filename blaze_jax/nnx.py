@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -12,6 +13,7 @@ from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.phase import check_train, warn_of_lost_losses, warn_of_missing_train
+from blaze_jax.placement import parts_here
 from blaze_jax.routing import AxisName, update_selection_bias
 
 
@@ -76,8 +78,10 @@ class MoE(nnx.Module):
         parameters = config.parameters(model_width, use_bias=use_bias)
         self.parameter_names = tuple(parameters)
         initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
+        parts = parts_here(parallel, config, model_width, use_bias=use_bias)
         for name, parameter in parameters.items():
-            value = initial_value(initializers[parameter.kind], rngs.params(), parameter, param_dtype)
+            initializer, part = initializers[parameter.kind], parts.get(name, P())
+            value = initial_value(initializer, rngs.params(), parameter, param_dtype, part)
             # The names are logical: which mesh axes they mean is the user's to say, so nothing is sharded yet.
             setattr(self, name, nnx.Param(value, out_sharding=parameter.axes, eager_sharding=False))
         if config.has_selection_bias:
