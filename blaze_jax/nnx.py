@@ -87,6 +87,15 @@ class MoE(nnx.Module):
         if config.has_selection_bias:
             self.selection_bias = RouterState(jnp.zeros(config.num_experts, jnp.float32))
 
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Class method used by `nnx.view`.
+
+        Args:
+          deterministic: if True, it evaluates; if False, it trains.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
     def __call__(self, x: Float[Array, "... d"], train: bool | None = None) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 

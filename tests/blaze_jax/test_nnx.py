@@ -171,6 +171,32 @@ def test_train_as_flax_modules_are_told():
     assert_same_bits(nnx.jit(nnx.remat(lambda module, x: nnx.capture(module, AuxiliaryLoss)(x)[0]))(module, x), train)
 
 
+@pytest.mark.parametrize("told", [None, True, False])
+def test_view_trains_or_evaluates(told):
+    config, x = CONFIGS["everything"], random_tokens(30)
+
+    class Block(nnx.Module):
+        def __init__(self):
+            self.moe = module_with(random_parameters(config), config, train=told)
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.dropout(self.moe(x))
+
+    block = Block()
+    evaluates, trains = (nnx.view(block, deterministic=deterministic) for deterministic in (True, False))
+    assert (evaluates.moe.deterministic, trains.moe.deterministic) == (True, False)
+    assert block.moe.deterministic == (None if told is None else not told)
+    assert nnx.view(block, only=nnx.Dropout, deterministic=True).moe.deterministic == block.moe.deterministic
+    as_told(evaluates, x)
+    assert not block.moe.selection_bias[...].any()
+    as_told(trains, x)
+    assert trains.moe.selection_bias[...].any()
+    trains.eval()
+    assert trains.moe.deterministic
+    assert "deterministic" in nnx.view_info(block.moe)
+
+
 def test_what_nobody_collects_is_warned_of():
     warn_once.cache_clear()
     x = random_tokens(3)
