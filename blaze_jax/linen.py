@@ -4,25 +4,44 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax.numpy as jnp
+from flax import struct
 from jax import P
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
-from blaze_jax.parallelism import Parallelism
+from blaze_jax.parallelism import Axes, Parallelism
 from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses, warn_of_missing_train
-from blaze_jax.placement import parts_here
+from blaze_jax.placement import placement_of
 from blaze_jax.routing import AxisName, update_selection_bias
 from pallas_kernels.compat import vary_over
+
+
+class Partitioned(nn.LogicallyPartitioned):
+    """A parameter with a logical name for each axis, which knows over which axes of a mesh `Parallelism` splits these.
+
+    To Flax's rules of logical names it is what `nn.LogicallyPartitioned` is. `nn.get_sharding` needs no rules for it.
+    """
+
+    mesh_axes: tuple[tuple[str, Axes | None], ...] = struct.field(default=(), pytree_node=False)
+
+    __eq__ = nn.LogicallyPartitioned.__eq__
+
+    def get_sharding(self, mesh: Mesh) -> NamedSharding:
+        """How the parameter is split over `mesh`; an axis that `nn.scan` added is not."""
+        split: dict[str | None, Axes | None] = dict(self.mesh_axes)
+        return NamedSharding(mesh, P(*(split.get(name) for name in self.names)))
 
 
 class MoE(nn.Module):
     """Mixture-of-Experts layer: router, routed experts, shared experts.
 
-    Parameters are those of `config.parameters(d)`, boxed in `nn.LogicallyPartitioned` with logical axis names, as
+    Parameters are those of `config.parameters(d)`, boxed in a `nn.LogicallyPartitioned` with logical axis names, as
     `nn.with_logical_partitioning` does: `flax.linen.unbox(variables)` gives the plain arrays, and `apply` takes either.
+    With `parallel`, `nn.get_sharding` of the boxes, or of an optimizer's, says how they are split over the mesh.
 
     What the layer tells the training loop goes into collections, and is lost, with a warning, where training does not
     make them mutable:
@@ -74,13 +93,15 @@ class MoE(nn.Module):
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}
         params = {}
         parameters = check_config(self.config).parameters(x.shape[-1], use_bias=self.use_bias)
-        parts = parts_here(self.parallel, self.config, x.shape[-1], use_bias=self.use_bias)
+        parts, specs = placement_of(self.parallel, self.config, x.shape[-1], use_bias=self.use_bias)
         for name, parameter in parameters.items():
 
-            def init(key, parameter=parameter, part=parts.get(name, P())):
-                return initial_value(initializers[parameter.kind], key, parameter, self.param_dtype, part)
+            def init(key, name=name, parameter=parameter):
+                part, spec = parts.get(name, P()), specs.get(name, P())
+                value = initial_value(initializers[parameter.kind], key, parameter, self.param_dtype, part)
+                return Partitioned(value, parameter.axes, mesh_axes=tuple(zip(parameter.axes, spec, strict=False)))
 
-            params[name] = self.param(name, nn.with_logical_partitioning(init, parameter.axes))
+            params[name] = self.param(name, init)
 
         state, bias = None, None
         if self.config.has_selection_bias:

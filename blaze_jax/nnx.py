@@ -1,6 +1,7 @@
 """The layer as a flax.nnx module: same parameter names, shapes and numbers as the linen one."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -8,12 +9,12 @@ from jax import P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.config import MoEConfig, check_config
+from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.phase import check_train, warn_of_lost_losses, warn_of_missing_train
-from blaze_jax.placement import parts_here
+from blaze_jax.placement import mesh_of, placement_of
 from blaze_jax.routing import AxisName, update_selection_bias
 
 
@@ -29,9 +30,12 @@ class MoE(nnx.Module):
     """Mixture-of-Experts layer: router, routed experts, shared experts.
 
     Parameters are those of `config.parameters(model_width)` as `nnx.Param`, with logical axis names in the metadata
-    `out_sharding`. Under `nnx.capture(..., AuxiliaryLoss, nnx.Intermediate)` the weighted auxiliary losses and the load
-    statistics are sown; outside it they are lost, and training warns of lost losses. A selection bias is the variable
-    `selection_bias` of type `RouterState`, which a training step updates by `config.bias_update_rate`.
+    `out_sharding`. With `parallel` and a mesh, its own or that of `jax.set_mesh`, these are the mesh axes that split
+    them, and Flax places them when they are made, and the moments of an `nnx.Optimizer`.
+
+    Under `nnx.capture(..., AuxiliaryLoss, nnx.Intermediate)` the weighted auxiliary losses and the load statistics are
+    sown; outside it they are lost, and training warns of lost losses. A selection bias is the variable `selection_bias`
+    of type `RouterState`, which a training step updates by `config.bias_update_rate`.
 
     Args:
       model_width: d.
@@ -78,12 +82,11 @@ class MoE(nnx.Module):
         parameters = config.parameters(model_width, use_bias=use_bias)
         self.parameter_names = tuple(parameters)
         initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
-        parts = parts_here(parallel, config, model_width, use_bias=use_bias)
+        parts, specs = placement_of(parallel, config, model_width, use_bias=use_bias)
         for name, parameter in parameters.items():
             initializer, part = initializers[parameter.kind], parts.get(name, P())
             value = initial_value(initializer, rngs.params(), parameter, param_dtype, part)
-            # The names are logical: which mesh axes they mean is the user's to say, so nothing is sharded yet.
-            setattr(self, name, nnx.Param(value, out_sharding=parameter.axes, eager_sharding=False))
+            setattr(self, name, nnx.Param(value, **_sharding(parameter, parallel, specs.get(name))))
         if config.has_selection_bias:
             self.selection_bias = RouterState(jnp.zeros(config.num_experts, jnp.float32))
 
@@ -129,3 +132,13 @@ class MoE(nnx.Module):
         if bias is not None and train and self.config.bias_update_rate:
             self.selection_bias[...] = update_selection_bias(bias, routing.demand, self.config.bias_update_rate)
         return y
+
+
+def _sharding(parameter: Parameter, parallel: Parallelism | None, spec: P | None) -> dict[str, Any]:
+    """The metadata that tells Flax where the parameter is placed, and an optimizer's moments of it."""
+    if parallel is None or spec is None:  # which mesh axes the logical names mean is the user's to say
+        return {"out_sharding": parameter.axes, "eager_sharding": False}
+    mesh = mesh_of(parallel)
+    of_one_kind = mesh is not None and len(set(mesh.axis_types)) == 1  # Flax places nothing on a mesh of mixed axes
+    own = {} if parallel.mesh is None else {"mesh": parallel.mesh}
+    return {"out_sharding": tuple(spec), "eager_sharding": of_one_kind, **own}

@@ -1,6 +1,7 @@
 """Where the modules' parameters live: split over the devices of a mesh as a `Parallelism` says, from the start."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 from jax import Array, P, lax
@@ -11,24 +12,35 @@ from blaze_jax.layer_over_devices import is_inside_shard_map
 from blaze_jax.parallelism import Parallelism, names_of
 
 
-def parts_here(parallel: Parallelism | None, config: MoEConfig, model_width: int, *, use_bias: bool) -> Mapping[str, P]:
-    """Inside `jax.shard_map` over the axes of `parallel`, how each parameter is split; empty elsewhere."""
-    if parallel is None or not is_inside_shard_map(parallel):
-        return {}
-    return parallel.specs(config, model_width, use_bias=use_bias)
+class Placement(NamedTuple):
+    """How the parameters of a module are split, by name.
+
+    Attributes:
+      parts: inside `jax.shard_map` over the axes of a `Parallelism`, where each device makes its part; empty elsewhere.
+      specs: elsewhere, over the mesh of the `Parallelism` or that of `jax.set_mesh`; empty without one.
+    """
+
+    parts: Mapping[str, P]
+    specs: Mapping[str, P]
 
 
-def specs_at_rest(
-    parallel: Parallelism | None, config: MoEConfig, model_width: int, *, use_bias: bool
-) -> Mapping[str, P]:
-    """How each parameter is split over its mesh or that of `jax.set_mesh`; empty without one and in `jax.shard_map`."""
-    if parallel is None or mesh_of(parallel) is None or is_inside_shard_map(parallel):
-        return {}
-    return parallel.specs(config, model_width, use_bias=use_bias)
+def placement_of(
+    parallel: Parallelism | None, config: MoEConfig, model_width: int, *, use_bias: bool = False
+) -> Placement:
+    """Where the parameters of `config.parameters(model_width)` belong.
+
+    Raises:
+      ValueError: the mesh lacks an axis, or the devices along one do not divide what it splits.
+    """
+    inside = parallel is not None and is_inside_shard_map(parallel)
+    if parallel is None or not (inside or mesh_of(parallel)):
+        return Placement({}, {})
+    specs = parallel.specs(config, model_width, use_bias=use_bias)
+    return Placement(specs, {}) if inside else Placement({}, specs)
 
 
 def mesh_of(parallel: Parallelism) -> Mesh | AbstractMesh | None:
-    """The mesh that it was given, or that of `jax.set_mesh`; None where there is none."""
+    """The mesh that it was given, or that of `jax.set_mesh`; None without one."""
     mesh = parallel.mesh or jax.sharding.get_abstract_mesh()
     return mesh if mesh.axis_names else None
 
