@@ -1,5 +1,6 @@
 """The whole layer as functions: its parameters, router to output, and what training wants to know."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -20,6 +21,7 @@ from blaze_jax.router_logits import router_logits
 from blaze_jax.routing import AxisName, Routing, route_and_group
 from blaze_jax.shared_experts import shared_experts
 from blaze_jax.warn import warn_once
+from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 
 def init(
@@ -161,6 +163,25 @@ def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Arr
 def statistics(routing: Routing) -> dict[str, Array]:
     """What is worth watching in training, by name: tokens of each expert, share of dropped choices, entropy in nats."""
     return {name: getattr(routing, name) for name in ("tokens_per_expert", "dropped_share", "entropy")}
+
+
+def skipped(x: Float[Array, "... d"], config: MoEConfig) -> tuple[Float[Array, "... d"], Routing]:
+    """What `moe` would return if no token chose any expert: zeros of the same types."""
+    wide, tokens = accumulator_dtype(x.dtype), math.prod(x.shape[:-1])
+    zero, counts = jnp.zeros((), wide), jnp.zeros(config.num_experts, jnp.int32)
+    slots = (tokens, config.experts_per_token)
+    routing = Routing(
+        experts=jnp.full(slots, EMPTY_SLOT, jnp.int32),
+        weights=jnp.zeros(slots, wide),
+        tokens_per_expert=counts,
+        demand=counts,
+        dropped_share=zero,
+        load_balancing_loss=zero,
+        z_loss=zero,
+        entropy=zero,
+        weighted_losses={},
+    )
+    return jnp.zeros_like(x), routing._replace(weighted_losses=auxiliary_losses(routing, config))
 
 
 def _warn_inside_shard_map() -> None:

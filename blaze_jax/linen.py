@@ -12,11 +12,12 @@ from jaxtyping import Array, Float
 
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
+from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
 from blaze_jax.parallelism import Axes, Parallelism
 from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses, warn_of_missing_train
 from blaze_jax.placement import placement_of
-from blaze_jax.routing import AxisName, update_selection_bias
+from blaze_jax.routing import AxisName
+from blaze_jax.shared_calls import bias_of_step, remember
 from pallas_kernels.compat import vary_over
 
 
@@ -82,11 +83,17 @@ class MoE(nn.Module):
     parallel: Parallelism | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "... d"], train: bool | None = None) -> Float[Array, "... d"]:
+    def __call__(
+        self, x: Float[Array, "... d"], train: bool | None = None, *, skip: bool = False
+    ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
         `train` turns on token rounding and the selection bias's update; None takes the attribute, and without that
-        counts as False. It must be a Python bool.
+        counts as False. It must be a Python bool. Several calls in one `apply` each report their losses, and together
+        move the selection bias once. A call that `nn.scan` repeats, or that has a `nn.remat` to itself, moves it alone.
+
+        `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nn.cond` and
+        `nn.switch` it stands in the branches without the layer, since all must report the same.
         """
         x = as_tokens(x)
         train = check_train(self.train if train is None else train)
@@ -103,23 +110,27 @@ class MoE(nn.Module):
 
             params[name] = self.param(name, init)
 
-        state, bias = None, None
+        moves = bool(train and self.config.bias_update_rate and not skip)
+        state, step = None, None
         if self.config.has_selection_bias:
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
-            bias = state.value
+            step = bias_of_step(self if moves else None, state.value)
         x = in_common_dtype(x, self.dtype, params)
         if self.parallel and parts:  # a constant to initialise with is the same on all devices, to jax's check
             x = vary_over(x, frozenset(self.parallel.axes))
-        y, routing = moe(
-            x,
-            params,
-            self.config,
-            selection_bias=bias,
-            train=bool(train),
-            axis_name=self.axis_name,
-            parallel=self.parallel,
-            experts=self.experts,
-        )
+        if skip:
+            y, routing = skipped(x, self.config)
+        else:
+            y, routing = moe(
+                x,
+                params,
+                self.config,
+                selection_bias=step and step.start,
+                train=bool(train),
+                axis_name=self.axis_name,
+                parallel=self.parallel,
+                experts=self.experts,
+            )
 
         if self.is_initializing():  # or the first losses would stay in the variables that init returns
             return y
@@ -130,9 +141,11 @@ class MoE(nn.Module):
             warn_of_lost_losses(train, routing, remedy)
         for name, value in statistics(routing).items():
             self.sow("intermediates", name, value)
-        if state is not None and train and self.config.bias_update_rate:
+        if state is not None and step is not None and moves:
             if self.is_mutable_collection("router_state"):
-                state.value = update_selection_bias(state.value, routing.demand, self.config.bias_update_rate)
+                step = step.after(routing.demand, self.config.bias_update_rate)
+                state.value = step.moved
+                remember(self, step)
             else:
                 warn_of_frozen_bias("apply with mutable=['router_state'] (in nn.scan also variable_axes)")
         return y

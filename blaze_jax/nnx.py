@@ -11,11 +11,13 @@ from jaxtyping import Array, Float
 
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
+from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.phase import check_train, warn_of_lost_losses, warn_of_missing_train
 from blaze_jax.placement import mesh_of, placement_of
-from blaze_jax.routing import AxisName, update_selection_bias
+from blaze_jax.routing import AxisName
+from blaze_jax.shared_calls import bias_of_step, remember
+from pallas_kernels.compat import is_traced
 
 
 class AuxiliaryLoss(nnx.Variable):
@@ -99,11 +101,18 @@ class MoE(nnx.Module):
         if deterministic is not None:
             self.deterministic = deterministic
 
-    def __call__(self, x: Float[Array, "... d"], train: bool | None = None) -> Float[Array, "... d"]:
+    def __call__(
+        self, x: Float[Array, "... d"], train: bool | None = None, *, skip: bool = False
+    ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
         `train` turns on token rounding and the selection bias's update; None takes what the module was told, and
-        without that counts as False. It must be a Python bool.
+        without that counts as False. It must be a Python bool. Several calls in one `nnx.grad` or `nnx.jit` each report
+        their losses, and together move the selection bias once. A call that `nnx.scan` repeats, or that has a
+        `nnx.remat` to itself, moves it alone.
+
+        `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nnx.cond`
+        and `nnx.switch` it stands in the branches without the layer, since all must report the same.
         """
         if train is None and self.deterministic is not None:
             train = not self.deterministic
@@ -111,17 +120,22 @@ class MoE(nnx.Module):
         warn_of_missing_train(train, self.config)
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         x = in_common_dtype(as_tokens(x), self.dtype, params)
-        bias = self.selection_bias[...] if self.config.has_selection_bias else None
-        y, routing = moe(
-            x,
-            params,
-            self.config,
-            selection_bias=bias,
-            train=bool(train),
-            axis_name=self.axis_name,
-            parallel=self.parallel,
-            experts=self.experts,
-        )
+        moves = bool(train and self.config.bias_update_rate and not skip)
+        of_trace = self if moves and is_traced() else None  # what jax does not trace outlives the step
+        step = bias_of_step(of_trace, self.selection_bias[...]) if self.config.has_selection_bias else None
+        if skip:
+            y, routing = skipped(x, self.config)
+        else:
+            y, routing = moe(
+                x,
+                params,
+                self.config,
+                selection_bias=step and step.start,
+                train=bool(train),
+                axis_name=self.axis_name,
+                parallel=self.parallel,
+                experts=self.experts,
+            )
 
         losses = routing.weighted_losses.items()
         sown = [self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]
@@ -129,8 +143,10 @@ class MoE(nnx.Module):
             warn_of_lost_losses(train, routing, "call the model through nnx.capture(..., blaze_jax.nnx.AuxiliaryLoss)")
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)
-        if bias is not None and train and self.config.bias_update_rate:
-            self.selection_bias[...] = update_selection_bias(bias, routing.demand, self.config.bias_update_rate)
+        if step is not None and moves:
+            step = step.after(routing.demand, self.config.bias_update_rate)
+            self.selection_bias[...] = step.moved
+            remember(of_trace, step)
         return y
 
 
