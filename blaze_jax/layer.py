@@ -10,7 +10,7 @@ from jax import P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.checks import as_array, shown
+from blaze_jax.checks import as_array, check_dtypes, shown
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape
@@ -51,8 +51,9 @@ def init(
       Arrays named and shaped as `config.parameters(width, use_bias=use_bias)` says.
 
     Raises:
-      ValueError: `config` is no MoEConfig, or `width` no positive int.
+      ValueError: `config` is no MoEConfig, `width` no positive int, or `dtype` not floating.
     """
+    check_dtypes(dtype=dtype)
     parameters = check_config(config).parameters(width, use_bias=use_bias)
     initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
     keys = jax.random.split(key, len(parameters))
@@ -238,6 +239,10 @@ def _checked_parameters(
         raise ValueError(f"params lacks {', '.join(sorted(missing))}, which {config} asks for")
     if unknown := params.keys() - expected.keys():
         raise ValueError(f"params has {', '.join(sorted(map(str, unknown)))}, which {config} has no use for")
+    if boxed := [name for name in expected if hasattr(params[name], "unbox")]:
+        raise ValueError(
+            f"params[{boxed[0]!r}] is boxed, as flax.linen's init returns it: give flax.linen.unbox(params)"
+        )
     arrays = {name: as_array(f"params[{name!r}]", params[name]) for name in expected}
     if parallel is not None:
         expected = parallel.shards(config, x.shape[-1], use_bias="b_down" in params)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
@@ -89,12 +90,14 @@ class MoE(nn.Module):
         """Output for tokens of any leading shape.
 
         `train` turns on token rounding and the selection bias's update; None takes the attribute, and without that
-        counts as False. It must be a Python bool. Several calls in one `apply` each report their losses, and together
-        move the selection bias once. A call that `nn.scan` repeats, or that has a `nn.remat` to itself, moves it alone.
+        counts as False. It must be a bool, not traced. Several calls in one `apply` each report their losses, and
+        together move the selection bias once. A call that `nn.scan` repeats, or that has a `nn.remat` to itself, moves
+        it alone.
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nn.cond` and
         `nn.switch` it stands in the branches without the layer, since all must report the same.
         """
+        check_dtypes(dtype=self.dtype, param_dtype=self.param_dtype)
         x = as_tokens(x)
         train = check_train(self.train if train is None else train)
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}

@@ -9,6 +9,7 @@ from jax import P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
@@ -74,6 +75,8 @@ class MoE(nnx.Module):
         parallel: Parallelism | None = None,
         rngs: nnx.Rngs,
     ):
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
+        train = check_train(train)
         self.config = check_config(config)
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -107,8 +110,8 @@ class MoE(nnx.Module):
         """Output for tokens of any leading shape.
 
         `train` turns on token rounding and the selection bias's update; None takes what the module was told, and
-        without that counts as False. It must be a Python bool. Several calls in one `nnx.grad` or `nnx.jit` each report
-        their losses, and together move the selection bias once. A call that `nnx.scan` repeats, or that has a
+        without that counts as False. It must be a bool, not traced. Several calls in one `nnx.grad` or `nnx.jit` each
+        report their losses, and together move the selection bias once. A call that `nnx.scan` repeats, or that has a
         `nnx.remat` to itself, moves it alone.
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nnx.cond`
@@ -140,7 +143,11 @@ class MoE(nnx.Module):
         losses = routing.weighted_losses.items()
         sown = [self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]
         if any(was is False for was in sown):  # to `nnx.tabulate` it is a traced value
-            warn_of_lost_losses(train, routing, "call the model through nnx.capture(..., blaze_jax.nnx.AuxiliaryLoss)")
+            remedy = (
+                "call the model through nnx.capture(..., blaze_jax.nnx.AuxiliaryLoss), inside the module where "
+                "nnx.bridge.to_linen wraps one,"
+            )
+            warn_of_lost_losses(train, routing, remedy)
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)
         if step is not None and moves:

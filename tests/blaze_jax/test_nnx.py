@@ -207,3 +207,40 @@ def test_what_nobody_collects_is_warned_of():
         nnx.eval_shape(lambda module: nnx.capture(module, AuxiliaryLoss)(x), module)
     nnx.eval_shape(lambda module: nnx.capture(module, AuxiliaryLoss)(x), module)
     nnx.eval_shape(lambda module: module(x, train=True), module)  # once is enough
+
+
+class ReturnsLosses(nnx.Module):
+    """The layer for `nnx.bridge.to_linen`, which knows no `nnx.capture`."""
+
+    def __init__(self, config, *, rngs):
+        self.moe = MoE(WIDTH, config, train=True, rngs=rngs)
+
+    def __call__(self, x):
+        y, losses = nnx.capture(self.moe, AuxiliaryLoss)(x)
+        return y, sum(jax.tree.leaves(losses))
+
+
+def test_losses_reach_a_linen_model():
+    config, x = CONFIGS["plain"], random_tokens(30)
+    module = nnx.bridge.to_linen(ReturnsLosses, config)
+    y, loss = jax.jit(module.apply)({"params": {"moe": random_parameters(config)}}, x)
+    run = jax.jit(partial(LinenMoE(config).apply, train=True, mutable=["losses"]))
+    ref, sown = run({"params": random_parameters(config)}, x)
+    assert_same_bits((y, loss), (ref, *sown["losses"]["load_balancing_loss"]))
+
+
+@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
+def test_unknown_dtypes_are_named(name):
+    for wrong in ("bf16", jnp.int32, 3):
+        with pytest.raises(ValueError, match=rf"^{name}=.*{wrong}.* must be a floating dtype or its name"):
+            MoE(WIDTH, CONFIGS["plain"], rngs=nnx.Rngs(0), **{name: wrong})
+        with pytest.raises(ValueError, match=rf"^{name}=.*{wrong}.* must be a floating dtype or its name"):
+            LinenMoE(CONFIGS["plain"], **{name: wrong}).init(jax.random.key(0), random_tokens(1))
+
+
+def test_train_of_numpy():
+    told = MoE(WIDTH, CONFIGS["plain"], train=np.True_, rngs=nnx.Rngs(0))
+    assert told.deterministic is False
+    assert nnx.eval_shape(lambda module, x: module(x, train=np.False_), told, random_tokens(1)).shape == (1, WIDTH)
+    with pytest.raises(ValueError, match="train=1 must be True, False or None"):
+        MoE(WIDTH, CONFIGS["plain"], train=1, rngs=nnx.Rngs(0))
