@@ -1,6 +1,7 @@
 """A memory-efficient, dropless Mixture-of-Experts layer for JAX."""
 
-from blaze_jax import checkpoints, nnx
+from blaze_jax import checkpoints as checkpoints
+from blaze_jax import nnx as nnx
 from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
 from blaze_jax.config import MoEConfig
 from blaze_jax.dispatch import build_dispatch
@@ -14,6 +15,7 @@ from blaze_jax.routing import Routing, route, update_selection_bias
 from blaze_jax.version import __version__
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
 
+# Without `nnx` and `checkpoints`: an import of all these names must not replace `flax.nnx`.
 __all__ = [
     "ACTIVATION_NAMES",
     "EMPTY_SLOT",
@@ -30,12 +32,10 @@ __all__ = [
     "__version__",
     "auxiliary_losses",
     "build_dispatch",
-    "checkpoints",
     "clamped_swiglu",
     "expert_ffn",
     "init",
     "moe",
-    "nnx",
     "route",
     "statistics",
     "transport_options",

@@ -5,6 +5,7 @@ from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 
@@ -26,6 +27,11 @@ def check_booleans(**arguments: object) -> None:
     _check(arguments, lambda value: isinstance(value, bool), "True or False")
 
 
+def check_dtypes(**arguments: DTypeLike | None) -> None:
+    """Raises ValueError naming the first argument that is no floating dtype; None passes."""
+    _check(arguments, _is_floating, "a floating dtype or its name, such as jnp.bfloat16 or 'bfloat16'")
+
+
 def as_array(name: str, value: object) -> Array:
     """`value` as an array of jax, the same object if it is one; ValueError naming the argument if it cannot be."""
     if isinstance(value, jax.Array):
@@ -43,6 +49,13 @@ def shown(value: object) -> str:
 
 def _is_number(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _is_floating(value: DTypeLike | None) -> bool:
+    try:
+        return value is None or jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        return False
 
 
 def _check(arguments: dict, holds, rule: str) -> None:

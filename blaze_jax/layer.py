@@ -1,24 +1,28 @@
 """The whole layer as functions: its parameters, router to output, and what training wants to know."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.checks import as_array, shown
+from blaze_jax.checks import as_array, check_dtypes, shown
 from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape, tokens_in_order
 from blaze_jax.layer_over_devices import is_inside_shard_map, moe_over_devices, over_automatic_axes
 from blaze_jax.parallelism import Parallelism
+from blaze_jax.placement import own_part
 from blaze_jax.router_logits import router_logits
 from blaze_jax.routing import AxisName, Routing, route_and_group
 from blaze_jax.shared_experts import shared_experts
 from blaze_jax.warn import warn_once
+from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 
 def init(
@@ -48,8 +52,9 @@ def init(
       Arrays named and shaped as `config.parameters(width, use_bias=use_bias)` says.
 
     Raises:
-      ValueError: `config` is no MoEConfig, or `width` no positive int.
+      ValueError: `config` is no MoEConfig, `width` no positive int, or `dtype` not floating.
     """
+    check_dtypes(dtype=dtype)
     parameters = check_config(config).parameters(width, use_bias=use_bias)
     initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
     keys = jax.random.split(key, len(parameters))
@@ -214,6 +219,25 @@ def statistics(routing: Routing) -> dict[str, Array]:
     return {name: getattr(routing, name) for name in ("tokens_per_expert", "dropped_share", "entropy")}
 
 
+def skipped(x: Float[Array, "... d"], config: MoEConfig) -> tuple[Float[Array, "... d"], Routing]:
+    """What `moe` would return if no token chose any expert: zeros of the same types."""
+    wide, tokens = accumulator_dtype(x.dtype), math.prod(x.shape[:-1])
+    zero, counts = jnp.zeros((), wide), jnp.zeros(config.num_experts, jnp.int32)
+    slots = (tokens, config.experts_per_token)
+    routing = Routing(
+        experts=jnp.full(slots, EMPTY_SLOT, jnp.int32),
+        weights=jnp.zeros(slots, wide),
+        tokens_per_expert=counts,
+        demand=counts,
+        dropped_share=zero,
+        load_balancing_loss=zero,
+        z_loss=zero,
+        entropy=zero,
+        weighted_losses={},
+    )
+    return jnp.zeros_like(x), routing._replace(weighted_losses=auxiliary_losses(routing, config))
+
+
 def _warn_inside_shard_map() -> None:
     if axes := jax.sharding.get_abstract_mesh().manual_axes:
         warn_once(
@@ -222,12 +246,20 @@ def _warn_inside_shard_map() -> None:
         )
 
 
-def initial_value(initializer: Callable, key: Array, parameter: Parameter, dtype) -> Array:
-    """`initializer(key, shape, dtype)`, called for each expert of a stack, so that its fan-in is that of one expert."""
+def initial_value(initializer: Callable, key: Array, parameter: Parameter, dtype, part: P = P()) -> Array:
+    """`initializer(key, shape, dtype)`, called for each expert of a stack, so that its fan-in is that of one expert.
+
+    With a `part`, inside `jax.shard_map`, this device's part of the same numbers. Where devices share an expert, each
+    makes its numbers one expert at a time.
+    """
     if parameter.kind != "kernel" or len(parameter.shape) == 2:
-        return initializer(key, parameter.shape, dtype)
-    keys = jax.random.split(key, parameter.shape[0])
-    return jax.vmap(lambda k: initializer(k, parameter.shape[1:], dtype))(keys)
+        return own_part(initializer(key, parameter.shape, dtype), part)
+
+    def of_one(key):
+        return own_part(initializer(key, parameter.shape[1:], dtype), P(*part[1:]))
+
+    keys = own_part(jax.random.split(key, parameter.shape[0]), P(*part[:1]))
+    return jax.lax.map(of_one, keys) if any(part[1:]) else jax.vmap(of_one)(keys)
 
 
 def as_tokens(x: ArrayLike) -> Float[Array, "... d"]:
@@ -260,6 +292,10 @@ def _checked_parameters(
         raise ValueError(f"params lacks {', '.join(sorted(missing))}, which {config} asks for")
     if unknown := params.keys() - expected.keys():
         raise ValueError(f"params has {', '.join(sorted(map(str, unknown)))}, which {config} has no use for")
+    if boxed := [name for name in expected if hasattr(params[name], "unbox")]:
+        raise ValueError(
+            f"params[{boxed[0]!r}] is boxed, as flax.linen's init returns it: give flax.linen.unbox(params)"
+        )
     arrays = {name: as_array(f"params[{name!r}]", params[name]) for name in expected}
     if parallel is not None:
         expected = parallel.shards(config, x.shape[-1], use_bias="b_down" in params)

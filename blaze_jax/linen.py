@@ -4,23 +4,46 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax.numpy as jnp
+from flax import struct
+from jax import P
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
-from blaze_jax.layer_over_devices import is_inside_shard_map
-from blaze_jax.parallelism import Parallelism
+from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
+from blaze_jax.parallelism import Axes, Parallelism
 from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses, warn_of_missing_train
-from blaze_jax.routing import AxisName, update_selection_bias
+from blaze_jax.placement import placement_of
+from blaze_jax.routing import AxisName
+from blaze_jax.shared_calls import bias_of_step, remember
+from pallas_kernels.compat import vary_over
+
+
+class Partitioned(nn.LogicallyPartitioned):
+    """A parameter with a logical name for each axis, which knows over which axes of a mesh `Parallelism` splits these.
+
+    To Flax's rules of logical names it is what `nn.LogicallyPartitioned` is. `nn.get_sharding` needs no rules for it.
+    """
+
+    mesh_axes: tuple[tuple[str, Axes | None], ...] = struct.field(default=(), pytree_node=False)
+
+    __eq__ = nn.LogicallyPartitioned.__eq__
+
+    def get_sharding(self, mesh: Mesh) -> NamedSharding:
+        """How the parameter is split over `mesh`; an axis that `nn.scan` added is not."""
+        split: dict[str | None, Axes | None] = dict(self.mesh_axes)
+        return NamedSharding(mesh, P(*(split.get(name) for name in self.names)))
 
 
 class MoE(nn.Module):
     """Mixture-of-Experts layer: router, routed experts, shared experts.
 
-    Parameters are those of `config.parameters(d)`, boxed in `nn.LogicallyPartitioned` with logical axis names, as
+    Parameters are those of `config.parameters(d)`, boxed in a `nn.LogicallyPartitioned` with logical axis names, as
     `nn.with_logical_partitioning` does: `flax.linen.unbox(variables)` gives the plain arrays, and `apply` takes either.
+    With `parallel`, `nn.get_sharding` of the boxes, or of an optimizer's, says how they are split over the mesh.
 
     What the layer tells the training loop goes into collections, and is lost, with a warning, where training does not
     make them mutable:
@@ -61,41 +84,56 @@ class MoE(nn.Module):
     parallel: Parallelism | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "... d"], train: bool | None = None) -> Float[Array, "... d"]:
+    def __call__(
+        self, x: Float[Array, "... d"], train: bool | None = None, *, skip: bool = False
+    ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
         `train` turns on token rounding and the selection bias's update; None takes the attribute, and without that
-        counts as False. It must be a Python bool.
+        counts as False. It must be a bool, not traced. Several calls in one `apply` each report their losses, and
+        together move the selection bias once. A call that `nn.scan` repeats, or that has a `nn.remat` to itself, moves
+        it alone.
+
+        `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nn.cond` and
+        `nn.switch` it stands in the branches without the layer, since all must report the same.
         """
+        check_dtypes(dtype=self.dtype, param_dtype=self.param_dtype)
         x = as_tokens(x)
         train = check_train(self.train if train is None else train)
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}
         params = {}
         parameters = check_config(self.config).parameters(x.shape[-1], use_bias=self.use_bias)
-        if self.parallel and is_inside_shard_map(self.parallel):
-            parameters = self.parallel.shards(self.config, x.shape[-1], use_bias=self.use_bias)
+        parts, specs = placement_of(self.parallel, self.config, x.shape[-1], use_bias=self.use_bias)
         for name, parameter in parameters.items():
 
-            def init(key, parameter=parameter):
-                return initial_value(initializers[parameter.kind], key, parameter, self.param_dtype)
+            def init(key, name=name, parameter=parameter):
+                part, spec = parts.get(name, P()), specs.get(name, P())
+                value = initial_value(initializers[parameter.kind], key, parameter, self.param_dtype, part)
+                return Partitioned(value, parameter.axes, mesh_axes=tuple(zip(parameter.axes, spec, strict=False)))
 
-            params[name] = self.param(name, nn.with_logical_partitioning(init, parameter.axes))
+            params[name] = self.param(name, init)
 
-        state, bias = None, None
+        moves = bool(train and self.config.bias_update_rate and not skip)
+        state, step = None, None
         if self.config.has_selection_bias:
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
-            bias = state.value
+            step = bias_of_step(self if moves else None, state.value)
         x = in_common_dtype(x, self.dtype, params)
-        y, routing = moe(
-            x,
-            params,
-            self.config,
-            selection_bias=bias,
-            train=bool(train),
-            axis_name=self.axis_name,
-            parallel=self.parallel,
-            experts=self.experts,
-        )
+        if self.parallel and parts:  # a constant to initialise with is the same on all devices, to jax's check
+            x = vary_over(x, frozenset(self.parallel.axes))
+        if skip:
+            y, routing = skipped(x, self.config)
+        else:
+            y, routing = moe(
+                x,
+                params,
+                self.config,
+                selection_bias=step and step.start,
+                train=bool(train),
+                axis_name=self.axis_name,
+                parallel=self.parallel,
+                experts=self.experts,
+            )
 
         if self.is_initializing():  # or the first losses would stay in the variables that init returns
             return y
@@ -106,9 +144,11 @@ class MoE(nn.Module):
             warn_of_lost_losses(train, routing, remedy)
         for name, value in statistics(routing).items():
             self.sow("intermediates", name, value)
-        if state is not None and train and self.config.bias_update_rate:
+        if state is not None and step is not None and moves:
             if self.is_mutable_collection("router_state"):
-                state.value = update_selection_bias(state.value, routing.demand, self.config.bias_update_rate)
+                step = step.after(routing.demand, self.config.bias_update_rate)
+                state.value = step.moved
+                remember(self, step)
             else:
                 warn_of_frozen_bias("apply with mutable=['router_state'] (in nn.scan also variable_axes)")
         return y

@@ -1,18 +1,24 @@
 """The layer as a flax.nnx module: same parameter names, shapes and numbers as the linen one."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.config import MoEConfig, check_config
+from blaze_jax.checks import check_dtypes
+from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, statistics
+from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.phase import check_train, warn_of_lost_losses, warn_of_missing_train
-from blaze_jax.routing import AxisName, update_selection_bias
+from blaze_jax.placement import mesh_of, placement_of
+from blaze_jax.routing import AxisName
+from blaze_jax.shared_calls import bias_of_step, remember
+from pallas_kernels.compat import is_traced
 
 
 class AuxiliaryLoss(nnx.Variable):
@@ -27,9 +33,12 @@ class MoE(nnx.Module):
     """Mixture-of-Experts layer: router, routed experts, shared experts.
 
     Parameters are those of `config.parameters(model_width)` as `nnx.Param`, with logical axis names in the metadata
-    `out_sharding`. Under `nnx.capture(..., AuxiliaryLoss, nnx.Intermediate)` the weighted auxiliary losses and the load
-    statistics are sown; outside it they are lost, and training warns of lost losses. A selection bias is the variable
-    `selection_bias` of type `RouterState`, which a training step updates by `config.bias_update_rate`.
+    `out_sharding`. With `parallel` and a mesh, its own or that of `jax.set_mesh`, these are the mesh axes that split
+    them, and Flax places them when they are made, and the moments of an `nnx.Optimizer`.
+
+    Under `nnx.capture(..., AuxiliaryLoss, nnx.Intermediate)` the weighted auxiliary losses and the load statistics are
+    sown; outside it they are lost, and training warns of lost losses. A selection bias is the variable `selection_bias`
+    of type `RouterState`, which a training step updates by `config.bias_update_rate`.
 
     Args:
       model_width: d.
@@ -66,6 +75,8 @@ class MoE(nnx.Module):
         parallel: Parallelism | None = None,
         rngs: nnx.Rngs,
     ):
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
+        train = check_train(train)
         self.config = check_config(config)
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -76,18 +87,35 @@ class MoE(nnx.Module):
         parameters = config.parameters(model_width, use_bias=use_bias)
         self.parameter_names = tuple(parameters)
         initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
+        parts, specs = placement_of(parallel, config, model_width, use_bias=use_bias)
         for name, parameter in parameters.items():
-            value = initial_value(initializers[parameter.kind], rngs.params(), parameter, param_dtype)
-            # The names are logical: which mesh axes they mean is the user's to say, so nothing is sharded yet.
-            setattr(self, name, nnx.Param(value, out_sharding=parameter.axes, eager_sharding=False))
+            initializer, part = initializers[parameter.kind], parts.get(name, P())
+            value = initial_value(initializer, rngs.params(), parameter, param_dtype, part)
+            setattr(self, name, nnx.Param(value, **_sharding(parameter, parallel, specs.get(name))))
         if config.has_selection_bias:
             self.selection_bias = RouterState(jnp.zeros(config.num_experts, jnp.float32))
 
-    def __call__(self, x: Float[Array, "... d"], train: bool | None = None) -> Float[Array, "... d"]:
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Class method used by `nnx.view`.
+
+        Args:
+          deterministic: if True, it evaluates; if False, it trains.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def __call__(
+        self, x: Float[Array, "... d"], train: bool | None = None, *, skip: bool = False
+    ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
         `train` turns on token rounding and the selection bias's update; None takes what the module was told, and
-        without that counts as False. It must be a Python bool.
+        without that counts as False. It must be a bool, not traced. Several calls in one `nnx.grad` or `nnx.jit` each
+        report their losses, and together move the selection bias once. A call that `nnx.scan` repeats, or that has a
+        `nnx.remat` to itself, moves it alone.
+
+        `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nnx.cond`
+        and `nnx.switch` it stands in the branches without the layer, since all must report the same.
         """
         if train is None and self.deterministic is not None:
             train = not self.deterministic
@@ -95,24 +123,45 @@ class MoE(nnx.Module):
         warn_of_missing_train(train, self.config)
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         x = in_common_dtype(as_tokens(x), self.dtype, params)
-        bias = self.selection_bias[...] if self.config.has_selection_bias else None
-        y, routing = moe(
-            x,
-            params,
-            self.config,
-            selection_bias=bias,
-            train=bool(train),
-            axis_name=self.axis_name,
-            parallel=self.parallel,
-            experts=self.experts,
-        )
+        moves = bool(train and self.config.bias_update_rate and not skip)
+        of_trace = self if moves and is_traced() else None  # what jax does not trace outlives the step
+        step = bias_of_step(of_trace, self.selection_bias[...]) if self.config.has_selection_bias else None
+        if skip:
+            y, routing = skipped(x, self.config)
+        else:
+            y, routing = moe(
+                x,
+                params,
+                self.config,
+                selection_bias=step and step.start,
+                train=bool(train),
+                axis_name=self.axis_name,
+                parallel=self.parallel,
+                experts=self.experts,
+            )
 
         losses = routing.weighted_losses.items()
         sown = [self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]
         if any(was is False for was in sown):  # to `nnx.tabulate` it is a traced value
-            warn_of_lost_losses(train, routing, "call the model through nnx.capture(..., blaze_jax.nnx.AuxiliaryLoss)")
+            remedy = (
+                "call the model through nnx.capture(..., blaze_jax.nnx.AuxiliaryLoss), inside the module where "
+                "nnx.bridge.to_linen wraps one,"
+            )
+            warn_of_lost_losses(train, routing, remedy)
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)
-        if bias is not None and train and self.config.bias_update_rate:
-            self.selection_bias[...] = update_selection_bias(bias, routing.demand, self.config.bias_update_rate)
+        if step is not None and moves:
+            step = step.after(routing.demand, self.config.bias_update_rate)
+            self.selection_bias[...] = step.moved
+            remember(of_trace, step)
         return y
+
+
+def _sharding(parameter: Parameter, parallel: Parallelism | None, spec: P | None) -> dict[str, Any]:
+    """The metadata that tells Flax where the parameter is placed, and an optimizer's moments of it."""
+    if parallel is None or spec is None:  # which mesh axes the logical names mean is the user's to say
+        return {"out_sharding": parameter.axes, "eager_sharding": False}
+    mesh = mesh_of(parallel)
+    of_one_kind = mesh is not None and len(set(mesh.axis_types)) == 1  # Flax places nothing on a mesh of mixed axes
+    own = {} if parallel.mesh is None else {"mesh": parallel.mesh}
+    return {"out_sharding": tuple(spec), "eager_sharding": of_one_kind, **own}

@@ -1,22 +1,24 @@
 """Whether the modules train or evaluate, and their warnings about it."""
 
+import numpy as np
+
 from blaze_jax.config import MoEConfig
 from blaze_jax.routing import Routing
 from blaze_jax.warn import warn_once
 
 
 def check_train(train: bool | None) -> bool | None:
-    """`train`, if it is a Python bool or None.
+    """`train`, if it is a bool, of Python or numpy, or None.
 
     Raises:
       ValueError: it is something else, a traced value for example.
     """
-    if not isinstance(train, bool | None):
+    if not isinstance(train, bool | np.bool | None):
         raise ValueError(
             f"{train=} must be True, False or None, and not traced: under nn.remat or nnx.remat, make it static "
             "or give it to the module, MoE(..., train=True)"
         )
-    return train
+    return None if train is None else bool(train)
 
 
 def warn_of_missing_train(train: bool | None, config: MoEConfig) -> None:

@@ -29,6 +29,11 @@ def varying_axes(*arrays) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)))
 
 
+def is_traced() -> bool:
+    """Whether it is called by a function that jax traces."""
+    return not core.trace_state_clean()
+
+
 def axes_of_vmap() -> frozenset[str]:
     """Mesh axes over which an enclosing `vmap` splits its examples, explicitly or as `spmd_axis_name` says."""
     environment = core.get_axis_env()

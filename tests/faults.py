@@ -222,7 +222,11 @@ FAULTS = [
     Fault(f"{FILES}/writing.py", "elif len(kept) < len(file.tensors):", "elif False:", f"{MODULES}/checkpoints/test_overwrite.py"),
     # the layer and its modules
     Fault(f"{LAYER}/shared_experts.py", "names = (\"shared_w_gate\", \"shared_w_up\")", "names = (\"shared_w_up\", \"shared_w_gate\")", f"{MODULES}/test_layer.py"),
-    Fault(f"{LAYER}/linen.py", "if state is not None and train and", "if state is not None and", f"{MODULES}/test_linen.py"),
+    Fault(f"{LAYER}/linen.py", "bool(train and self.config.bias_update_rate and", "bool(self.config.bias_update_rate and", f"{MODULES}/test_linen.py"),
+    Fault(f"{LAYER}/shared_calls.py", "demand = self.demand + demand", "demand = demand", f"{MODULES}/test_shared_calls.py"),
+    Fault(f"{LAYER}/layer.py", "accumulator_dtype(x.dtype), math.prod", "jnp.float32, math.prod", f"{MODULES}/test_shared_calls.py"),
+    Fault(f"{LAYER}/placement.py", "lax.axis_index(axes) * size", "0 * lax.axis_index(axes)", f"{MODULES}/test_init_in_shard_map.py"),
+    Fault(f"{LAYER}/linen.py", "P(*(split.get(name) for name in self.names))", "P(*(axes for _, axes in self.mesh_axes))", f"{MODULES}/test_placement.py"),
     Fault(f"{LAYER}/linen.py", 'self.sow("losses", name, loss)', 'self.sow("losses", name, 2 * loss)', f"{MODULES}/test_linen.py"),
     Fault(f"{LAYER}/linen.py", "x = in_common_dtype(x, self.dtype, params)", "x = x", f"{MODULES}/test_linen.py"),
     Fault(f"{LAYER}/explicit_mesh.py", "return in_order or not any(_leading(x)[1:])", "return True", f"{MODULES}/test_collectives.py"),

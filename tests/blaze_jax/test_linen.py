@@ -167,6 +167,19 @@ def test_rematerialised_training(form):
     assert np.any(np.asarray(out) != np.asarray(plain))
 
 
+def test_boxed_parameters_of_a_function_are_named():
+    boxed = jax.eval_shape(MoE(CONFIGS["plain"]).init, jax.random.key(0), random_tokens(3))["params"]
+    with pytest.raises(ValueError, match=r"params\['w_router'\] is boxed, .* give flax.linen.unbox\(params\)"):
+        moe(random_tokens(3), boxed, CONFIGS["plain"])
+
+
+def test_importing_all_names_leaves_flax_alone():
+    names = {}
+    exec("from flax import nnx\nfrom blaze_jax import *", names)
+    assert names["nnx"].__name__ == "flax.nnx"
+    assert names["MoE"] is MoE
+
+
 def test_traced_train_is_named():
     params = {"params": random_parameters(CONFIGS["plain"])}
     with pytest.raises(ValueError, match=r"must be True, False or None, and not traced: under nn\.remat .* MoE"):

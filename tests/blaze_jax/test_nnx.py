@@ -171,6 +171,32 @@ def test_train_as_flax_modules_are_told():
     assert_same_bits(nnx.jit(nnx.remat(lambda module, x: nnx.capture(module, AuxiliaryLoss)(x)[0]))(module, x), train)
 
 
+@pytest.mark.parametrize("told", [None, True, False])
+def test_view_trains_or_evaluates(told):
+    config, x = CONFIGS["everything"], random_tokens(30)
+
+    class Block(nnx.Module):
+        def __init__(self):
+            self.moe = module_with(random_parameters(config), config, train=told)
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.dropout(self.moe(x))
+
+    block = Block()
+    evaluates, trains = (nnx.view(block, deterministic=deterministic) for deterministic in (True, False))
+    assert (evaluates.moe.deterministic, trains.moe.deterministic) == (True, False)
+    assert block.moe.deterministic == (None if told is None else not told)
+    assert nnx.view(block, only=nnx.Dropout, deterministic=True).moe.deterministic == block.moe.deterministic
+    as_told(evaluates, x)
+    assert not block.moe.selection_bias[...].any()
+    as_told(trains, x)
+    assert trains.moe.selection_bias[...].any()
+    trains.eval()
+    assert trains.moe.deterministic
+    assert "deterministic" in nnx.view_info(block.moe)
+
+
 def test_what_nobody_collects_is_warned_of():
     warn_once.cache_clear()
     x = random_tokens(3)
@@ -181,3 +207,40 @@ def test_what_nobody_collects_is_warned_of():
         nnx.eval_shape(lambda module: nnx.capture(module, AuxiliaryLoss)(x), module)
     nnx.eval_shape(lambda module: nnx.capture(module, AuxiliaryLoss)(x), module)
     nnx.eval_shape(lambda module: module(x, train=True), module)  # once is enough
+
+
+class ReturnsLosses(nnx.Module):
+    """The layer for `nnx.bridge.to_linen`, which knows no `nnx.capture`."""
+
+    def __init__(self, config, *, rngs):
+        self.moe = MoE(WIDTH, config, train=True, rngs=rngs)
+
+    def __call__(self, x):
+        y, losses = nnx.capture(self.moe, AuxiliaryLoss)(x)
+        return y, sum(jax.tree.leaves(losses))
+
+
+def test_losses_reach_a_linen_model():
+    config, x = CONFIGS["plain"], random_tokens(30)
+    module = nnx.bridge.to_linen(ReturnsLosses, config)
+    y, loss = jax.jit(module.apply)({"params": {"moe": random_parameters(config)}}, x)
+    run = jax.jit(partial(LinenMoE(config).apply, train=True, mutable=["losses"]))
+    ref, sown = run({"params": random_parameters(config)}, x)
+    assert_same_bits((y, loss), (ref, *sown["losses"]["load_balancing_loss"]))
+
+
+@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
+def test_unknown_dtypes_are_named(name):
+    for wrong in ("bf16", jnp.int32, 3):
+        with pytest.raises(ValueError, match=rf"^{name}=.*{wrong}.* must be a floating dtype or its name"):
+            MoE(WIDTH, CONFIGS["plain"], rngs=nnx.Rngs(0), **{name: wrong})
+        with pytest.raises(ValueError, match=rf"^{name}=.*{wrong}.* must be a floating dtype or its name"):
+            LinenMoE(CONFIGS["plain"], **{name: wrong}).init(jax.random.key(0), random_tokens(1))
+
+
+def test_train_of_numpy():
+    told = MoE(WIDTH, CONFIGS["plain"], train=np.True_, rngs=nnx.Rngs(0))
+    assert told.deterministic is False
+    assert nnx.eval_shape(lambda module, x: module(x, train=np.False_), told, random_tokens(1)).shape == (1, WIDTH)
+    with pytest.raises(ValueError, match="train=1 must be True, False or None"):
+        MoE(WIDTH, CONFIGS["plain"], train=1, rngs=nnx.Rngs(0))

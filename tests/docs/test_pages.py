@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import blaze_jax
 from docs.write_benchmarks import DOCS, README, RESULTS, recorded_results, written
@@ -71,6 +72,13 @@ def test_all_ways_to_shard_give_the_gradient_of_one_device(folder):
     assert_close((names["value"], names["gradient"]), expected)
     assert_close((names["value_over_devices"], names["gradient_over_devices"]), expected)
     assert names["split"].sharding.spec[0] == "data"
+    placed = (
+        *names["at_rest"].values(),
+        *names["moments"][0].mu.values(),
+        *jax.tree.leaves(nnx.state(names["nnx_optimizer"])),
+    )
+    for array in jax.tree.leaves(placed):
+        assert array.addressable_shards[0].data.size * (jax.device_count() if array.ndim else 1) == array.size
     with jax.set_mesh(names["split"].sharding.mesh):
         assert_close(jax.jit(jax.value_and_grad(names["whole_loss"]))(names["shared"], names["split"]), expected)
 
