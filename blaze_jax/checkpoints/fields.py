@@ -101,8 +101,9 @@ class Fields:
         for name in sorted(map(str, self._values.keys() - self._known - _OF_OTHER_PARTS)):
             words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
             if self._values.get(name) and not name.startswith("_") and _TOUCHES_THE_LAYER.search(words):
+                printable = name.encode("ascii", "backslashreplace").decode()
                 raise CheckpointError(
-                    f"{self._where}: {name}={shown(self._values[name])} is unknown to {family}, and could change the "
+                    f"{self._where}: {printable}={shown(self._values[name])} is unknown to {family}, and could change the "
                     "layer; leave it out if it does not"
                 )
 
