@@ -15,6 +15,7 @@ from train_example.public_model import Params, save_model
 from train_example.sample import generate
 from train_example.setup import Setup, make_model, prepare
 from train_example.step import Tree
+from train_example.tokens import TokenStream
 
 _PROMPT = 64
 _SAMPLE = 512
@@ -53,13 +54,17 @@ def _save(setup: Setup, origin: str, params: Params) -> None:
 
 
 def _introduction(setup: Setup) -> str:
-    config, corpus = setup.config, setup.corpus
+    config, corpus, stream = setup.config, setup.corpus, setup.corpus.stream
     start = f"from step {setup.first_step} " if setup.first_step else ""
-    return (
-        f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters in {config.dtype} arithmetic\n"
-        f"text: {len(corpus.stream):,} {corpus.stream.unit}, the last {corpus.held_out_units:,} of them held out\n"
-        f"training {start}to step {config.steps}, losses in bits per byte, results in {setup.out}"
-    )
+    documents = f"{stream.documents:,} document{'s' if stream.documents > 1 else ''}"
+    lines = [
+        f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters in {config.dtype} arithmetic",
+        f"text: {documents}, {len(stream):,} {stream.unit}, the last {corpus.held_out_units:,} of them held out",
+        f"training {start}to step {config.steps}, losses in bits per byte, results in {setup.out}",
+    ]
+    if isinstance(stream, TokenStream) and stream.end is None:
+        lines.insert(2, "no end token: the model's files name none, so each document begins right after another")
+    return "\n".join(lines)
 
 
 def _title(setup: Setup) -> str:

@@ -16,16 +16,14 @@ from flax.traverse_util import flatten_dict
 from tests.blaze_jax.checkpoints.models import FIXTURES, expected, tensors_of, write
 from tests.numerics import assert_close, assert_same_bits
 from tests.train_example.small import ROOT
-from tests.train_example.tiny_checkpoint import VOCABULARY, write_tiny_checkpoint
+from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.__main__ import main
-from train_example.data import ByteStream
 from train_example.devices import Devices
 from train_example.errors import UserError
 from train_example.metrics import read_metrics
 from train_example.model import Decoder
 from train_example.public_model import load_params, public_config, save_model
 from train_example.step import cross_entropy
-from train_example.tokens import TokenStream
 
 
 def decoder(folder):
@@ -120,19 +118,6 @@ def test_tensors_that_do_not_fit(tmp_path, change, message):
     write(tmp_path, {name: value for name, value in tensors.items() if value is not None})
     with pytest.raises(UserError, match=message):
         load_params(tmp_path, decoder(FIXTURES / "olmoe"))
-
-
-def test_tokens_are_the_tokenizers_and_the_text_comes_back(tmp_path):
-    folder = write_tiny_checkpoint(tmp_path / "model")
-    text = "\n".join(topics[name] for name in sorted(topics)[:40])
-    stream = TokenStream(ByteStream([np.frombuffer(text.encode(), np.uint8)]), folder, VOCABULARY)
-    assert stream.decode(stream.read(0, len(stream)).tolist()) == text
-    assert stream.bytes_per_unit == len(text.encode()) / len(stream) > 1.1
-    with pytest.raises(UserError, match=r"has the token \d+, but the model only 100"):
-        TokenStream(ByteStream([np.frombuffer(text.encode(), np.uint8)]), folder, 100)
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"tokenizer.json cannot be read"):
-        TokenStream(ByteStream([np.frombuffer(b"text", np.uint8)]), folder, VOCABULARY)
 
 
 @pytest.mark.compile_only
