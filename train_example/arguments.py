@@ -18,7 +18,7 @@ from train_example.devices import Cluster
 from train_example.errors import UserError
 from train_example.experts_layer import ExpertsLayer
 from train_example.presets import FINE_TUNING, PRESETS
-from train_example.public_model import public_config
+from train_example.public_config import public_config
 
 _MAY_CHANGE = ("data", "checkpoint_every")  # in a resumed run; the text itself is compared, not its path
 _MAX_WHOLE = 2**31 - 1
@@ -109,7 +109,9 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
 def _start(options: dict[str, Any]) -> TrainConfig:
     """What the options change: a preset, or the model of a checkpoint."""
     if checkpoint := options.get("checkpoint"):
-        return replace(FINE_TUNING, model=public_config(checkpoint))
+        model = public_config(checkpoint)
+        length = min(FINE_TUNING.sequence_length, model.max_positions or FINE_TUNING.sequence_length)
+        return replace(FINE_TUNING, model=model, sequence_length=length)
     return PRESETS[options.get("preset", "tiny")]
 
 
@@ -122,6 +124,13 @@ def _checked(config: TrainConfig) -> TrainConfig:
     router = config.model.router
     if config.experts_layer != "blaze_jax" and (router.token_rounding or router.capacity(1, 1, 1)):
         raise UserError(f"--experts-layer {config.experts_layer} has no token rounding and no expert capacity")
+    if config.experts_layer != "blaze_jax" and config.model.activation != "swiglu":
+        raise UserError(f"--experts-layer {config.experts_layer} has no {config.model.activation}, only swiglu")
+    if config.sequence_length > (config.model.max_positions or config.sequence_length):
+        raise UserError(
+            f"--sequence-length {config.sequence_length} must be at most {config.model.max_positions}, the "
+            f"max_position_embeddings of the model in {config.checkpoint}"
+        )
     if config.batch_size % config.accumulate:
         raise UserError(f"--accumulate {config.accumulate} must divide --batch-size {config.batch_size}")
     return config

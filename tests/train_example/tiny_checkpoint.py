@@ -29,9 +29,7 @@ def write_tiny_checkpoint(folder: Path, family: str = "qwen3_moe") -> Path:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     alphabet = ByteLevel.alphabet()
-    trainer = BpeTrainer(
-        vocab_size=VOCABULARY, initial_alphabet=alphabet, special_tokens=[END], show_progress=False
-    )
+    trainer = BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, special_tokens=[END], show_progress=False)
     tokenizer.train_from_iterator([topics["lists"], topics["strings"]], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = json.loads((FIXTURES / family / "config.json").read_text())
