@@ -55,8 +55,8 @@ class Checkpoints:
                 reason = next((text for text in _NO_ROOM if text in str(error)), " ".join(str(error).split())[:300])
             gc.collect()  # writes that did not begin
         raise UserError(
-            f"checkpoint {step} in {self._folder} cannot be written: {reason}; make room, and --resume goes on from the "
-            "newest one that is whole"
+            f"checkpoint {step} in {self._folder} cannot be written: {reason}; make room, and --resume goes on from "
+            "the newest one that is whole"
         )
 
     def description(self, step: int) -> dict[str, Any]:

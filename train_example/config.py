@@ -110,6 +110,7 @@ class TrainConfig:
       model: sizes of the model.
       data: file or folder of text; None for the text that comes with Python.
       steps: optimizer steps of the whole run.
+      schedule_steps: steps over which the learning rate rises and falls; after them it stays. None for all.
       batch_size: sequences per step.
       sequence_length: bytes, or tokens, per sequence.
       accumulate: a step computes its batch in this many parts, one after the other.
@@ -134,6 +135,7 @@ class TrainConfig:
     model: ModelConfig
     data: str | None = None
     steps: int
+    schedule_steps: int | None = None
     batch_size: int
     sequence_length: int
     accumulate: int = 1

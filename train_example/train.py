@@ -32,6 +32,8 @@ def run(arguments: Arguments) -> None:
     metrics = setup.out / "metrics.jsonl" if jax.process_index() == 0 else None
     with closing(setup.checkpoints), MetricsLog(metrics, setup.first_step) as log:
         print(_introduction(setup), flush=True)
+        if jax.process_index() == 0 and setup.first_step < steps:
+            _set_aside(setup)
         with Interrupt() as interrupt, Progress(setup.first_step, steps) as progress:
             state = train(setup, log, progress, interrupt)
         done = int(state.step)
@@ -44,6 +46,14 @@ def run(arguments: Arguments) -> None:
         else:
             command = f"python -m train_example --resume --out {shlex.quote(str(setup.out))}"
             print(f"stopped after step {done} of {steps}; go on with: {command}")
+
+
+def _set_aside(setup: Setup) -> None:
+    """Gives the model of a run that was done another name, where the run goes on: its place is that of the next."""
+    model = setup.out / "model"
+    if model.exists():
+        kept = model.rename(model.with_name(f"model-{setup.first_step}"))
+        print(f"the model of step {setup.first_step} is now in {kept}", flush=True)
 
 
 def _save(setup: Setup, origin: str, params: Params) -> None:
@@ -62,6 +72,9 @@ def _introduction(setup: Setup) -> str:
         f"text: {documents}, {len(stream):,} {stream.unit}, the last {corpus.held_out_units:,} of them held out",
         f"training {start}to step {config.steps}, losses in bits per byte, results in {setup.out}",
     ]
+    if (scheduled := config.schedule_steps or config.steps) != config.steps:
+        after = ", then a tenth of its peak" if scheduled < config.steps else ""
+        lines.append(f"learning rate: that of a run of {scheduled} steps{after} (--schedule-steps)")
     if isinstance(stream, TokenStream) and stream.end is None:
         lines.insert(2, "no end token: the model's files name none, so each document begins right after another")
     return "\n".join(lines)

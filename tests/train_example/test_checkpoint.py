@@ -20,7 +20,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_newest_whole_checkpoint_stays(t
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))  # of a file: the system says the same of a disk
     try:
         with pytest.raises(
-            UserError, match="checkpoint 2 in .* cannot be written: File too large; make room, and"
+            UserError, match=r"checkpoint 2 in .* cannot be written: File too large; make room, and"
         ) as e:
             checkpoints.save(2, TrainState(jnp.int32(2), params, {}, {}), {})
     finally:

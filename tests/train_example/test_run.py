@@ -136,6 +136,7 @@ def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_pat
         ([], "has a run already: go on with it by --resume, or choose another --out"),
         (["--resume", "--seed", "1"], "has --seed 0, cannot be resumed with 1"),
         (["--resume", "--preset", "100m"], "has --preset tiny, cannot be resumed with 100m"),
+        (["--resume", "--steps", "39"], "has done 40 steps, --steps 39 must be more"),
         (["--resume", "--data", "OTHER TEXT"], "the text is not the one"),
     ],
 )
