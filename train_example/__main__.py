@@ -1,5 +1,6 @@
 """`python -m train_example`."""
 
+import errno
 import io
 import os
 import sys
@@ -34,6 +35,12 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.cluster is not None:
             arguments.cluster.join()
         run(arguments)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = error.filename or "a file of the run"
+        print(f"train_example: {where} cannot be written: {error.strerror}; make room, then --resume", file=sys.stderr)
+        return _USER_ERROR
     except UserError as error:
         print(f"train_example: {' '.join(str(error).split())}", file=sys.stderr)
         return _USER_ERROR

@@ -18,9 +18,10 @@ from train_example.devices import Cluster
 from train_example.errors import UserError
 from train_example.experts_layer import ExpertsLayer
 from train_example.presets import FINE_TUNING, PRESETS
-from train_example.public_model import public_config
+from train_example.public_config import public_config
 
-_MAY_CHANGE = ("data", "checkpoint_every")  # in a resumed run; the text itself is compared, not its path
+_MAY_CHANGE = ("data", "checkpoint", "checkpoint_every", "steps", "schedule_steps")
+"""In a resumed run. The text itself is compared, not its path, and so are the model's sizes."""
 _MAX_WHOLE = 2**31 - 1
 _REMAT_HELP = (
     "what the backward pass computes again, for less memory: nothing; all but what the experts keep by --save; or "
@@ -85,11 +86,20 @@ def new_config(options: dict[str, Any]) -> TrainConfig:
 def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) -> TrainConfig:
     """The configuration a checkpoint was saved with; options that were given again must agree with it.
 
+    With other steps the learning rate keeps its schedule, unless that is changed, too.
+
     Raises:
       UserError: the checkpoint is of another configuration, or of another release's.
     """
     known = saved.get("checkpoint") or saved.get("preset") in PRESETS
-    preset = _start({name: saved[name] for name in ("preset", "checkpoint") if saved.get(name)}) if known else None
+    if saved.get("checkpoint") and not Path(options.get("checkpoint", saved["checkpoint"])).exists():
+        raise UserError(
+            f"{saved['checkpoint']}, which the run in {out} started from, is gone: say where by --checkpoint"
+        )
+    start = {name: saved[name] for name in ("preset", "checkpoint") if saved.get(name)}
+    if saved.get("checkpoint"):
+        start |= {name: value for name, value in options.items() if name == "checkpoint"}  # it may have moved
+    preset = _start(start) if known else None
     if (
         preset is None
         or saved.keys() != {f.name for f in fields(TrainConfig)}
@@ -97,19 +107,24 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
     ):
         raise UserError(f"the checkpoint in {out} is of a model that this version does not have; start a new run")
     for name, value in options.items():
-        if name not in _MAY_CHANGE and value != saved[name]:
+        may_change = name in _MAY_CHANGE and (name != "checkpoint" or saved[name])
+        if not may_change and value != saved[name]:
             option = name.replace("_", "-")
             raise UserError(
                 f"the run in {out} has --{option} {saved[name]}, cannot be resumed with {value}: leave --{option} out, "
                 "or start a new run in another --out"
             )
+    if options.get("steps", saved["steps"]) != saved["steps"] and saved["schedule_steps"] is None:
+        options = {"schedule_steps": saved["steps"]} | options
     return _checked(replace(preset, **{name: saved[name] for name in saved if name != "model"} | options))
 
 
 def _start(options: dict[str, Any]) -> TrainConfig:
     """What the options change: a preset, or the model of a checkpoint."""
     if checkpoint := options.get("checkpoint"):
-        return replace(FINE_TUNING, model=public_config(checkpoint))
+        model = public_config(checkpoint)
+        length = min(FINE_TUNING.sequence_length, model.max_positions or FINE_TUNING.sequence_length)
+        return replace(FINE_TUNING, model=model, sequence_length=length)
     return PRESETS[options.get("preset", "tiny")]
 
 
@@ -122,6 +137,13 @@ def _checked(config: TrainConfig) -> TrainConfig:
     router = config.model.router
     if config.experts_layer != "blaze_jax" and (router.token_rounding or router.capacity(1, 1, 1)):
         raise UserError(f"--experts-layer {config.experts_layer} has no token rounding and no expert capacity")
+    if config.experts_layer != "blaze_jax" and config.model.activation != "swiglu":
+        raise UserError(f"--experts-layer {config.experts_layer} has no {config.model.activation}, only swiglu")
+    if config.sequence_length > (config.model.max_positions or config.sequence_length):
+        raise UserError(
+            f"--sequence-length {config.sequence_length} must be at most {config.model.max_positions}, the "
+            f"max_position_embeddings of the model in {config.checkpoint}"
+        )
     if config.batch_size % config.accumulate:
         raise UserError(f"--accumulate {config.accumulate} must divide --batch-size {config.batch_size}")
     return config
@@ -150,7 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=None, metavar="FOLDER", help="of the run (runs/PRESET-TIME)")
     add("--resume", action="store_true", default=False, help="go on with the run in --out")
     add("--compile-only", choices=("h200",), default=None, help="print the memory that it needs there, and stop")
-    add("--steps", type=_whole(1), metavar="N", help="optimizer steps of the whole run")
+    add("--steps", type=_whole(1), metavar="N", help="optimizer steps of the whole run; --resume may change it")
+    add("--schedule-steps", type=_whole(1), metavar="N", help="over which the learning rate rises and falls (--steps)")
     add("--batch-size", type=_whole(1), metavar="N", help="sequences per step")
     add("--sequence-length", type=_whole(1), metavar="N", help="bytes per sequence")
     add("--accumulate", type=_whole(1), metavar="N", help="compute each batch in N parts, for less memory")

@@ -1,5 +1,13 @@
 """Checkpoints of a run: the training state, and a description of the run in JSON."""
 
+import errno
+import gc
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +18,7 @@ from train_example.errors import UserError
 from train_example.step import TrainState
 
 _KEPT = 3
+_NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class Checkpoints:
@@ -32,9 +41,23 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, description: dict[str, Any]) -> None:
-        """Saves the state after `step` steps."""
+        """Saves the state after `step` steps.
+
+        Raises:
+          UserError: it cannot be written, as on a full disk.
+        """
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(description))
-        self._manager.save(step, args=items, force=True)
+        with _one_message():
+            try:
+                self._manager.save(step, args=items, force=True)
+                return
+            except (OSError, ValueError) as error:
+                reason = next((text for text in _NO_ROOM if text in str(error)), " ".join(str(error).split())[:300])
+            gc.collect()  # writes that did not begin
+        raise UserError(
+            f"checkpoint {step} in {self._folder} cannot be written: {reason}; make room, and --resume goes on from "
+            "the newest one that is whole"
+        )
 
     def description(self, step: int) -> dict[str, Any]:
         """What `save` was given in addition to the state."""
@@ -59,3 +82,18 @@ class Checkpoints:
     def close(self) -> None:
         """Ends the threads of the manager."""
         self._manager.close()
+
+
+@contextmanager
+def _one_message() -> Iterator[None]:
+    """Has a failure told by its exception alone: each write that was under way would log a traceback, too."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # "was never awaited"
+            yield
+    finally:
+        sys.unraisablehook = hook
+        logging.disable(disabled)

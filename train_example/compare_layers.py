@@ -48,10 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     allow_all_memory()
     records, values = [], {}
     for layer in arguments.experts_layer:
-        config = configuration(arguments, layer)
         # A process of its own: a device's peak memory is that of the process, and the first run must not be in it.
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            record, values = pool.apply(measured, (config,))
+            record, values = pool.apply(_measured, (arguments, layer))
         if "error" in record:
             print(f"{layer}: {record['error']}", file=sys.stderr)
         else:
@@ -72,16 +71,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def configuration(arguments: argparse.Namespace, layer: ExpertsLayer) -> TrainConfig:
-    """The preset's, with what the command line changes."""
+    """The preset's, with what the command line changes; by default one that the device here can train."""
+    preset = arguments.preset or ("tiny" if jax.default_backend() == "cpu" else "1b")
     names = ("steps", *_COUNTS, "seed", *_CHOICES, "unroll")
     changes = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return replace(PRESETS[arguments.preset], experts_layer=layer, **changes)
+    return replace(PRESETS[preset], experts_layer=layer, **changes)
+
+
+def _measured(arguments: argparse.Namespace, layer: ExpertsLayer) -> tuple[dict[str, Any], dict[str, str]]:
+    return measured(configuration(arguments, layer))  # here, where jax may look for devices
 
 
 def measured(config: TrainConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """A run's record, or what went wrong, and what it ran on."""
     values = environment()
-    print(f"{config.experts_layer}: {describe(values)}", flush=True)
+    print(f"{config.experts_layer}: {describe(values)}; preset {config.preset}", flush=True)
     try:
         return train_briefly(config), values
     except (UserError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
@@ -167,7 +171,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds what `configuration` takes from a command line, the experts' layer apart."""
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="1b")
+    add("--preset", choices=PRESETS, help="(1b, on a CPU tiny)")
     add("--steps", type=_count, default=200)
     for name in _COUNTS:
         add(f"--{name.replace('_', '-')}", type=_count, help="(the preset's)")

@@ -32,6 +32,7 @@ class ModelConfig:
       num_experts: E, in every block but the dense ones.
       experts_per_token: K.
       expert_width: n, hidden width of an expert.
+      activation: of the experts and the dense layers, a gated one: swiglu, geglu, geglu_tanh or reglu.
       shared_width: hidden width of the shared experts; 0 for none.
       num_dense_layers: this many first blocks have a dense feed-forward layer instead of experts.
       dense_layers: numbers of further blocks that have one, from 0.
@@ -42,6 +43,7 @@ class ModelConfig:
       norm_epsilon: of every RMSNorm.
       tied_head: whether the embedding is the head, too.
       vocabulary: how many tokens there are; 256 for bytes.
+      max_positions: the longest sequence that the model was made for; None where any will do.
       router: how experts are chosen and weighted.
       load_balancing_weight: weight of the load-balancing loss.
       z_loss_weight: weight of the router's z-loss.
@@ -55,6 +57,7 @@ class ModelConfig:
     num_experts: int
     experts_per_token: int
     expert_width: int
+    activation: str = "swiglu"
     shared_width: int = 0
     num_dense_layers: int = 0
     dense_layers: tuple[int, ...] = ()
@@ -65,6 +68,7 @@ class ModelConfig:
     norm_epsilon: float = 1e-6
     tied_head: bool = False
     vocabulary: int = VOCABULARY
+    max_positions: int | None = None
     router: Router = field(default_factory=Router)
     load_balancing_weight: float = 0.01
     z_loss_weight: float = 0.0
@@ -86,6 +90,7 @@ class ModelConfig:
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,
             expert_width=self.expert_width,
+            activation=self.activation,
             shared_width=self.shared_width,
             router=self.router,
             load_balancing_weight=self.load_balancing_weight,
@@ -105,6 +110,7 @@ class TrainConfig:
       model: sizes of the model.
       data: file or folder of text; None for the text that comes with Python.
       steps: optimizer steps of the whole run.
+      schedule_steps: steps over which the learning rate rises and falls; after them it stays. None for all.
       batch_size: sequences per step.
       sequence_length: bytes, or tokens, per sequence.
       accumulate: a step computes its batch in this many parts, one after the other.
@@ -129,6 +135,7 @@ class TrainConfig:
     model: ModelConfig
     data: str | None = None
     steps: int
+    schedule_steps: int | None = None
     batch_size: int
     sequence_length: int
     accumulate: int = 1

@@ -31,26 +31,33 @@ class ByteStream:
     Attributes:
       unit: what the stream consists of.
       bytes_per_unit: of the text.
+      parts: what lies end to end.
+      ends: where each part ends.
     """
 
     unit = "bytes"
     bytes_per_unit = 1.0
 
     def __init__(self, parts: Sequence[Bytes | Path]):
-        self._parts = parts
+        self.parts = parts
         sizes = [part.stat().st_size if isinstance(part, Path) else part.size for part in parts]
-        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self.ends: Int[np.ndarray, " parts"] = np.cumsum(sizes, dtype=np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self.ends[-1])
+
+    @property
+    def documents(self) -> int:
+        """How many arrays and files there are."""
+        return len(self.parts)
 
     def read(self, start: int, length: int) -> Bytes:
         """A copy of the bytes from `start` to `start + length`."""
         pieces, stop = [], start + length
-        part = int(np.searchsorted(self._ends, start, side="right"))
+        part = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
             array = self._array(part)
-            offset = start - (int(self._ends[part]) - array.size)
+            offset = start - (int(self.ends[part]) - array.size)
             pieces.append(array[offset : offset + stop - start])
             start += pieces[-1].size
             part += 1
@@ -61,7 +68,7 @@ class ByteStream:
         return bytes(units).decode(errors="replace")
 
     def _array(self, part: int) -> Bytes:
-        source = self._parts[part]
+        source = self.parts[part]
         return _mapped(source) if isinstance(source, Path) else source
 
 
@@ -72,6 +79,8 @@ class Stream(Protocol):
     def unit(self) -> str: ...
     @property
     def bytes_per_unit(self) -> float: ...
+    @property
+    def documents(self) -> int: ...
     def __len__(self) -> int: ...
     def read(self, start: int, length: int) -> np.ndarray: ...
     def decode(self, units: Sequence[int]) -> str: ...
@@ -132,7 +141,7 @@ class Corpus:
         for start in starts:
             counts += np.bincount(self.stream.read(start, min(_MIB, size - start)), minlength=self.vocabulary)
         share = counts[counts > 0] / counts.sum()
-        return float(-(share * np.log2(share)).sum()) / self.stream.bytes_per_unit
+        return float((share * np.log2(1 / share)).sum()) / self.stream.bytes_per_unit
 
     @property
     def held_out_units(self) -> int:

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from blaze_jax import RESIDUAL_NAMES, MoE, MoEConfig, Parallelism
+from blaze_jax.activations import get_activation
 from train_example.attention import Attention, AttentionKernel, Rotation, rotation
 from train_example.config import ModelConfig, Remat
 from train_example.experts_layer import ExpertsLayer, experts_function
@@ -106,23 +107,26 @@ class Block(nn.Module):
         x = x + attention(RMSNorm(self.dtype, config.norm_epsilon, name="attention_norm")(x), rotation)
         normed = RMSNorm(self.dtype, config.norm_epsilon, name="feed_forward_norm")(x)
         if self.moe is None:
-            return x + DenseFeedForward(config.dense_width, self.dtype, name="feed_forward")(normed), None
+            dense = DenseFeedForward(config.dense_width, config.activation, self.dtype, name="feed_forward")
+            return x + dense(normed), None
         experts = experts_function(self.experts_layer)
         moe = MoE(self.moe, dtype=self.dtype, experts=experts, parallel=self.parallel, name="moe")
         return x + moe(normed, train=self.train), None
 
 
 class DenseFeedForward(nn.Module):
-    """SwiGLU of one hidden width for every token."""
+    """A gated feed-forward layer of one hidden width for every token."""
 
     width: int
+    activation: str
     dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S d"]) -> Float[Array, "B S d"]:
         gate = nn.Dense(self.width, use_bias=False, dtype=self.dtype, name="gate")(x)
         up = nn.Dense(self.width, use_bias=False, dtype=self.dtype, name="up")(x)
-        return nn.Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name="down")(jax.nn.silu(gate) * up)
+        hidden = get_activation(self.activation).function(gate, up)
+        return nn.Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name="down")(hidden)
 
 
 def _rematerialized(block: type[nn.Module], remat: Remat, *, merges: bool) -> type[nn.Module]:

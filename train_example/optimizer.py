@@ -11,13 +11,14 @@ _CLIP_NORM = 1.0
 
 
 def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
-    """Linear warm-up over the first 5 % of the steps, then a cosine down to a tenth of the peak."""
-    warmup = max(1, round(_WARMUP_SHARE * config.steps))
+    """Linear warm-up over the first 5 % of the schedule's steps, then a cosine down to a tenth of the peak."""
+    steps = config.schedule_steps or config.steps
+    warmup = max(1, round(_WARMUP_SHARE * steps))
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / warmup,  # the first step already learns
         peak_value=config.learning_rate,
         warmup_steps=warmup,
-        decay_steps=max(config.steps, warmup + 1),
+        decay_steps=max(steps, warmup + 1),
         end_value=_FINAL_SHARE * config.learning_rate,
     )
 

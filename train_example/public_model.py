@@ -1,4 +1,4 @@
-"""Whole public models, OLMoE and Qwen3-MoE: their sizes, their weights as the decoder's parameters, and back again."""
+"""Whole public models, OLMoE and Qwen3-MoE: their weights as the decoder's parameters, and back again."""
 
 import shutil
 from collections.abc import Iterator
@@ -15,22 +15,18 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from blaze_jax import MoEConfig, checkpoints
-from blaze_jax.checkpoints.block import PLAIN
+from blaze_jax.checkpoints.block import PLAIN, find_block
 from blaze_jax.checkpoints.folder import DTYPES, INDEX
-from blaze_jax.checkpoints.json_file import read_json
 from blaze_jax.checkpoints.loading import place
 from blaze_jax.checkpoints.saving import layer_tensors
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
-from train_example.config import ModelConfig
 from train_example.errors import UserError
 from train_example.model import Decoder
 
 type Params = dict[str, Any]
 type Names = tuple[str, ...]
 
-FAMILIES: dict[str, Any] = {"olmoe": "token", "qwen3_moe": "head"}
-"""Families that the decoder covers, and what their norms of queries and keys take together."""
-
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WITHOUT_MEANING = ("rotary_emb.inv_freq",)
 
 
@@ -77,9 +73,9 @@ class Entry(NamedTuple):
 
 
 _OF_MODEL = {
-    ("embedding",): Entry("model.embed_tokens.weight"),
+    ("embedding",): Entry(_EMBEDDING),
     ("final_norm", "scale"): Entry("model.norm.weight"),
-    ("head", "kernel"): Entry("lm_head.weight", "turned"),
+    ("head", "kernel"): Entry(_HEAD, "turned"),
 }
 _OF_LAYER = {
     ("attention_norm", "scale"): Entry("input_layernorm.weight"),
@@ -94,57 +90,6 @@ _OF_LAYER = {
     ("feed_forward", "up", "kernel"): Entry("mlp.up_proj.weight", "turned"),
     ("feed_forward", "down", "kernel"): Entry("mlp.down_proj.weight", "turned"),
 }
-
-
-def public_config(folder: str | Path) -> ModelConfig:
-    """The sizes of the model in a folder.
-
-    Raises:
-      UserError: it is of another family, or has what the decoder has not.
-    """
-    path = Path(folder) / "config.json"
-    try:
-        fields = read_json(path)
-        public = checkpoints.read_model(path)
-    except checkpoints.CheckpointError as error:
-        raise UserError(f"--checkpoint {folder}: {error}") from error
-    if public.family not in FAMILIES:
-        raise UserError(f"--checkpoint {folder} is a model of {public.family}, must be one of {', '.join(FAMILIES)}")
-    rope = fields.get("rope_parameters") or {}
-    plain = {
-        "attention_bias": False,
-        "clip_qkv": None,
-        "use_sliding_window": False,
-        "rope_scaling": None,
-        "rope_parameters's rope_type": "default",
-    }
-    found = fields | {"rope_parameters's rope_type": rope.get("rope_type", "default")}
-    for name, value in plain.items():
-        if found.get(name, value) != value:
-            raise UserError(f"--checkpoint {folder}: {path.name} has {name}={found[name]}, must be {value}")
-    try:
-        heads = int(fields["num_attention_heads"])
-        return ModelConfig(
-            width=public.width,
-            num_layers=public.num_layers,
-            num_heads=heads,
-            num_kv_heads=int(fields.get("num_key_value_heads") or heads),
-            num_experts=public.layer.num_experts,
-            experts_per_token=public.layer.experts_per_token,
-            expert_width=public.layer.expert_width,
-            dense_layers=public.dense_layers,
-            dense_width=public.dense_width or 0,
-            head_width=int(fields.get("head_dim") or public.width // heads),
-            qk_norm=FAMILIES[public.family],
-            rotary_base=float(rope.get("rope_theta", fields.get("rope_theta", 10_000.0))),
-            norm_epsilon=float(fields["rms_norm_eps"]),
-            tied_head=bool(fields.get("tie_word_embeddings", False)),
-            vocabulary=int(fields["vocab_size"]),
-            router=public.layer.router,
-            load_balancing_weight=public.layer.load_balancing_weight,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"--checkpoint {folder}: {path.name} lacks or misstates a field: {error!r}") from error
 
 
 def load_params(folder: str | Path, model: Decoder, shardings: Params | None = None) -> Params:
@@ -215,8 +160,13 @@ def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dic
         if path in params:
             yield _new(files, entry._replace(name=_prefix(layer) + entry.name), params[path])
     if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
-        dtype = DTYPES[files[_prefix(layer) + "mlp.gate.weight"].dtype]
-        yield from layer_tensors(layer, checkpoints.Layer(experts), moe, dtype)
+        block = checkpoints.Layer(experts, layout=find_block(files, layer, moe).layout.name)
+        of_dtype: dict[np.dtype, dict[str, NewTensor]] = {}
+        for tensor in layer_tensors(layer, block, moe):
+            dtype = DTYPES[files[tensor.name].dtype]
+            if dtype not in of_dtype:
+                of_dtype[dtype] = {new.name: new for new in layer_tensors(layer, block, moe, dtype)}
+            yield of_dtype[dtype][tensor.name]
 
 
 def _new(files: checkpoints.Folder, entry: Entry, parameter: Array) -> NewTensor:
@@ -290,6 +240,10 @@ def _check_names(files: checkpoints.Folder, model: Decoder) -> None:
     for name in files.names:
         if name not in known and not name.startswith(tuple(experts)) and not name.endswith(_WITHOUT_MEANING):
             raise checkpoints.CheckpointError(f"{files.origin}: tensor {name!r} has no place in the model")
+    if model.config.tied_head and _HEAD in files and not np.array_equal(files[_HEAD].read(), files[_EMBEDDING].read()):
+        raise checkpoints.CheckpointError(
+            f"{files[_HEAD]} is not {_EMBEDDING!r}, though config.json has tie_word_embeddings=true"
+        )
 
 
 def _shapes(model: Decoder) -> Params:

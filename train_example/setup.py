@@ -65,6 +65,8 @@ def prepare(arguments: Arguments) -> Setup:
             raise UserError(f"nothing to resume: {out} has no checkpoint; leave --resume out to start a run there")
         saved = checkpoints.description(done)
         config = resumed_config(arguments.options, saved["config"], out)
+        if config.steps <= done and config.steps != saved["config"]["steps"]:
+            raise UserError(f"the run in {out} has done {done} steps, --steps {config.steps} must be more")
     else:
         if done is not None:
             raise UserError(f"{out} has a run already: go on with it by --resume, or choose another --out")

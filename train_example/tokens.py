@@ -2,31 +2,37 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, UInt8
+from jaxtyping import Int32
 
+from blaze_jax.checkpoints import CheckpointError
+from blaze_jax.checkpoints.json_file import read_json
 from train_example.data import ByteStream
 from train_example.errors import UserError
 
 _CHUNK = 2**20
 _FILE = "tokenizer.json"
+_WITH_IDS, _WITH_TEXT = ("config.json", "generation_config.json"), "tokenizer_config.json"
 
 
 class TokenStream:
-    """All tokens of a text, in memory: four bytes each.
+    """All tokens of a text, in memory: four bytes each. Every document ends with the model's own end token.
 
     Args:
-      text: the bytes.
+      text: the bytes, UTF-8.
       folder: of the model, with `tokenizer.json`.
       vocabulary: how many tokens the model knows.
 
     Attributes:
       unit: what the stream consists of.
       bytes_per_unit: of the text, a token's share.
+      documents: how many there are.
+      end: the token that ends each; None where the model's files name none.
 
     Raises:
-      UserError: there is no tokenizer, or one that does not fit the model.
+      UserError: there is no tokenizer, or one that does not fit the model, or the text is no UTF-8.
     """
 
     unit = "tokens"
@@ -41,10 +47,18 @@ class TokenStream:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower one
             raise UserError(f"--checkpoint {folder}: {path.name} cannot be read: {error}") from error
-        ids = [self._tokenizer.encode(part, add_special_tokens=False).ids for part in _parts(text)]
-        self._tokens = np.concatenate([np.asarray(part, np.int32) for part in ids])
+        # Files are published with those of whoever used the tokenizer last.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.end = _end_token(Path(folder), self._tokenizer)
+        pieces = []
+        for document in range(text.documents):
+            pieces += [self._tokenizer.encode(part, add_special_tokens=False).ids for part in _parts(text, document)]
+            pieces.append([] if self.end is None else [self.end])
+        self._tokens = np.concatenate([np.asarray(piece, np.int32) for piece in pieces])
         if self._tokens.size and self._tokens.max() >= vocabulary:
             raise UserError(f"{path} has the token {self._tokens.max()}, but the model only {vocabulary}")
+        self.documents = text.documents
         self.bytes_per_unit = len(text) / max(len(self), 1)
 
     def __len__(self) -> int:
@@ -59,12 +73,47 @@ class TokenStream:
         return self._tokenizer.decode(list(units), skip_special_tokens=False)
 
 
-def _parts(text: ByteStream) -> Iterator[str]:
-    """The text in parts of about a MiB that end with a line, where there are lines; a tokenizer splits there, too."""
+def _end_token(folder: Path, tokenizer: Any) -> int | None:
+    """The id of the token that ends a text, the first where there are several; None where no file names one.
+
+    Raises:
+      UserError: a file cannot be read, or names what is no token.
+    """
+    try:
+        found = {name: read_json(folder / name) for name in (*_WITH_IDS, _WITH_TEXT) if (folder / name).exists()}
+    except CheckpointError as error:
+        raise UserError(f"--checkpoint {folder}: {error}") from error
+    for name in _WITH_IDS:
+        end = found.get(name, {}).get("eos_token_id")
+        end = end[0] if isinstance(end, list) and end else end
+        if end is not None:
+            if type(end) is not int or tokenizer.id_to_token(end) is None:
+                raise UserError(f"--checkpoint {folder}: {name} has eos_token_id={end}, which {_FILE} has not")
+            return end
+    text = found.get(_WITH_TEXT, {}).get("eos_token")
+    text = text.get("content") if isinstance(text, dict) else text
+    if text is None:
+        return None
+    end = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    if end is None:
+        raise UserError(f"--checkpoint {folder}: {_WITH_TEXT} has eos_token={text!r}, which {_FILE} has not")
+    return end
+
+
+def _parts(text: ByteStream, document: int) -> Iterator[str]:
+    """A document in parts of about a MiB that end with a line, where there are lines; a tokenizer splits there, too."""
+    end = int(text.ends[document])
+    first = int(text.ends[document - 1]) if document else 0
     rest = b""
-    for start in range(0, len(text), _CHUNK):
-        part: UInt8[np.ndarray, " N"] = text.read(start, min(_CHUNK, len(text) - start))
-        whole, newline, rest = (rest + part.tobytes()).rpartition(b"\n")
-        if newline:
-            yield (whole + newline).decode(errors="replace")
-    yield rest.decode(errors="replace")
+    try:
+        for start in range(first, end, _CHUNK):
+            part = text.read(start, min(_CHUNK, end - start))
+            whole, newline, rest = (rest + part.tobytes()).rpartition(b"\n")
+            if newline:
+                yield (whole + newline).decode()
+        yield rest.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--data: {text.parts[document]} is not UTF-8 ({error.reason}: {error.object[error.start : error.end]!r}): "
+            "convert it, for instance with iconv, or leave it out"
+        ) from error

@@ -15,6 +15,7 @@ from train_example.public_model import Params, save_model
 from train_example.sample import generate
 from train_example.setup import Setup, make_model, prepare
 from train_example.step import Tree
+from train_example.tokens import TokenStream
 
 _PROMPT = 64
 _SAMPLE = 512
@@ -31,6 +32,8 @@ def run(arguments: Arguments) -> None:
     metrics = setup.out / "metrics.jsonl" if jax.process_index() == 0 else None
     with closing(setup.checkpoints), MetricsLog(metrics, setup.first_step) as log:
         print(_introduction(setup), flush=True)
+        if jax.process_index() == 0 and setup.first_step < steps:
+            _set_aside(setup)
         with Interrupt() as interrupt, Progress(setup.first_step, steps) as progress:
             state = train(setup, log, progress, interrupt)
         done = int(state.step)
@@ -45,6 +48,14 @@ def run(arguments: Arguments) -> None:
             print(f"stopped after step {done} of {steps}; go on with: {command}")
 
 
+def _set_aside(setup: Setup) -> None:
+    """Gives the model of a run that was done another name, where the run goes on: its place is that of the next."""
+    model = setup.out / "model"
+    if model.exists():
+        kept = model.rename(model.with_name(f"model-{setup.first_step}"))
+        print(f"the model of step {setup.first_step} is now in {kept}", flush=True)
+
+
 def _save(setup: Setup, origin: str, params: Params) -> None:
     out = setup.out / "model"
     if not out.exists():  # as after --resume of a run that was done
@@ -53,13 +64,20 @@ def _save(setup: Setup, origin: str, params: Params) -> None:
 
 
 def _introduction(setup: Setup) -> str:
-    config, corpus = setup.config, setup.corpus
+    config, corpus, stream = setup.config, setup.corpus, setup.corpus.stream
     start = f"from step {setup.first_step} " if setup.first_step else ""
-    return (
-        f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters in {config.dtype} arithmetic\n"
-        f"text: {len(corpus.stream):,} {corpus.stream.unit}, the last {corpus.held_out_units:,} of them held out\n"
-        f"training {start}to step {config.steps}, losses in bits per byte, results in {setup.out}"
-    )
+    documents = f"{stream.documents:,} document{'s' if stream.documents > 1 else ''}"
+    lines = [
+        f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters in {config.dtype} arithmetic",
+        f"text: {documents}, {len(stream):,} {stream.unit}, the last {corpus.held_out_units:,} of them held out",
+        f"training {start}to step {config.steps}, losses in bits per byte, results in {setup.out}",
+    ]
+    if (scheduled := config.schedule_steps or config.steps) != config.steps:
+        after = ", then a tenth of its peak" if scheduled < config.steps else ""
+        lines.append(f"learning rate: that of a run of {scheduled} steps{after} (--schedule-steps)")
+    if isinstance(stream, TokenStream) and stream.end is None:
+        lines.insert(2, "no end token: the model's files name none, so each document begins right after another")
+    return "\n".join(lines)
 
 
 def _title(setup: Setup) -> str:

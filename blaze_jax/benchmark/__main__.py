@@ -15,7 +15,7 @@ from blaze_jax.benchmark.compile_only import measure_memory
 from blaze_jax.benchmark.compile_time import measure_compile_time
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.kernels import measure_kernels
-from blaze_jax.benchmark.mesh import measure_mesh, mesh_text
+from blaze_jax.benchmark.mesh import default_sizes, measure_mesh, mesh_text
 from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
 from blaze_jax.benchmark.rounding import measure_rounding
 from blaze_jax.benchmark.routing import measure_routing
@@ -38,7 +38,12 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         print(f"python -m blaze_jax.benchmark: {error}", file=sys.stderr)
         return 2
-    return 0
+    return 0 if arguments.recorded or all(map(_is_done, results[0]["records"])) else 1
+
+
+def _is_done(record: Record) -> bool:
+    """Whether all of it was measured, where the record says so, as one over a mesh."""
+    return record.get("status", "ok") == "ok"
 
 
 def _draw(results: Sequence[dict[str, Any]], folder) -> None:
@@ -85,7 +90,7 @@ def _measure_mesh(arguments: argparse.Namespace) -> dict[str, Any]:
     """Cases in processes of their own: this one leaves the devices to them."""
     file = ResultsFile(arguments.json, {})
     sizes = [*arguments.config, *(known.preset(name, arguments.tokens) for name in arguments.preset)]
-    items = [(item, variant) for item in sizes or known.MESH_SIZES for variant in arguments.variant or [{}]]
+    items = [(item, variant) for item in sizes or default_sizes() for variant in arguments.variant or [{}]]
     for item, say in counted(items):
         say(str(item[0]))
         values, record = measure_mesh(

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from blaze_jax.benchmark.results_file import Record
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import CPU_MESH_SIZES, MESH_SIZES, Sizes
 from blaze_jax.parallelism import ROLES
 
 _OPTIONS = ("exchange", "chunks", "row_budget", "keep_gathered")
@@ -53,6 +54,19 @@ def parse_variant(text: str) -> dict[str, Any]:
     return options
 
 
+def default_sizes() -> tuple[Sizes, ...]:
+    """Sizes for the devices that are here, which another process looks for: a GPU's memory is left to the cases.
+
+    Raises:
+      ValueError: jax finds no devices.
+    """
+    command = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise ValueError(f"--mesh finds no devices: {_last_line(run.stderr)}")
+    return CPU_MESH_SIZES if run.stdout.split()[-1:] == ["cpu"] else MESH_SIZES
+
+
 def measure_mesh(
     item: tuple[Sizes, dict[str, Any]],
     axes: dict[str, int],
@@ -80,13 +94,21 @@ def measure_mesh(
         except subprocess.TimeoutExpired:
             return None, record | {"status": f"took longer than {limit_seconds:g} s"}
         if run.returncode:
-            lines = run.stderr.strip().splitlines()
-            return None, record | {
-                "status": f"ended with status {run.returncode}: {lines[-1] if lines else ''}",
-                "stderr": run.stderr[-4000:],
-            }
+            return None, record | {"status": _failure(run.returncode, run.stderr), "stderr": run.stderr[-4000:]}
         content = json.loads(result.read_text())
         return content["environment"], content["record"] | {"status": "ok"}
+
+
+def _failure(status: int, stderr: str) -> str:
+    """How a process ended."""
+    if -status == signal.SIGKILL:
+        return "was killed, as the system does when memory runs out: choose smaller sizes by --config"
+    how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+    return f"{how}: {_last_line(stderr)}"
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
 
 
 def mesh_text(record: Record) -> str:

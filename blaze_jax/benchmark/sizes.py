@@ -62,6 +62,8 @@ GPU_SIZES = tuple(
 MESH_SIZES = (Sizes(32768, 4096, 1024, 128, 8), Sizes(24576, 1536, 256, 128, 8))
 """Tokens of each device: a wide layer, and a fine-grained one, where communication takes longest."""
 
+CPU_MESH_SIZES = (Sizes(512, 256, 128, 16, 4),)
+
 CPU_SIZES = (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))
 """What two cores time in seconds."""
 

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import train_example
+from tests.blaze_jax.checkpoints.models import FIXTURES
 from train_example.__main__ import main
 from train_example.arguments import new_config, parse_arguments, resumed_config
 from train_example.errors import UserError
 from train_example.loop import check_finite
+from train_example.optimizer import learning_rate_schedule
 from train_example.presets import PRESETS
 
 
@@ -103,7 +106,37 @@ def test_resuming_takes_the_options_of_the_run():
     assert (config.steps, config.seed, config.checkpoint_every, config.data) == (7, 3, 2, "moved")
 
 
-@pytest.mark.parametrize(("name", "value"), [("preset", "1b"), ("seed", 4), ("steps", 8), ("save", "inputs")])
+def test_resuming_with_more_steps_keeps_the_schedule_unless_that_changes_too():
+    saved = asdict(new_config({"steps": 40}))
+    more = resumed_config({"steps": 80}, saved, Path("out"))
+    assert (more.steps, more.schedule_steps) == (80, 40)
+    before, after, longer = (
+        learning_rate_schedule(config)
+        for config in (
+            resumed_config({}, saved, Path("out")),
+            more,
+            resumed_config({"steps": 120, "schedule_steps": 120}, asdict(more), Path("out")),
+        )
+    )
+    assert [after(step) for step in (1, 20, 40)] == [before(step) for step in (1, 20, 40)]
+    assert after(79) == after(40) == pytest.approx(0.1 * more.learning_rate)
+    assert longer(79) > 3 * after(79)
+    assert resumed_config({"steps": 120}, asdict(more), Path("out")).schedule_steps == 40
+
+
+def test_resuming_where_the_public_model_has_moved(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(FIXTURES / "olmoe", old)
+    saved = asdict(new_config({"checkpoint": str(old)}))
+    old.rename(new)
+    with pytest.raises(UserError, match=r"old, which the run in out started from, is gone: say where by --checkpoint"):
+        resumed_config({}, saved, Path("out"))
+    assert resumed_config({"checkpoint": str(new)}, saved, Path("out")).checkpoint == str(new)
+    with pytest.raises(UserError, match="is of a model that this version does not have"):
+        resumed_config({"checkpoint": str(FIXTURES / "qwen3_moe")}, saved, Path("out"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("preset", "1b"), ("seed", 4), ("checkpoint", "x"), ("save", "inputs")])
 def test_resuming_refuses_other_options(name, value):
     saved = asdict(new_config({"steps": 7, "seed": 3}))
     with pytest.raises(UserError, match=f"has --{name} .*, cannot be resumed with {value}"):

@@ -1,5 +1,6 @@
 """The same model with conventional experts."""
 
+import importlib
 from dataclasses import replace
 from functools import partial
 
@@ -82,8 +83,12 @@ class SameProcess:
 
 
 def test_a_layer_that_is_not_installed_is_reported(tmp_path, capsys, monkeypatch):
+    import_module = importlib.import_module
+
     def missing(name):
-        raise ImportError(name, name="tokamax")
+        if name.startswith("tokamax"):
+            raise ImportError(name, name="tokamax")
+        return import_module(name)  # jax's own, which comes late
 
     monkeypatch.setattr("blaze_jax.benchmark.peers.importlib.import_module", missing)
     with pytest.raises(UserError, match="sort\\+tokamax cannot run: tokamax is not installed"):
@@ -98,6 +103,16 @@ def test_an_implementation_of_our_kernels_means_nothing_to_another_layer(tmp_pat
     options = ["--experts-layer", "sort+ragged_dot", "--implementation", "xla", "--out", str(tmp_path / "out")]
     assert main(options) == 2
     assert "--implementation xla is of blaze_jax's kernels" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the preset of a CPU")
+def test_a_cpu_trains_the_preset_that_is_made_for_it(capsys, monkeypatch):
+    monkeypatch.setattr(compare_layers.multiprocessing, "get_context", lambda _: SameProcess())
+    monkeypatch.setattr(compare_layers, "train_briefly", lambda config: {"error": config.preset})
+    assert compare_layers.main(["--experts-layer", "sort+ragged_dot"]) == 1
+    said = capsys.readouterr()
+    assert said.out.endswith("; preset tiny\n")
+    assert said.err == "sort+ragged_dot: tiny\n"
 
 
 def test_counts_must_be_positive(capsys):

@@ -113,6 +113,7 @@ def test_offsets_past_two_to_the_31(tmp_path):
 def test_unigram_entropy():
     text = np.repeat(np.array([65, 66, 67], np.uint8), [500, 250, 250])
     assert Corpus(ByteStream([text]), 20).unigram_bits == pytest.approx(1.5)
+    assert f"{Corpus(ByteStream([text[:500]]), 20).unigram_bits:.3f}" == "0.000"
 
 
 def test_unigram_entropy_of_a_sample_of_a_large_text():

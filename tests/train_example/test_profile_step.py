@@ -146,6 +146,7 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
         return [Kernel("moe_combine", "", 0, 3e6), Kernel("mystery", "", 4e6, 1e6)]
 
     monkeypatch.setattr(measure, "trace", trace)
+    monkeypatch.setattr(measure, "on_gpu", lambda: True)
     monkeypatch.setitem(PRESETS, "tiny", replace(CONFIG, model=MODEL))
     file, figure = tmp_path / "new" / "profile.json", tmp_path / "figures" / "profile.png"
     options = "--preset tiny --traced 1"
@@ -160,12 +161,10 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.default_sets(0)
-def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):
-    monkeypatch.setitem(PRESETS, "tiny", replace(CONFIG, model=MODEL))
-    if jax.default_backend() == "cpu":
-        assert main(["--preset", "tiny"]) == 2
-        assert "the trace has no plane of a GPU" in capsys.readouterr().err
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
+def test_without_a_gpu_the_command_says_so_at_once(capsys):
+    assert main([]) == 2
+    assert capsys.readouterr().err == "profile_step: there is no GPU to trace, the device here is cpu\n"
 
 
 @pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])

@@ -16,16 +16,15 @@ from flax.traverse_util import flatten_dict
 from tests.blaze_jax.checkpoints.models import FIXTURES, expected, tensors_of, write
 from tests.numerics import assert_close, assert_same_bits
 from tests.train_example.small import ROOT
-from tests.train_example.tiny_checkpoint import VOCABULARY, write_tiny_checkpoint
+from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.__main__ import main
-from train_example.data import ByteStream
 from train_example.devices import Devices
 from train_example.errors import UserError
 from train_example.metrics import read_metrics
 from train_example.model import Decoder
-from train_example.public_model import load_params, public_config, save_model
+from train_example.public_config import public_config
+from train_example.public_model import load_params, save_model
 from train_example.step import cross_entropy
-from train_example.tokens import TokenStream
 
 
 def decoder(folder):
@@ -67,6 +66,20 @@ def test_what_is_saved_is_what_was_read(tmp_path, name):
     assert others == {"config.json", "tokenizer.json", "model.safetensors.index.json"}
     with pytest.raises(UserError, match="saved is there already"):
         save_model(tmp_path / "saved", origin, model, params)
+
+
+def test_each_tensor_is_saved_under_its_name_and_in_its_own_type(tmp_path):
+    """A router and an expert in float32 beside bfloat16, and a layer that has all experts in one tensor."""
+    tensors, fused = tensors_of(FIXTURES / "qwen3_moe-bfloat16"), tensors_of(FIXTURES / "qwen3_moe-fused")
+    for name in ("mlp.gate.weight", "mlp.experts.3.up_proj.weight"):
+        tensors[f"model.layers.0.{name}"] = tensors[f"model.layers.0.{name}"].astype(np.float32)
+    of_last = {name: value for name, value in fused.items() if name.startswith("model.layers.2.mlp.")}
+    assert any(name.endswith("experts.gate_up_proj") for name in of_last)
+    tensors = {name: value for name, value in tensors.items() if not name.startswith("model.layers.2.mlp.")} | of_last
+    write(tmp_path / "origin", tensors)
+    model = decoder(FIXTURES / "qwen3_moe")
+    save_model(tmp_path / "saved", tmp_path / "origin", model, load_params(tmp_path / "origin", model))
+    assert_same_bits(tensors_of(tmp_path / "saved"), tensors)
 
 
 def test_parameters_are_read_to_the_devices_that_keep_them():
@@ -122,26 +135,13 @@ def test_tensors_that_do_not_fit(tmp_path, change, message):
         load_params(tmp_path, decoder(FIXTURES / "olmoe"))
 
 
-def test_tokens_are_the_tokenizers_and_the_text_comes_back(tmp_path):
-    folder = write_tiny_checkpoint(tmp_path / "model")
-    text = "\n".join(topics[name] for name in sorted(topics)[:40])
-    stream = TokenStream(ByteStream([np.frombuffer(text.encode(), np.uint8)]), folder, VOCABULARY)
-    assert stream.decode(stream.read(0, len(stream)).tolist()) == text
-    assert stream.bytes_per_unit == len(text.encode()) / len(stream) > 1.1
-    with pytest.raises(UserError, match=r"has the token \d+, but the model only 100"):
-        TokenStream(ByteStream([np.frombuffer(text.encode(), np.uint8)]), folder, 100)
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match=r"tokenizer.json cannot be read"):
-        TokenStream(ByteStream([np.frombuffer(b"text", np.uint8)]), folder, VOCABULARY)
-
-
 @pytest.mark.compile_only
 @pytest.mark.default_sets(0)
 def test_the_memory_of_a_step_is_planned_without_weights(tmp_path, capsys):
     shutil.copy(FIXTURES / "olmoe" / "config.json", tmp_path)
     arguments = ["--checkpoint", str(tmp_path), "--compile-only", "h200", "--trained", "experts"]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    assert "4 × 512 tokens a step, trained: experts: 0 GB" in capsys.readouterr().out
+    assert "4 × 64 tokens a step, trained: experts: 0 GB" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 

@@ -66,6 +66,7 @@ def test_last_line_says_how_good_the_model_is(finished):
     assert found
     held_out, unigram = map(float, found.groups())
     assert 4 < unigram < 5.5
+    assert re.search(r"^text: 1 document, [\d,]+ bytes, the last ", finished[1], re.MULTILINE)
     if sys.version_info < (3, 13):  # whose text ends less like the rest
         assert held_out < 0.95 * unigram
     measured = [record["held_out"] for record in metrics(finished[0]) if "held_out" in record]
@@ -135,6 +136,7 @@ def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_pat
         ([], "has a run already: go on with it by --resume, or choose another --out"),
         (["--resume", "--seed", "1"], "has --seed 0, cannot be resumed with 1"),
         (["--resume", "--preset", "100m"], "has --preset tiny, cannot be resumed with 100m"),
+        (["--resume", "--steps", "39"], "has done 40 steps, --steps 39 must be more"),
         (["--resume", "--data", "OTHER TEXT"], "the text is not the one"),
     ],
 )

@@ -15,6 +15,7 @@ from tokenizers.trainers import BpeTrainer
 from tests.blaze_jax.checkpoints.models import FIXTURES, tensors_of
 
 VOCABULARY = 300
+END = "<|end|>"
 
 
 def write_tiny_checkpoint(folder: Path, family: str = "qwen3_moe") -> Path:
@@ -25,11 +26,13 @@ def write_tiny_checkpoint(folder: Path, family: str = "qwen3_moe") -> Path:
         tensors[name] = rng.standard_normal((VOCABULARY, tensors[name].shape[1]), np.float32) / 4
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((FIXTURES / family / "config.json").read_text()) | {"vocab_size": VOCABULARY}
-    (folder / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    trainer = BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    alphabet = ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, special_tokens=[END], show_progress=False)
     tokenizer.train_from_iterator([topics["lists"], topics["strings"]], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((FIXTURES / family / "config.json").read_text())
+    config |= {"vocab_size": VOCABULARY, "eos_token_id": tokenizer.token_to_id(END)}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

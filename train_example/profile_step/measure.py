@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from blaze_jax.benchmark.ceilings import CeilingCalls, Ceilings
-from blaze_jax.benchmark.device_trace import Kernel, trace
+from blaze_jax.benchmark.device_trace import Kernel, TraceError, trace
 from blaze_jax.benchmark.plan import plan_of
 from blaze_jax.benchmark.timing import time_calls
 from train_example.compile_step import compile_step
@@ -28,12 +28,19 @@ _WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 """The profiler does not say which instruction the kernels of a CUDA graph come from."""
 
 
+def on_gpu() -> bool:
+    """Whether there is one, of any make."""
+    return jax.default_backend() == "gpu"
+
+
 def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
     """The record of a configuration, from `traced` steps.
 
     Raises:
       TraceError: there is no GPU to trace.
     """
+    if not on_gpu():
+        raise TraceError(f"there is no GPU to trace, the device here is {jax.devices()[0].device_kind}")
     calls = CeilingCalls(config.dtype)
     ceilings = calls.rates(time_calls(calls.calls, repeats=10))
     del calls

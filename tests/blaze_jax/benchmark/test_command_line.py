@@ -1,13 +1,15 @@
 """The command line, on sizes too small to time anything."""
 
 import json
+import signal
+from pathlib import Path
 
 import jax
 import pytest
 
 from blaze_jax.benchmark.__main__ import main
 from blaze_jax.benchmark.arguments import parse_arguments
-from blaze_jax.benchmark.sizes import Sizes, preset
+from blaze_jax.benchmark.sizes import CPU_MESH_SIZES, Sizes, preset
 from blaze_jax.benchmark.timing import Sustained
 from pallas_kernels.mosaic.interpreter import interpreted
 
@@ -142,6 +144,59 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(capsys, tmp_path
     (tmp_path / "file").write_text("")
     assert main(["--config", SMALL, "--json", str(tmp_path / "file" / "results.json")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+class Ended:
+    """A process that ended like this, in the place of one."""
+
+    def __init__(self, returncode, stdout="", stderr=""):
+        self.returncode, self.stdout, self.stderr = returncode, stdout, stderr
+
+
+@pytest.mark.default_sets(3)
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (
+            Ended(-signal.SIGKILL),
+            "was killed, as the system does when memory runs out: choose smaller sizes by --config",
+        ),
+        (Ended(-signal.SIGSEGV), "was ended by signal 11: it said nothing"),
+        (
+            Ended(1, stderr="Traceback ...\nValueError: 1 devices are too few\n"),
+            "with status 1: ValueError: 1 devices are",
+        ),
+    ],
+)
+def test_a_case_over_devices_that_fails_is_a_failure(ended, said, capsys, monkeypatch):
+    cases = []
+
+    def run(command, **_):
+        if "blaze_jax.benchmark.mesh_case" not in command:
+            return Ended(0, stdout="cpu\n")
+        cases.append(json.loads(Path(command[-2]).read_text()))
+        return ended
+
+    monkeypatch.setattr("blaze_jax.benchmark.mesh.subprocess.run", run)
+    assert main(["--mesh", "expert=2"]) == 1
+    assert said in capsys.readouterr().out
+    (case,) = cases
+    assert Sizes(*case["sizes"]).weight_elements < 10**8  # not those of a GPU
+
+
+def test_a_case_over_devices_that_are_not_there(capsys, monkeypatch):
+    monkeypatch.setattr("blaze_jax.benchmark.mesh.subprocess.run", lambda *_, **__: Ended(1, stderr="No GPU\n"))
+    assert main(["--mesh", "expert=2"]) == 2
+    assert "--mesh finds no devices: No GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not ON_CPU, reason="takes the small sizes that a CPU gets")
+@pytest.mark.default_sets(0)
+def test_a_layer_over_devices_against_one(capsys):
+    assert main(["--mesh", "expert=2", "--repeats", "1"]) == 0
+    out = capsys.readouterr().out
+    assert f"{CPU_MESH_SIZES[0]}, expert=2, defaults" in out
+    assert "forward+backward: one device" in out
 
 
 @pytest.mark.parametrize("mode", ["--compile-only", "--compile-time"])

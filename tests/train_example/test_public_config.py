@@ -1,0 +1,141 @@
+"""Every field of a public model's config.json: used as transformers uses it, refused, or without effect there, too."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+from safetensors.numpy import load_file
+
+from tests.blaze_jax.checkpoints.models import FIXTURES, expected
+from tests.numerics import assert_close
+from tests.train_example.variants import FILE, VARIANTS
+from train_example.__main__ import main
+from train_example.arguments import new_config
+from train_example.errors import UserError
+from train_example.model import Decoder
+from train_example.public_config import public_config
+from train_example.public_model import load_params
+
+USED = {
+    "decoder_sparse_step": 2,
+    "head_dim": 12,
+    "hidden_act": "gelu",
+    "hidden_size": 24,
+    "intermediate_size": 12,
+    "max_position_embeddings": 32,
+    "mlp_only_layers": [0],
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": None,  # the other one
+    "num_attention_heads": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 0.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+    "tie_word_embeddings": None,
+    "vocab_size": 40,
+}
+REFUSED = {
+    "attention_bias": True,
+    "attention_dropout": 0.1,
+    "clip_qkv": 8.0,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "logit_softcapping": 30.0,
+    "partial_rotary_factor": 0.5,
+    "qkv_bias": True,
+    "quantization_config": {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "shared_expert_intermediate_size": 8,
+    "use_qk_norm": False,
+    "use_sliding_window": True,
+}
+ROTATIONS = [
+    {"rope_type": "yarn", "factor": 4.0},
+    {"type": "linear"},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "factor": 4.0},
+]
+WITHOUT_EFFECT = {
+    "architectures": ["Another"],
+    "bos_token_id": 3,
+    "dtype": "float16",
+    "eos_token_id": 4,
+    "initializer_range": 1.0,
+    "max_window_layers": 1,
+    "output_router_logits": False,  # of a loss, with the coefficient, as below
+    "pad_token_id": 5,
+    "router_aux_loss_coef": 0.5,
+    "sliding_window": 2,
+    "transformers_version": "6.0.0",
+    "use_cache": False,
+}
+OF_QWEN3 = ("decoder_sparse_step", "max_window_layers", "mlp_only_layers", "moe_intermediate_size")
+
+
+def changed(folder, family, **change):
+    """The folder, with a config.json of that family in which fields are others."""
+    config = json.loads((FIXTURES / family / "config.json").read_text())
+    for name, value in change.items():
+        config[name] = (not config[name]) if value is None else value
+    if "num_experts" in change:
+        config.pop("num_local_experts", None)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
+def test_every_field_is_used_or_refused_or_without_effect(tmp_path, family):
+    fields = json.loads((FIXTURES / family / "config.json").read_text()).keys()
+    assert fields <= {*USED, *REFUSED, *WITHOUT_EFFECT, "model_type", "num_local_experts"}
+    plain = public_config(FIXTURES / family)
+    for name, value in (USED | WITHOUT_EFFECT).items():
+        if family == "qwen3_moe" or name not in OF_QWEN3:
+            read = public_config(changed(tmp_path, family, **{name: value}))
+            assert (read != plain) == (name in USED), name
+    assert public_config(changed(tmp_path, family, rope_parameters={}, rope_theta=7)).rotary_base == 7
+    loss = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    assert public_config(changed(tmp_path, family, **loss)).load_balancing_weight > 0
+    for name, value in REFUSED.items():
+        with pytest.raises(UserError, match=f"{name}="):
+            public_config(changed(tmp_path, family, **{name: value}))
+    for rotation in ROTATIONS:
+        name, value = list(rotation.items())[-1] if "yarn" not in rotation.values() else ("rope_type", "yarn")
+        with pytest.raises(UserError, match=f"has rope_parameters's {name}={value}, "):
+            public_config(changed(tmp_path, family, rope_parameters=rotation))
+
+
+@pytest.mark.default_sets(2)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_those_of_transformers_with_other_values_of_the_fields(tmp_path, name):
+    family = name.strip()
+    config = public_config(changed(tmp_path, family, **VARIANTS[name]))
+    model = Decoder(config, config.moe(), jnp.float32)
+    params = load_params(FIXTURES / family, model)
+    logits = jax.jit(model.apply)({"params": params}, expected(family)["ids"])
+    assert_close(logits, load_file(FILE)[name], 1e-5)
+
+
+def test_a_head_of_its_own_where_the_embedding_should_be_the_head(tmp_path):
+    folder = shutil.copytree(FIXTURES / "olmoe", tmp_path / "model")
+    config = public_config(changed(folder, "olmoe", tie_word_embeddings=True))
+    with pytest.raises(UserError, match=r"tensor 'lm_head.weight' is not 'model.embed_tokens.weight', though"):
+        load_params(folder, Decoder(config, config.moe(), jnp.float32))
+
+
+def test_sequences_longer_than_the_model_was_made_for(tmp_path, capsys):
+    folder = FIXTURES / "qwen3_moe"
+    options = ["--checkpoint", str(folder), "--sequence-length", "65", "--out", str(tmp_path / "out")]
+    assert main(options) == 2
+    assert "--sequence-length 65 must be at most 64, the max_position_embeddings of the" in capsys.readouterr().err
+    assert new_config({"checkpoint": str(folder)}).sequence_length == 64
+
+
+def test_conventional_experts_have_no_other_activation(tmp_path):
+    folder = changed(tmp_path, "olmoe", hidden_act="gelu")
+    with pytest.raises(UserError, match=r"--experts-layer sort\+ragged_dot has no geglu, only swiglu"):
+        new_config({"checkpoint": str(folder), "experts_layer": "sort+ragged_dot"})

@@ -1,0 +1,109 @@
+"""Text as tokens of a public model: documents apart, each with the end token that the model's files name."""
+
+import json
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.train_example.tiny_checkpoint import END, VOCABULARY, write_tiny_checkpoint
+from train_example.data import ByteStream, open_text
+from train_example.errors import UserError
+from train_example.tokens import TokenStream
+
+TEXT = "\n".join(topics[name] for name in sorted(topics)[:40])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tokens") / "model")
+
+
+@pytest.fixture
+def without_end(folder, monkeypatch):
+    """The model's folder, whose config.json names no end token."""
+    content = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(json.dumps(json.loads(content) | {"eos_token_id": None}))
+    yield folder
+    (folder / "config.json").write_text(content)
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def stream_of(folder, *documents, vocabulary=VOCABULARY):
+    return TokenStream(ByteStream([np.frombuffer(text.encode(), np.uint8) for text in documents]), folder, vocabulary)
+
+
+def ids(stream):
+    return stream.read(0, len(stream)).tolist()
+
+
+def test_tokens_are_the_tokenizers_and_the_text_comes_back(folder):
+    stream = stream_of(folder, TEXT)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert ids(stream) == [*tokenizer.encode(TEXT).ids, tokenizer.token_to_id(END)]
+    assert stream.decode(ids(stream)) == TEXT + END
+    assert stream.bytes_per_unit == len(TEXT.encode()) / len(stream) > 1.1
+
+
+def test_documents_are_tokenised_apart_and_end_with_the_models_token(folder, tmp_path):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("list").ids != tokenizer.encode("li").ids + tokenizer.encode("st").ids
+    for name, text in {"1": "li", "2": "st", "3": ""}.items():
+        (tmp_path / name).write_text(text)
+    stream = TokenStream(open_text(str(tmp_path)), folder, VOCABULARY)
+    end = tokenizer.token_to_id(END)
+    assert ids(stream) == [*tokenizer.encode("li").ids, end, *tokenizer.encode("st").ids, end]
+    assert (stream.documents, stream.end) == (2, end)
+
+
+def test_what_the_tokenizers_last_user_cut_off_or_filled_up_is_forgotten(folder, tmp_path):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4000)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert ids(stream_of(tmp_path, TEXT[:5000])) == ids(stream_of(folder, TEXT[:5000]))
+
+
+@pytest.mark.default_sets(4)
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("generation_config.json", {"eos_token_id": [7, 5]}, 7),
+        ("tokenizer_config.json", {"eos_token": END}, 0),
+        ("tokenizer_config.json", {"eos_token": {"content": END}}, 0),
+        ("generation_config.json", {}, None),
+    ],
+)
+def test_the_end_token_is_that_of_the_models_files(without_end, file, content, named):
+    (without_end / file).write_text(json.dumps(content))
+    stream = stream_of(without_end, "a", "b")
+    assert stream.end == named
+    assert len(stream) == 2 + 2 * (named is not None)
+
+
+@pytest.mark.default_sets(3)
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("generation_config.json", {"eos_token_id": 300}, "generation_config.json has eos_token_id=300, which tokeni"),
+        ("generation_config.json", {"eos_token_id": True}, "has eos_token_id=True"),
+        ("tokenizer_config.json", {"eos_token": "</s>"}, "eos_token='</s>', which tokenizer.json has not"),
+    ],
+)
+def test_an_end_token_that_is_none(without_end, file, content, message):
+    (without_end / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        stream_of(without_end, "a")
+
+
+def test_what_cannot_be_tokens(folder, tmp_path):
+    with pytest.raises(UserError, match=r"has the token \d+, but the model only 100"):
+        stream_of(folder, TEXT, vocabulary=100)
+    (tmp_path / "latin").write_bytes("déjà".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin is not UTF-8 \(invalid continuation byte: b'\\xe9'\): convert it"):
+        TokenStream(open_text(str(tmp_path / "latin")), folder, VOCABULARY)
+    with pytest.raises(UserError, match=r"tokenizer.json cannot be read"):
+        stream_of(tmp_path, "text")
