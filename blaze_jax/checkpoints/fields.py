@@ -103,8 +103,8 @@ class Fields:
             if self._values.get(name) and not name.startswith("_") and _TOUCHES_THE_LAYER.search(words):
                 printable = name.encode("ascii", "backslashreplace").decode()
                 raise CheckpointError(
-                    f"{self._where}: {printable}={shown(self._values[name])} is unknown to {family}, and could change the "
-                    "layer; leave it out if it does not"
+                    f"{self._where}: {printable}={shown(self._values[name])} is unknown to {family}, and could change "
+                    "the layer; leave it out if it does not"
                 )
 
     def error(self, name: str, rule: str) -> CheckpointError:

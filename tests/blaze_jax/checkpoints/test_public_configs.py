@@ -17,7 +17,6 @@ from tests.blaze_jax.checkpoints.test_config import (
     QWEN3_30B_A3B,
 )
 
-
 RELEASES = json.loads((Path(__file__).parent / "public_configs.json").read_text())
 """Files of public releases, all fields: "public copy" are as others have copied them, "memory" as this test's author
 remembers them. Lists of modules that are not compressed are cut to one."""
