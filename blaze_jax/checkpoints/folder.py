@@ -1,5 +1,6 @@
 """The tensors of a folder: which file holds each, its type and shape, and parts of it."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -141,7 +142,7 @@ class Folder:
         else:
             self.file_of = self._index()
             files = sorted(set(self.file_of.values()))
-            self.files = {file: TensorFile(self.path / file) for file in files if (self.path / file).exists()}
+            self.files = {file: TensorFile(self.path / file) for file in files if os.path.exists(self.path / file)}
             for name, file in self.file_of.items():
                 if file in self.files and name not in self.files[file].tensors:
                     raise CheckpointError(

@@ -161,7 +161,7 @@ def point_to(file):
     return lambda folder, index: index["weight_map"].update({"model.layers.2.mlp.gate.weight": file})
 
 
-@pytest.mark.default_sets(12)
+@pytest.mark.default_sets(13)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -174,6 +174,7 @@ def point_to(file):
         (point_to("a\\..\\..\\x.safetensors"), "inside the folder"),
         (point_to("pytorch_model.bin"), "names the file 'pytorch_model.bin'"),
         (point_to(["model-00001-of-00004.safetensors"]), "names the file"),
+        (point_to("x" * 300 + ".safetensors"), "no such file, which model.safetensors.index.json says has the tensor"),
         (point_to("model-00009-of-00004.safetensors"), "model-00009-of-00004.safetensors: no such file"),
         (
             point_to("model-00001-of-00004.safetensors"),
