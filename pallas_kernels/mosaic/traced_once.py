@@ -10,6 +10,7 @@ from functools import lru_cache, wraps
 
 import jax
 
+from pallas_kernels.compat import INLINE_WHILE_TRACING
 from pallas_kernels.mosaic.interpreter import is_interpreted
 from pallas_kernels.tuning.parameters import tables_in_use
 
@@ -39,7 +40,7 @@ def traced_once[**P, R](
             def run(*arguments, **options):  # one for each of the surroundings: to jax, another function
                 return function(*arguments, **options)
 
-            return jax.jit(run, static_argnames=settings, inline=inline)
+            return jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inline else False)
 
         @wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> R:
