@@ -265,7 +265,9 @@ def test_modules(form):
 def test_mesh_given_with_the_axes():
     params, x = random_parameters(CONFIG), random_tokens(8)
     parallel = Parallelism(make_mesh({"expert": 2}), expert="expert")
-    assert_close(moe(x, params, CONFIG, parallel=parallel), moe(x, params, CONFIG))
+    assert_close(
+        moe(x, params, CONFIG, selection_bias=BIAS, parallel=parallel), moe(x, params, CONFIG, selection_bias=BIAS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,20 +280,26 @@ def test_mesh_given_with_the_axes():
 )
 def test_sizes_that_the_devices_do_not_divide(axes, config, message):
     with jax.set_mesh(make_mesh(axes)), pytest.raises(ValueError, match=message):
-        moe(random_tokens(6), random_parameters(CONFIG), CONFIG, parallel=Parallelism(**roles(axes)))
+        moe(
+            random_tokens(6),
+            random_parameters(CONFIG),
+            CONFIG,
+            selection_bias=BIAS,
+            parallel=Parallelism(**roles(axes)),
+        )
 
 
 def test_misuse():
     params, x = random_parameters(CONFIG), random_tokens(8)
     with pytest.raises(ValueError, match="there is no mesh, but axis 'expert' has a role"):
-        moe(x, params, CONFIG, parallel=Parallelism(expert="expert"))
+        moe(x, params, CONFIG, selection_bias=BIAS, parallel=Parallelism(expert="expert"))
     with (
         jax.set_mesh(make_mesh({"data": 2})),
         pytest.raises(ValueError, match="the mesh has 'data', but axis 'expert'"),
     ):
-        moe(x, params, CONFIG, parallel=Parallelism(data="data", expert="expert"))
+        moe(x, params, CONFIG, selection_bias=BIAS, parallel=Parallelism(data="data", expert="expert"))
     with pytest.raises(ValueError, match="parallel takes the place of axis_name"):
-        moe(x, params, CONFIG, parallel=Parallelism(expert="expert"), axis_name="data")
+        moe(x, params, CONFIG, selection_bias=BIAS, parallel=Parallelism(expert="expert"), axis_name="data")
     for wrong, message in [
         ({}, "at least one mesh axis must have a role"),
         ({"expert": "a", "data": ("a", "b")}, "and none two"),
@@ -304,7 +312,7 @@ def test_misuse():
             Parallelism(**wrong)
 
     def half_inside(params, x):
-        return moe(x, params, CONFIG, parallel=Parallelism(data="data", expert="expert"))[0]
+        return moe(x, params, CONFIG, selection_bias=BIAS, parallel=Parallelism(data="data", expert="expert"))[0]
 
     mesh = make_mesh({"data": 2, "expert": 2})
     inside = jax.shard_map(half_inside, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"})

@@ -153,5 +153,5 @@ def test_a_branch_without_the_layer(form, how):
 def test_what_is_skipped_has_the_types_of_what_is_not(dtype):
     with jax.enable_x64(True):
         x, params = (jax.tree.map(lambda a: jnp.asarray(a, dtype), arrays) for arrays in (X, PARAMS))
-        out = jax.eval_shape(partial(moe, config=CONFIG), x, params)
+        out = jax.eval_shape(partial(moe, config=CONFIG, selection_bias=BIAS), x, params)
         assert jax.eval_shape(partial(skipped, config=CONFIG), x) == out
