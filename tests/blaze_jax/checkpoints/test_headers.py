@@ -91,10 +91,11 @@ def test_scales_are_numbers(tmp_path, value):
         if tensor.endswith(("down_proj_scales", "2.down_proj.weight_scale_inv"))
     )
     stored = checkpoints.Folder(folder)[scales]
-    at = stored.file._entries[scales].stop - np.dtype(stored.read().dtype).itemsize
-    content = bytearray((folder / "model.safetensors").read_bytes())
-    content[at : at + stored.read().itemsize] = np.asarray(value, stored.read().dtype).tobytes()
-    (folder / "model.safetensors").write_bytes(content)
+    content = (folder / "model.safetensors").read_bytes()
+    last = np.asarray(value, stored.read().dtype).tobytes()
+    raw = stored.raw.tobytes()
+    assert content.count(raw) == 1
+    (folder / "model.safetensors").write_bytes(content.replace(raw, raw[: -len(last)] + last))
     described = model("gpt_oss" if value == 255 else name)
     with pytest.raises(checkpoints.CheckpointError, match=f"{scales}' has scales that are no finite numbers"):
         checkpoints.load(folder, described.num_layers - 1, described.layer)

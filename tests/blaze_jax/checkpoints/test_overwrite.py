@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,6 @@ from safetensors.numpy import load_file
 from blaze_jax import checkpoints
 from blaze_jax.checkpoints import writing
 from blaze_jax.checkpoints.folder import INDEX, SINGLE_FILE
-from blaze_jax.checkpoints.locked import locked
 from tests.blaze_jax.checkpoints.models import FIXTURES, load, model, tensors_of, write
 from tests.numerics import assert_same_bits
 
@@ -147,16 +145,16 @@ def test_two_writers_of_one_layer(tmp_path):
 
 
 def test_processes_wait_for_the_lock(tmp_path):
-    """A lock of another process, which has no more of this library than that module."""
+    """Another process has the lock, and removes its file before it lets go, as this library does."""
     program = (
-        "import runpy, sys, time; from pathlib import Path; m = runpy.run_path(sys.argv[1])\n"
-        "with m['locked'](Path(sys.argv[2])): print('has it', flush=True); time.sleep(1); print('lets go', flush=True)"
+        "import fcntl, os, sys, time; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('has it', flush=True); time.sleep(1); os.unlink(sys.argv[1]); print('lets go', flush=True)"
     )
-    command = [sys.executable, "-c", program, str(Path(writing.__file__).with_name("locked.py")), str(tmp_path)]
+    command = [sys.executable, "-c", program, str(tmp_path / writing.LOCK)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "has it\n"
-        with locked(tmp_path):
+        with writing.locked(tmp_path):
             assert other.stdout.readline() == "lets go\n"
     assert not list(tmp_path.iterdir())
 
