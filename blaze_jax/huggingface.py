@@ -98,11 +98,10 @@ class _Fields:
         self._values, self._where, self._known = values, where, set()
 
     def count(self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = _LARGEST_COUNT) -> int:
-        rule = f"an integer of at least {least}"
-        value = self._get(name, default, lambda value: _is_number(value, int) and value >= least, rule)
-        if value > most:
-            raise self.error(name, f"an integer of at most {most}")
-        return value
+        def holds(value):
+            return _is_number(value, int) and least <= value <= most
+
+        return self._get(name, default, holds, f"an integer from {least} to {most}")
 
     def count_of_any(self, names: list[str]) -> int:
         """Returns a number that has several names, of which releases of transformers write some or all."""
@@ -255,14 +254,8 @@ _FAMILIES: dict[str, Callable[[_Fields], dict[str, Any]]] = {
 }
 """By model_type, what the family says in its own way: arguments of `_model`, and of the layer."""
 
-_ACTIVATIONS = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "geglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "gelu_new": "geglu_tanh",
-    "relu": "reglu",
-}
+_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
+_ACTIVATIONS |= dict.fromkeys(["gelu_pytorch_tanh", "gelu_new"], "geglu_tanh")
 
 
 def _model[Config](

@@ -27,14 +27,9 @@ BITS |= dict.fromkeys(["BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_
 BITS |= {kind + str(bits): bits for kind in ("U", "I", "F") for bits in (16, 32, 64)} | {"BF16": 16}
 """Bits of a number, for each type of the format."""
 
-DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
-    "U8": np.dtype(np.uint8),
-}
+DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+DTYPES |= {"F8_E4M3": jnp.float8_e4m3fn, "U8": np.uint8}
+DTYPES = {name: np.dtype(dtype) for name, dtype in DTYPES.items()}
 """Types that public checkpoints use, by the format's names."""
 
 

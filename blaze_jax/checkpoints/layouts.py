@@ -111,13 +111,18 @@ def _fused(*, alternating: bool = False, **options: bool) -> tuple[Tensor, ...]:
     )
 
 
+def _gpt_oss(**options: bool) -> tuple[Tensor, ...]:
+    return (
+        Tensor("router.weight", ("w_router",)),
+        Tensor("router.bias", ("b_router",)),
+        *_fused(alternating=True, **options),
+        Tensor("experts.gate_up_proj_bias", ("b_gate", "b_up"), alternating=True),
+        Tensor("experts.down_proj_bias", ("b_down",)),
+    )
+
+
 _ROUTER = (Tensor("gate.weight", ("w_router",)), Tensor("gate.e_score_correction_bias", (SELECTION_BIAS,)))
 _SHARED = tuple(Tensor(f"shared_experts.{name}_proj.weight", (f"shared_w_{name}",)) for name in ("gate", "up", "down"))
-_ROUTER_WITH_BIAS = (Tensor("router.weight", ("w_router",)), Tensor("router.bias", ("b_router",)))
-_BIASES = (
-    Tensor("experts.gate_up_proj_bias", ("b_gate", "b_up"), alternating=True),
-    Tensor("experts.down_proj_bias", ("b_down",)),
-)
 
 LAYOUTS = {  # by_expert is that of Qwen3-MoE, OLMoE and DeepSeek-V3, fused what transformers 5 holds in memory
     layout.name: layout
@@ -125,15 +130,8 @@ LAYOUTS = {  # by_expert is that of Qwen3-MoE, OLMoE and DeepSeek-V3, fused what
         Layout("mixtral", "block_sparse_moe", _ROUTER[:1] + _by_expert("w1", "w3", "w2")),
         Layout("by_expert", "mlp", _ROUTER + _by_expert("gate_proj", "up_proj", "down_proj") + _SHARED),
         Layout("fused", "mlp", _ROUTER + _fused() + _SHARED),
-        Layout(
-            "gpt_oss",
-            "mlp",
-            _ROUTER_WITH_BIAS + _fused(alternating=True, outputs_first=False) + _BIASES,
-            use_bias=True,
-        ),
-        Layout(
-            "gpt_oss_mxfp4", "mlp", _ROUTER_WITH_BIAS + _fused(alternating=True, mxfp4=True) + _BIASES, use_bias=True
-        ),
+        Layout("gpt_oss", "mlp", _gpt_oss(outputs_first=False), use_bias=True),
+        Layout("gpt_oss_mxfp4", "mlp", _gpt_oss(mxfp4=True), use_bias=True),
     )
 }
 
@@ -165,13 +163,11 @@ class Block(NamedTuple):
 
     Attributes:
       layout: its format.
-      width: d, the width of a token.
       entries: shapes of everything that the layer has.
       sources: by entry, one for each expert or a single one; none for a selection bias that starts at zero.
     """
 
     layout: Layout
-    width: int
     entries: dict[str, Parameter]
     sources: dict[str, list[Source]]
 
@@ -179,8 +175,7 @@ class Block(NamedTuple):
 def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
     """Returns the block of experts of that layer; CheckpointError unless its tensors are those of the configuration."""
     layout, prefix = _find_layout(folder, layer, config)
-    width = folder[prefix + layout.router.name].shape[1]
-    expected = entries(config, width, layout.use_bias)
+    expected = entries(config, folder[prefix + layout.router.name].shape[1], layout.use_bias)
     sources = {}
     for tensor in layout.of(expected):
         if tensor.parameters == (SELECTION_BIAS,) and prefix + tensor.name not in folder:
@@ -188,7 +183,7 @@ def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
         find = partial(_find_source, folder, prefix, tensor, expected[tensor.parameters[0]])
         found = [find(expert) for expert in range(config.num_experts if tensor.of_one_expert else 1)]
         sources |= dict.fromkeys(tensor.parameters, found)
-    return Block(layout, width, expected, sources)
+    return Block(layout, expected, sources)
 
 
 def block_names(prefix: str) -> tuple[str, ...]:
@@ -277,7 +272,7 @@ def _find_source(folder: Folder, prefix: str, tensor: Tensor, parameter: Paramet
 def _check_block_size(folder: Folder) -> None:
     if not (folder.path / "config.json").exists():
         return
-    quantization = folder.read_config().get("quantization_config") or {}
+    quantization = folder.read_config().get("quantization_config")
     size = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if size not in (None, [FLOAT8_BLOCK, FLOAT8_BLOCK]):
         found = f"quantization_config's weight_block_size={size}"

@@ -5,11 +5,11 @@ and type on a device, and `Shards` is the array that they fill: the parts of it 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,16 @@ type Slices = tuple[slice, slice]
 type Bounds = tuple[tuple[int, int], ...]
 """First and end of a device's part of an array, for each axis."""
 
-Format = Literal["plain", "mxfp4", "float8"]
-_UNITS: dict[Format, tuple[int, int]] = {
-    "plain": (1, 1),
-    "mxfp4": (MXFP4_BLOCK, 1),
-    "float8": (FLOAT8_BLOCK, FLOAT8_BLOCK),
-}
+type Decoder = Callable[..., Array]
+
+
+def _plain(values: Array, dtype: DTypeLike) -> Array:
+    return values.astype(dtype)
+
+
+_UNITS: dict[Decoder, tuple[int, int]] = {_plain: (1, 1), decode_mxfp4: (MXFP4_BLOCK, 1)}
+_UNITS |= {decode_float8: (FLOAT8_BLOCK, FLOAT8_BLOCK)}
+"""Rows and columns that only decode together."""
 
 
 def cut(source: Source, whole: Slices) -> Iterator[Slices]:
@@ -62,14 +66,14 @@ def read_slices(
     tensor, values, scales = source
     *leading, inputs, width = parameter.shape
     lead = (expert,) if leading and not tensor.of_one_expert else ()
-    kind: Format = "plain" if scales is None else "mxfp4" if tensor.mxfp4 else "float8"
+    decode = _plain if scales is None else decode_mxfp4 if tensor.mxfp4 else decode_float8
     rows, columns = (
-        _cover(part, unit, size) for part, unit, size in zip(slices, _UNITS[kind], (inputs, width), strict=True)
+        _cover(part, unit, size) for part, unit, size in zip(slices, _UNITS[decode], (inputs, width), strict=True)
     )
     outputs = tensor.outputs(name, width, columns)
     if scales is None:
         parts = [values.read(*lead, *((outputs, rows) if tensor.outputs_first else (rows, outputs)))]
-    elif kind == "mxfp4":
+    elif tensor.mxfp4:
         blocks = _blocks(rows, MXFP4_BLOCK)
         numbers = values.read(*lead, outputs, blocks)
         parts = [numbers.reshape(len(numbers), -1), _read_scales(scales, *lead, outputs, blocks)]
@@ -82,13 +86,13 @@ def read_slices(
     if turn and device.platform == "cpu":
         parts, turn = [part.T for part in parts], False
     parts = jax.device_put(parts, device)
-    if kind == "plain" and not turn and parts[0].dtype == dtype:
+    if scales is None and not turn and parts[0].dtype == dtype:
         return parts[0]
     inside = tuple(
         (part.start - around.start, part.stop - around.start)
         for part, around in zip(slices, (rows, columns), strict=True)
     )
-    return _decode(parts, kind, turn, inside, np.dtype(dtype))
+    return _decoded(parts, decode, turn, inside, np.dtype(dtype))
 
 
 def _read_scales(tensor: Stored, *index: int | slice) -> np.ndarray:
@@ -101,17 +105,10 @@ def _read_scales(tensor: Stored, *index: int | slice) -> np.ndarray:
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _decode(parts: list[Array], kind: Format, turn: bool, inside: tuple[tuple[int, int], ...], dtype) -> Array:
+def _decoded(parts: list[Array], decode: Decoder, turn: bool, inside: tuple[tuple[int, int], ...], dtype) -> Array:
     if turn:
         parts = [part.T for part in parts]
-    match kind:
-        case "plain":
-            matrix = parts[0].astype(dtype)
-        case "mxfp4":
-            matrix = decode_mxfp4(parts[0], parts[1], dtype)
-        case "float8":
-            matrix = decode_float8(parts[0], parts[1], dtype)
-    return matrix[tuple(slice(*bounds) for bounds in inside)]
+    return decode(*parts, dtype)[tuple(slice(*bounds) for bounds in inside)]
 
 
 def _cover(part: slice, unit: int, size: int) -> slice:

@@ -229,10 +229,10 @@ def test_what_could_change_the_layer_is_refused(name):
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        (OLMOE_1B_7B, {"hidden_size": 10**30}, "hidden_size=1000.* must be an integer of at most"),
-        (OLMOE_1B_7B, {"num_experts": 10**12}, "num_experts=1000000000000 must be an integer of at most"),
+        (OLMOE_1B_7B, {"hidden_size": 10**30}, "hidden_size=1000.* must be an integer from"),
+        (OLMOE_1B_7B, {"num_experts": 10**12}, "num_experts=1000000000000 must be an integer from"),
         (QWEN3_30B_A3B, {"num_hidden_layers": 10**12, "decoder_sparse_step": 2}, "num_hidden_layers=1000000000000"),
-        (DEEPSEEK_V3, {"n_shared_experts": 10**400}, "n_shared_experts=1000.* must be an integer of at most"),
+        (DEEPSEEK_V3, {"n_shared_experts": 10**400}, "n_shared_experts=1000.* must be an integer from"),
         (DEEPSEEK_V3, {"routed_scaling_factor": 10**400}, "routed_scaling_factor=1000.* must be a finite number"),
         (GPT_OSS_20B, {"swiglu_limit": -(10**400)}, "swiglu_limit=-1000.* must be a finite number"),
         (MIXTRAL_8X7B, {"norm_topk_prob": False}, "norm_topk_prob=False must be True"),
