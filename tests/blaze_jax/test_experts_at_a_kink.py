@@ -53,6 +53,7 @@ def in_float64(problem):
         return jax.tree.map(np.asarray, results(dense_expert_ffn, problem.cast(jnp.float64), activation="relu"))
 
 
+@pytest.mark.default_cases("xla", "ampere")
 def test_a_pre_activation_that_rounds_to_zero_turns_one_unit_off_and_nothing_else(family):
     problem = problem_at_a_kink()
     out, truth = family(problem, activation="relu"), in_float64(problem)

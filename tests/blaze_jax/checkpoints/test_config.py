@@ -63,7 +63,7 @@ LAYERS = {
 over_public = pytest.mark.parametrize("config", PUBLIC, ids=lambda config: config["model_type"])
 
 
-@pytest.mark.default_sets(7)
+@pytest.mark.default_cases("*")
 @over_public
 def test_public_models(config):
     described = checkpoints.read_model(config)
@@ -76,7 +76,7 @@ def test_public_models(config):
     )
 
 
-@pytest.mark.default_sets(21)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("name", RELEASES)
 def test_every_field_of_a_public_release_is_known_or_passed_over(name):
     config = RELEASES[name]["config"]
@@ -96,7 +96,7 @@ def test_there_are_three_releases_of_each_family():
     assert min(counted.values()) >= 3
 
 
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_of_transformers_5_by_path_folder_or_content(family):
     path = FIXTURES / family / "config.json"
@@ -115,7 +115,7 @@ def test_losses_count_where_transformers_adds_them():
     assert MoEConfig.from_huggingface(config).load_balancing_weight == pytest.approx(0.001 * 8 / 48)
 
 
-@pytest.mark.default_sets(26)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
@@ -160,7 +160,7 @@ def test_what_contradicts_is_named(config, change, message):
         checkpoints.read_model(config | change)
 
 
-@pytest.mark.default_sets(5)
+@pytest.mark.default_cases("mixtral", "qwen3_moe", "olmoe", "kimi_k2", "gpt_oss")
 @over_public
 def test_what_decides_the_mathematics_must_be_there(config):
     needed = {"hidden_size", "num_hidden_layers", "hidden_act", "norm_topk_prob", "n_group", "topk_group", "model_type"}
@@ -170,7 +170,7 @@ def test_what_decides_the_mathematics_must_be_there(config):
             checkpoints.read_model({key: value for key, value in config.items() if key != name})
 
 
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -190,7 +190,7 @@ def test_broken_files_are_named(tmp_path, text, message):
         MoEConfig.from_huggingface(path)
 
 
-@pytest.mark.default_sets(12)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -218,14 +218,14 @@ activation_limit swiglu_beta topk_scale n_group scoring router_z_loss_coef share
 drop_tokens normalize_weights quantization use_bias"""
 
 
-@pytest.mark.default_sets(20)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("name", REFUSED.split())
 def test_what_could_change_the_layer_is_refused(name):
     with pytest.raises(checkpoints.CheckpointError, match=f"{name}=2 is unknown to olmoe, and could change the layer"):
         checkpoints.read_model(OLMOE_1B_7B | {name: 2})
 
 
-@pytest.mark.default_sets(7)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [

@@ -65,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.default_sets(len(CASES))
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("case", CASES)
 def test_tensors_are_checked_before_anything_is_placed(tmp_path, case, monkeypatch):
     changes, message = CASES[case]
@@ -90,7 +90,7 @@ def test_a_layer_with_and_without_prefix(tmp_path):
         load("olmoe", write(tmp_path, tensors))
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -105,7 +105,7 @@ def test_compressed_tensors_are_checked(tmp_path, change, message):
         load("gpt_oss", write(tmp_path, tensors))
 
 
-@pytest.mark.default_sets(4)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -144,7 +144,7 @@ def point_to(file):
     return lambda folder, index: index["weight_map"].update({"model.layers.2.mlp.gate.weight": file})
 
 
-@pytest.mark.default_sets(13)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -182,7 +182,7 @@ def test_links_of_a_cache_are_followed(tmp_path):
     assert load("olmoe", tmp_path).params
 
 
-@pytest.mark.default_sets(5)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -215,7 +215,7 @@ def test_reading_and_writing_need_no_safetensors(tmp_path, monkeypatch):
     save("olmoe", tmp_path, load("olmoe"))
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("drop", "message"),
     [

@@ -195,7 +195,7 @@ def messages_of(part, tmp_path, attempt):
     return messages
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("0", "1")
 @pytest.mark.parametrize("part", range(10))
 def test_mutated_files(tmp_path, part):
     def attempt(rng, path):
@@ -212,7 +212,7 @@ def test_mutated_files(tmp_path, part):
     assert sum(map(bool, messages_of(part, tmp_path, attempt))) > FILES_OF_A_TEST // 2
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("4", "5")
 @pytest.mark.parametrize("part", range(10))
 def test_writing_into_mutated_folders(tmp_path, part):
     config, layer, written = model("qwen3_moe").layer, load("qwen3_moe"), tmp_path / "written"

@@ -22,7 +22,7 @@ def halved(layer):
     return layer._replace(params={name: value / 2 for name, value in layer.params.items()})
 
 
-@pytest.mark.default_sets(7)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     "name", ["mixtral", "qwen3_moe", "olmoe-bfloat16", "olmoe-fused", "deepseek_v3", "glm4_moe", "gpt_oss"]
 )
@@ -104,7 +104,7 @@ def at_the_same_time(writers, folder, name, *, wait=True):
         return list(pool.map(save_number, range(writers)))
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("single", [False, True])
 def test_writers_at_the_same_time_lose_nothing(tmp_path, single):
     if single:
@@ -144,7 +144,7 @@ class StoppedError(Exception):
     pass
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("where", ["parts", "_write_index", "_rewrite"])
 def test_a_writer_that_is_stopped_leaves_the_folder_whole_and_may_try_again(tmp_path, monkeypatch, where):
     folder, layer = copied("qwen3_moe", tmp_path), halved(load("qwen3_moe"))

@@ -31,7 +31,7 @@ def raw(folder):
     return found
 
 
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("name", WRITABLE)
 def test_what_was_read_is_written_bit_for_bit(tmp_path, name):
     save(name, tmp_path, load(name))
@@ -82,7 +82,7 @@ def test_a_module_of_nnx_is_written(tmp_path):
     assert_same_bits(load("deepseek_v3", tmp_path)[:2], load("deepseek_v3")[:2])
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "olmoe"])
 def test_a_selection_bias_starts_at_zero_and_is_not_lost(tmp_path, family):
     """Fine-tuning without a balancing loss, of a model that was trained with one."""
@@ -108,7 +108,7 @@ def test_a_selection_bias_starts_at_zero_and_is_not_lost(tmp_path, family):
             checkpoints.load(FIXTURES / family, number, dataclasses.replace(config, selection_bias=True))
 
 
-@pytest.mark.default_sets(8)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
