@@ -13,8 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from types import MappingProxyType
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -118,7 +117,8 @@ def write_tensors(
                 return [file.path]
     groups = list(_groups(tensors))
     with ExitStack() as stack:
-        written = [stack.enter_context(_written(folder / stem, group)) for group in groups]
+        contents = [_content(group, {"format": "pt"}) for group in groups]
+        written = [stack.enter_context(_written(folder / stem, content)) for content in contents]
         stack.enter_context(locked(folder))
         current = checked()
         if current and SINGLE_FILE in current.files:
@@ -165,10 +165,7 @@ def _was_left(path: Path, names: set[str], current: Folder | None) -> bool:
 def _write_index(folder: Path, index: dict[str, str]) -> None:
     sizes = [(folder / file).stat().st_size for file in set(index.values()) if (folder / file).exists()]
     content = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(index.items()))}
-    with _unfinished(folder / INDEX) as unfinished:
-        with unfinished.open("wb") as file:
-            file.write(json.dumps(content, indent=1).encode())
-            _to_disk(file)
+    with _written(folder / INDEX, [json.dumps(content, indent=1).encode()]) as unfinished:
         unfinished.replace(folder / INDEX)
 
 
@@ -200,15 +197,12 @@ def _kept(file: TensorFile, replaced: Callable[[str], bool]) -> list[NewTensor]:
 
 def _rewrite(file: TensorFile, tensors: Sequence[NewTensor]) -> None:
     """Gives the file another content, which gets its name when it is on the disk."""
-    with _written(file.path, tensors, file.metadata) as written:
-        written.replace(file.path)
+    with _written(file.path, _content(tensors, file.metadata)) as unfinished:
+        unfinished.replace(file.path)
 
 
-@contextmanager
-def _written(
-    path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
-) -> Iterator[Path]:
-    """Writes a file of the tensors beside `path`, for the caller to give it a name; removed where it gets none."""
+def _content(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a file of the tensors."""
     tensors = sorted(tensors, key=lambda tensor: (-BITS[tensor.type_name], tensor.name))  # so that all are aligned
     header: dict[str, object] = {METADATA: dict(metadata)}
     offset = 0
@@ -218,33 +212,30 @@ def _written(
         offset += tensor.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _unfinished(path) as unfinished:
-        with unfinished.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor, _ in counted(tensors, "tensor"):
-                start = file.tell()
-                for part in tensor.parts():
-                    dtype = np.uint8 if isinstance(tensor.dtype, str) else tensor.dtype
-                    file.write(np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8).data)
-                if file.tell() - start != tensor.bytes:
-                    raise ValueError(f"{tensor.name} has {file.tell() - start} bytes, must have {tensor.bytes}")
-            _to_disk(file)
-        yield unfinished
+    yield len(text).to_bytes(8, "little") + text
+    for tensor, _ in counted(tensors, "tensor"):
+        dtype, size = np.uint8 if isinstance(tensor.dtype, str) else tensor.dtype, 0
+        for part in tensor.parts():
+            part = np.ascontiguousarray(part, dtype)
+            size += part.nbytes
+            yield part.reshape(-1).view(np.uint8).data
+        if size != tensor.bytes:
+            raise ValueError(f"{tensor.name} has {size} bytes, must have {tensor.bytes}")
 
 
 @contextmanager
-def _unfinished(path: Path) -> Iterator[Path]:
-    """Yields a name beside `path` that nobody else has; what has it at the end is removed."""
+def _written(path: Path, content: Iterable[bytes | memoryview]) -> Iterator[Path]:
+    """Writes a file beside `path`, under a name that nobody else has, for the caller to rename; else it is removed."""
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")
     try:
+        with unfinished.open("wb") as file:
+            for part in content:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
         yield unfinished
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 @contextmanager
