@@ -1,4 +1,4 @@
-"""What is loaded: the same weights from each format, on any devices, in little memory."""
+"""Layers that are loaded: the same weights from each format, on any devices, in little memory."""
 
 import weakref
 
@@ -97,7 +97,7 @@ def test_one_sharding_serves_all():
 
 
 def wide_layer(path, *, experts=6):
-    """A layer of several pieces to a matrix, in float32, and its configuration."""
+    """A layer whose matrices are read in several slices, in float32, and its configuration."""
     config = MoEConfig(num_experts=experts, experts_per_token=2, expert_width=300)
     rng = np.random.default_rng(0)
     names = {
@@ -153,7 +153,7 @@ def test_memory_that_is_filled_becomes_the_array(tmp_path, monkeypatch):
 
 
 def test_accelerators_are_filled_in_place(monkeypatch):
-    """What a GPU does, on a CPU: pieces turned by the device, and a donated array."""
+    """Does what a GPU does, on a CPU: slices turned by the device, and a donated array."""
     plain = load("gpt_oss-mxfp4")
     monkeypatch.setattr(matrices, "_HostPart", matrices._DevicePart)
     assert_same_bits(load("gpt_oss-mxfp4").params, plain.params)
