@@ -136,7 +136,7 @@ def other_index(rng, content):
 
 
 def stated(folder, prefix):
-    """Returns what the files say of a layer's tensors, read by the format's definition; files of other layers may be broken."""
+    """Returns what the files say of a layer's tensors, read by the format's definition; others may be broken."""
     found = {}
     for path in folder.glob("model*.safetensors"):
         content = path.read_bytes()
