@@ -11,8 +11,8 @@ from blaze_jax.benchmark.peers import UnavailableError, estimated_bytes, peer_va
 from blaze_jax.benchmark.plan import MIB, plan_of
 from blaze_jax.benchmark.residuals import saved_bytes
 from blaze_jax.benchmark.sizes import Sizes
-from blaze_jax.expert_rows import Save
 from blaze_jax.experts import expert_ffn
+from blaze_jax.plan import Save
 from pallas_kernels.compile_only import compile_for_gpu
 
 H200_BYTES = 141 * 10**9
