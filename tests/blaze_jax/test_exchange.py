@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blaze_jax.plan import Plan, Tokens
 from jax import P
 
 from blaze_jax import MoEConfig, Parallelism
 from blaze_jax.activations import get_activation
 from blaze_jax.exchange import HERE, Transport
+from blaze_jax.plan import Plan, Tokens
 from pallas_kernels import xla
 from tests.blaze_jax.test_parallelism import make_mesh
 from tests.pallas_kernels.rows import portable_dispatch

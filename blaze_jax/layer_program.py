@@ -1,7 +1,10 @@
-"""The whole layer over the devices of a mesh: each routes and keeps its own tokens, wherever their experts are."""
+"""The layer's program: the router, the experts and the shared experts, here or on each device of a mesh.
+
+Over devices, each routes and keeps its own tokens, wherever their experts are.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,13 +17,15 @@ from jaxtyping import Array, Float
 
 from blaze_jax.checks import as_array
 from blaze_jax.config import MoEConfig
+from blaze_jax.dispatch import Grouped
 from blaze_jax.exchange import gather_shards
-from blaze_jax.experts import experts_over_devices
+from blaze_jax.experts import compute_experts, experts_over_devices
 from blaze_jax.explicit_mesh import (
     explicit_axes,
     explicit_mesh,
     flatten_tokens,
     meshes_of,
+    reshard,
     restore_shape,
     token_axes,
     tokens_in_order,
@@ -28,7 +33,7 @@ from blaze_jax.explicit_mesh import (
 from blaze_jax.parallelism import Parallelism, names_of
 from blaze_jax.router import Router
 from blaze_jax.router_logits import router_logits
-from blaze_jax.routing import Routing, route_and_group
+from blaze_jax.routing import AxisName, Routing, route_and_group
 from blaze_jax.shared_experts import shared_experts
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT
@@ -64,11 +69,51 @@ def over_automatic_axes(*arrays) -> Parallelism | None:
     return Parallelism(mesh, data=axes) if math.prod(mesh.shape[axis] for axis in axes) > 1 else None
 
 
-def moe_over_devices(
+def layer_here(
+    x: Float[Array, "... d"],
+    params: Mapping[str, Array],
+    selection_bias,
+    *,
+    config: MoEConfig,
+    train: bool,
+    axis_name: AxisName,
+    experts: Callable[..., Array] | None = None,
+) -> tuple[Float[Array, "... d"], Routing]:
+    """`moe` of tokens that are here, or split by their type over a mesh with explicit axes.
+
+    Other `experts` run as they are, and not in a program of ours: they may close over arrays.
+    """
+    router, mesh = config.router.for_phase(train), explicit_mesh(x, params)
+    in_order = experts is not None or not router.treats_tokens_apart()
+    tokens = flatten_tokens(x, mesh, in_order)
+
+    def dense(*prefixes: str) -> dict[str, Array]:
+        own = _named(params, prefixes)
+        return own if mesh is None else reshard(own, mesh)
+
+    def compute(routing: Routing, grouped: Grouped | None):
+        function = experts or partial(compute_experts, grouped)
+        names = ("w_gate", "w_up", "w_down")
+        return function(
+            tokens,
+            *map(params.get, names),
+            routing.weights,
+            routing.experts,
+            **{name: params.get(name) for name in ("b_gate", "b_up", "b_down")},
+            **_options(config),
+        )
+
+    route = partial(_route_and_group, config, router, selection_bias, axis_name=axis_name)
+    y, routing = _layer(tokens, dense, config, route, compute)
+    return _finished(y, routing, x, mesh, in_order, config)
+
+
+def layer_over_devices(
     x: Float[Array, "... d"],
     params: dict[str, Array],
-    config: MoEConfig,
     selection_bias,
+    *,
+    config: MoEConfig,
     train: bool,
     parallel: Parallelism,
 ) -> tuple[Float[Array, "... d"], Routing]:
@@ -85,13 +130,13 @@ def moe_over_devices(
     sizes = parallel.sizes(mesh)
     specs = parallel.specs(config, x.shape[-1], use_bias="b_down" in params, sizes=sizes)
     run = partial(_on_this_device, config=config, router=router, parallel=parallel, specs=specs, axes=axes)
-    if inside:
-        tokens = x.reshape(-1, x.shape[-1])
-        total = tokens.shape[0] * math.prod(sizes.values())
-        y, routing = run(tokens, params, selection_bias, num_tokens=total)
-        return y.reshape(x.shape), routing
-
     in_order = not router.treats_tokens_apart()
+    if inside:
+        # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
+        tokens = vary_over(x.reshape(-1, x.shape[-1]), frozenset(parallel.axes))
+        y, routing = run(tokens, params, selection_bias, num_tokens=tokens.shape[0] * math.prod(sizes.values()))
+        return _finished(y, routing, x, None, in_order, config)
+
     tokens = flatten_tokens(x, explicit, in_order)
     num_tokens, devices = tokens.shape[0], math.prod(sizes.values())
     by_token, whole = P(axes), P()
@@ -110,12 +155,63 @@ def moe_over_devices(
     placed = {name: _placed(array, specs[name], explicit) for name, array in params.items()}
     bias = None if selection_bias is None else _placed(as_array("selection_bias", selection_bias), whole, explicit)
     y, routing = jax.jit(over_devices)(_placed(tokens, by_token, explicit), placed, bias)
-    results = y, routing.experts, routing.weights
     if padding:
-        results = tuple(_placed(a, whole, explicit)[:num_tokens] for a in results)
-    y, experts, weights = results
-    experts, weights = tokens_in_order((experts, weights), x, explicit, in_order)
-    return restore_shape(y, x, explicit, in_order), routing._replace(experts=experts, weights=weights)
+        y, *of_tokens = (_placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
+        routing = routing._replace(experts=of_tokens[0], weights=of_tokens[1])
+    return _finished(y, routing, x, explicit, in_order, config)
+
+
+def _layer(
+    tokens: Float[Array, "T d"], dense: Callable, config: MoEConfig, route: Callable, compute: Callable
+) -> tuple[Float[Array, "T d"], Routing]:
+    """The output of these tokens and what the router decided.
+
+    Args:
+      tokens: of one device, or of all.
+      dense: whole parameters whose names begin with one of its arguments.
+      config: the layer.
+      route: the routing of logits, and its pairs grouped by expert if they are.
+      compute: the experts' output of these two.
+    """
+    with jax.named_scope("router"):  # profilers show these names
+        routing, grouped = route(router_logits(tokens, dense("w_router", "b_router")))
+    with jax.named_scope("experts"):
+        y = compute(routing, grouped)
+    if config.shared_width:
+        with jax.named_scope("shared_experts"):
+            y = y + shared_experts(tokens, dense("shared_"), config=config)
+    return y, routing
+
+
+def _finished(y, routing: Routing, x, mesh, in_order: bool, config: MoEConfig) -> tuple[Float[Array, "... d"], Routing]:
+    """The output in the shape of `x`, and the routing in the order of its tokens, with weighted losses."""
+    experts, weights = tokens_in_order((routing.experts, routing.weights), x, mesh, in_order)
+    losses = auxiliary_losses(routing, config)
+    routing = routing._replace(experts=experts, weights=weights, weighted_losses=losses)
+    return restore_shape(y, x, mesh, in_order), routing
+
+
+def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:
+    """The losses to add to the training loss, already weighted by `config`, by name; those of weight 0 are left out."""
+    losses = {}
+    if config.load_balancing_weight:
+        losses["load_balancing_loss"] = config.load_balancing_weight * routing.load_balancing_loss
+    if config.z_loss_weight:
+        losses["z_loss"] = config.z_loss_weight * routing.z_loss
+    return losses
+
+
+def _route_and_group(config: MoEConfig, router: Router, selection_bias, logits, *, axis_name: AxisName = None):
+    return route_and_group(logits, config.experts_per_token, router, selection_bias, axis_name, config.implementation)
+
+
+def _options(config: MoEConfig) -> dict[str, Any]:
+    """What `expert_ffn` takes from the configuration."""
+    return {"activation": config.activation, "save": config.save, "implementation": config.implementation}
+
+
+def _named(params: Mapping[str, Array], prefixes: tuple[str, ...]) -> dict[str, Array]:
+    return {name: array for name, array in params.items() if name.startswith(prefixes)}
 
 
 def _with_axes_without_a_role(parallel: Parallelism, mesh, split: tuple[str, ...]) -> Parallelism:
@@ -156,45 +252,33 @@ def _on_this_device(
     """
 
     def dense(*prefixes: str) -> dict[str, Array]:
-        names = [name for name in shards if name.startswith(prefixes)]
-        whole = {name: gather_shards(shards[name], specs[name], parallel.axes) for name in names}
+        own = _named(shards, prefixes)
+        whole = {name: gather_shards(shard, specs[name], parallel.axes) for name, shard in own.items()}
         return vary_over(whole, varying_axes(tokens))
 
-    with jax.named_scope("router"):  # profilers show these names
-        logits = router_logits(tokens, dense("w_router", "b_router"))
-        routing = _route(logits, config, router, selection_bias, axes, num_tokens)
-    with jax.named_scope("experts"):
-        options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
-        y = experts_over_devices(parallel, specs, shards, tokens, routing.weights, routing.experts, **options)
-    if config.shared_width:
-        with jax.named_scope("shared_experts"):
-            y = y + shared_experts(tokens, dense("shared_"), config)
-    return y, routing
+    def compute(routing: Routing, _):
+        options = _options(config)
+        return experts_over_devices(parallel, specs, shards, tokens, routing.weights, routing.experts, **options)
+
+    return _layer(tokens, dense, config, partial(_route, config, router, selection_bias, axes, num_tokens), compute)
 
 
 def _route(
-    logits: Float[Array, "T E"],
     config: MoEConfig,
     router: Router,
     selection_bias,
     axes: tuple[str, ...],
     num_tokens: int,
-) -> Routing:
-    """This device's tokens routed, with the losses and statistics of all."""
-    own = logits.shape[0]
-    route = partial(
-        route_and_group,
-        experts_per_token=config.experts_per_token,
-        router=router,
-        selection_bias=selection_bias,
-        implementation=config.implementation,
-    )
+    logits: Float[Array, "T E"],
+) -> tuple[Routing, None]:
+    """This device's tokens routed, with the losses and statistics of all; what is grouped are no device's pairs."""
+    own, route = logits.shape[0], partial(_route_and_group, config, router, selection_bias)
     first = lax.axis_index(axes) * own
     if router.treats_tokens_apart():
         if num_tokens % own or num_tokens < own * lax.axis_size(axes):
             counts = first + jnp.arange(own, dtype=jnp.int32) < num_tokens
             logits = jnp.where(counts[:, None], logits, -jnp.inf)
-        return route(logits, axis_name=axes)[0]
+        return route(logits, axis_name=axes)[0], None
     # Capacity and rounding look at all tokens: every device then routes them all.
     routing, _ = route(lax.all_gather(logits, axes, tiled=True)[:num_tokens])
     padding = ((0, own * lax.axis_size(axes) - num_tokens), (0, 0))
@@ -206,4 +290,4 @@ def _route(
         if name not in ("experts", "weights", "weighted_losses")
     }
     experts, weights = mine
-    return Routing(experts=experts, weights=weights, weighted_losses={}, **same)
+    return Routing(experts=experts, weights=weights, weighted_losses={}, **same), None
