@@ -1,18 +1,25 @@
-"""JSON of a checkpoint: `config.json`, the index of its files, and their headers."""
+"""JSON of a checkpoint: `config.json`, the index of its files, and their headers.
+
+Strangers write these files, so that size, nesting and repeated names are checked. `CheckpointError` names what is wrong
+in any file of a checkpoint.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from blaze_jax.checkpoints.errors import CheckpointError
 from blaze_jax.checks import shown
 
 LARGEST = 100 << 20
 """Bytes of JSON, the limit of safetensors; the index of the largest public model has a tenth of it."""
 
 
+class CheckpointError(ValueError):
+    """A file of a checkpoint is not what it should be; the message names it, and the tensor or the field."""
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file.
+    """Reads the object in a file.
 
     Raises:
       CheckpointError: no such file, none of JSON, no object, a name twice, or too large a file.
@@ -30,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """The object in `text`; CheckpointError where there is none, whose message begins with `where`."""
+    """Returns the object in `text`; CheckpointError where there is none, whose message begins with `where`."""
     try:
         value = json.loads(text, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
