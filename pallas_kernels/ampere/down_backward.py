@@ -18,11 +18,10 @@ from pallas_kernels.mosaic.row_groups import TileSchedule
 from pallas_kernels.mosaic.sum_in_order import sum_in_order
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.elementwise import with_gradients
-from pallas_kernels.simt.language import when
 from pallas_kernels.simt.matrices import CHUNK
+from pallas_kernels.simt.threads import combine_lanes, when
 from pallas_kernels.simt.values import Float as Number
 from pallas_kernels.simt.values import Long, minimum, select
-from pallas_kernels.simt.warp import combine_lanes
 from pallas_kernels.tuning.parameters import MmaTuning
 
 

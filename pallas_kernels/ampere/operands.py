@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from pallas_kernels import simt
 from pallas_kernels.ampere.panels import CHUNKS, ROW_WORDS, UNIT, Panels
 from pallas_kernels.ampere.tile import Tile
-from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.matrices import chunk_size, load_matrices, start_copy, tensor_operand
 from pallas_kernels.simt.values import Bool, Int, Long, Pointer, select
 

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pallas_kernels import simt
 from pallas_kernels.ampere.row_matmul import Where
 from pallas_kernels.ampere.tile import HALF, WARPS, Tile
-from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.matrices import chunk_size, load_matrices, start_copy, unpack
-from pallas_kernels.simt.values import Float, Int, Long, Pointer
-from pallas_kernels.simt.warp import WARP
+from pallas_kernels.simt.values import WARP, Float, Int, Long, Pointer
 
 ROWS = 16
 

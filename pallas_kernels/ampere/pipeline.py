@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_kernels import simt
 from pallas_kernels.ampere.panels import Sums, add_products, copied, no_sums
 from pallas_kernels.ampere.tile import Tile
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import branch, loop
 from pallas_kernels.simt.matrices import commit_copies, wait_for_copies
+from pallas_kernels.simt.threads import branch, loop
 from pallas_kernels.simt.values import Int, Pointer, minimum
 
 

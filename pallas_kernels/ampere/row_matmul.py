@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import simt
 from pallas_kernels.ampere.operands import Columns, Copy, Steps, copy_columns, copy_panels, copy_rows
 from pallas_kernels.ampere.panels import Panels, Sums, load_columns
 from pallas_kernels.ampere.pipeline import ColumnTiles, Operands, Ring, sweep_columns
 from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart, abreast
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import when
 from pallas_kernels.simt.matrices import commit_copies, load_matrices, tensor_operand
+from pallas_kernels.simt.threads import when
 from pallas_kernels.simt.values import Int, Pointer
 
 
@@ -169,7 +169,7 @@ def row_matmul(
             columns = ColumnTiles.of(tile, sweep, column_tiles)
             sweep_columns(ring, columns, of_column, finish, ring_is_free=not isinstance(end, RingEnd))
 
-    return simt.simt_kernel(
+    return simt.kernel(
         body,
         name=name,
         outputs=results,

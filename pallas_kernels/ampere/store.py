@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 from pallas_kernels.ampere.panels import Sums
 from pallas_kernels.ampere.row_matmul import Where
-from pallas_kernels.simt.language import when
 from pallas_kernels.simt.matrices import CHUNK, pack
+from pallas_kernels.simt.threads import shuffle_xor, when
 from pallas_kernels.simt.values import Float, Int, Long, Pointer, minimum, select
-from pallas_kernels.simt.warp import shuffle_xor
 
 
 def bias_of(bias: Pointer | None, where: Where, column: Int, num_columns: int) -> list[list[Float]] | None:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pallas_kernels import simt
 from pallas_kernels.mosaic.row_groups import TILE_ROWS
-from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.matrices import CHUNK
 from pallas_kernels.simt.values import Int, minimum
 from pallas_kernels.tuning.parameters import MmaTuning

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels import simt
+from pallas_kernels.ampere.bias_gradients import expert_sums
 from pallas_kernels.ampere.operands import all_or_none
 from pallas_kernels.ampere.panels import (
     CHUNKS,
@@ -29,8 +31,6 @@ from pallas_kernels.ampere.tuning import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.expert_sums import expert_sums
 from pallas_kernels.simt.matrices import chunk_size, start_copy
 from pallas_kernels.simt.values import Int, Long, Pointer, minimum
 from pallas_kernels.tuning.parameters import MmaTuning
@@ -238,7 +238,7 @@ def _row_contraction(
         columns = ColumnTiles.of(tile, sweep, column_tiles)
         sweep_columns(Ring(ring, tile), columns, of_column, finish, ring_is_free=True)
 
-    return simt.simt_kernel(
+    return simt.kernel(
         body,
         name=name,
         outputs=[jax.ShapeDtypeStruct((groups.num_experts, *shape), t) for t in dtypes],

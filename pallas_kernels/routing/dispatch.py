@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import simt
 from pallas_kernels.contract import Dispatch, Losses
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.dispatch_place import Size, known_expert, place
-from pallas_kernels.simt.language import block_barrier, indices
+from pallas_kernels.routing.dispatch_place import Size, known_expert, place
+from pallas_kernels.simt.threads import block_barrier, indices
 from pallas_kernels.simt.values import minimum, select
 from pallas_kernels.xla.dispatch import row_range as portable_row_range
 
@@ -178,7 +178,7 @@ def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Arr
         for expert in indices(simt.thread(), num_experts, THREADS):
             counts[simt.block() * num_experts + expert] = histogram[expert]
 
-    return simt.simt_kernel(
+    return simt.kernel(
         body,
         name="moe_dispatch_count",
         outputs=[_int32(blocks, num_experts)],
