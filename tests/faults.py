@@ -32,10 +32,10 @@ class Fault(NamedTuple):
 
 
 XLA, HOPPER, SIMT, LAYER = "pallas_kernels/xla", "pallas_kernels/hopper", "pallas_kernels/simt", "blaze_jax"
-AMPERE = "pallas_kernels/ampere"
+AMPERE, ROUTING_KERNELS = "pallas_kernels/ampere", "pallas_kernels/routing"
 FILES = "blaze_jax/checkpoints"
 KERNELS, MODULES = "tests/pallas_kernels", "tests/blaze_jax"
-ROUTER = f"{MODULES}/test_routing_losses.py {MODULES}/test_routing.py {KERNELS}/simt/test_router.py"
+ROUTER = f"{MODULES}/test_routing_losses.py {MODULES}/test_routing.py {KERNELS}/routing/test_router.py"
 ROUTING = f"{MODULES}/test_routing_capacity.py {MODULES}/test_token_rounding.py {MODULES}/test_routing.py"
 EXPERTS = f"{MODULES}/test_experts.py {MODULES}/test_experts_batched.py"
 QUEUE = f"{KERNELS}/hopper/test_tile_queue.py"
@@ -61,7 +61,7 @@ FAULTS = [
     Fault(f"{XLA}/router.py", "entropy=-jnp.sum(", "entropy=jnp.sum(", ROUTER),
     Fault(f"{XLA}/router.py", "losses_vjp((d_losses, d_probability))[0] + common_vjp(d_common)[0]", "losses_vjp((d_losses, d_probability))[0]", ROUTER),
     Fault(f"{XLA}/router.py", "return jnp.where(experts == EMPTY_SLOT, num_experts, experts)", "return experts", ROUTER),
-    Fault(f"{SIMT}/router.py", "MAX_EXPERTS = 1024", "MAX_EXPERTS = 512", f"{KERNELS}/simt/test_router.py {MODULES}/test_routing_hopper.py"),
+    Fault(f"{ROUTING_KERNELS}/router.py", "MAX_EXPERTS = 1024", "MAX_EXPERTS = 512", f"{KERNELS}/routing/test_router.py {MODULES}/test_routing_hopper.py"),
     # what comes after the choice
     Fault(f"{LAYER}/capacity.py", "rank < capacity", "rank <= capacity", ROUTING),
     Fault(f"{LAYER}/routing.py", "tokens_per_expert = jnp.minimum(demand, capacity)", "tokens_per_expert = demand", ROUTING),
@@ -85,8 +85,8 @@ FAULTS = [
     Fault(f"{XLA}/dispatch.py", "aligned_sizes = -(-group_sizes // row_alignment) * row_alignment", "aligned_sizes = group_sizes", f"{KERNELS}/test_dispatch.py"),
     Fault(f"{XLA}/dispatch.py", "pairs_before_tile = jnp.cumsum(counts, axis=0) - counts", "pairs_before_tile = jnp.cumsum(counts, axis=0)", f"{KERNELS}/test_dispatch.py {MODULES}/test_dispatch.py"),
     Fault(f"{XLA}/dispatch.py", "jnp.where(tiles < num_experts, rows, num_rows)", "rows", f"{KERNELS}/test_dispatch.py {MODULES}/test_dispatch.py"),
-    Fault(f"{SIMT}/dispatch_place.py", "lower_lanes = (values.Int(1) << self.lane) - 1", "lower_lanes = values.Int(1) << self.lane", f"{KERNELS}/simt/test_dispatch.py {KERNELS}/test_dispatch.py"),
-    Fault(f"{SIMT}/dispatch_place.py", "select((expert >= 0) & (expert < num_experts), expert, num_experts)", "select(expert < num_experts, expert, num_experts)", f"{KERNELS}/simt/test_dispatch.py {KERNELS}/test_dispatch.py"),
+    Fault(f"{ROUTING_KERNELS}/dispatch_place.py", "lower_lanes = (simt.Int(1) << self.lane) - 1", "lower_lanes = simt.Int(1) << self.lane", f"{KERNELS}/routing/test_dispatch.py {KERNELS}/test_dispatch.py"),
+    Fault(f"{ROUTING_KERNELS}/dispatch_place.py", "select((expert >= 0) & (expert < num_experts), expert, num_experts)", "select(expert < num_experts, expert, num_experts)", f"{KERNELS}/routing/test_dispatch.py {KERNELS}/test_dispatch.py"),
     Fault(f"{LAYER}/dispatch.py", "wrong = (values < EMPTY_SLOT) | (values >= num_experts)", "wrong = values >= num_experts", f"{MODULES}/test_dispatch.py {MODULES}/test_experts_errors.py"),
     # the loops over rows
     Fault(f"{XLA}/row_groups.py", "mine = (row >= wanted[:, None]) & (row < end[:, None])", "mine = row < end[:, None]", LOOPS),
@@ -122,12 +122,12 @@ FAULTS = [
     Fault(f"{HOPPER}/tile_queue.py", "        plgpu.barrier_wait(self.refs.handed.at[place])\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
     Fault(f"{HOPPER}/tile_queue.py", "        pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
     Fault(f"{HOPPER}/row_matmul.py", "is_one, number = number < tiles,", "is_one, number = number <= tiles,", QUEUE),
-    Fault(f"{SIMT}/combine.py", "addend.load_vector(Long(token) * width + column, COLUMNS).wide()", "sums", f"{KERNELS}/test_combine.py"),
+    Fault(f"{ROUTING_KERNELS}/combine.py", "addend.load_vector(Long(token) * width + column, COLUMNS).wide()", "sums", f"{KERNELS}/test_combine.py"),
     Fault(f"{XLA}/combine.py", "jnp.zeros(shape, wide) if addend is None else addend.astype(wide)", "jnp.zeros(shape, wide)", f"{KERNELS}/test_combine.py"),
-    Fault(f"{SIMT}/combine.py", "values = select(is_slot, values, Vector.zeros(rows.kind, COLUMNS))", "pass", f"{KERNELS}/simt/test_combine.py"),
-    Fault(f"{SIMT}/combine.py", "select(is_slot, shuffle(factor, slot), 0.0)", "shuffle(factor, slot)", f"{KERNELS}/simt/test_combine.py"),
-    Fault(f"{SIMT}/combine.py", "counts = counts | ~factor.equals(factor)", "pass", f"{KERNELS}/simt/test_combine.py"),
-    Fault(f"{SIMT}/combine.py", "lanes_where(counts & (lane < size))", "lanes_where(counts)", f"{KERNELS}/test_combine.py {KERNELS}/simt/test_combine.py"),
+    Fault(f"{ROUTING_KERNELS}/combine.py", "values = select(is_slot, values, Vector.zeros(rows.kind, COLUMNS))", "pass", f"{KERNELS}/routing/test_combine.py"),
+    Fault(f"{ROUTING_KERNELS}/combine.py", "select(is_slot, shuffle(factor, slot), 0.0)", "shuffle(factor, slot)", f"{KERNELS}/routing/test_combine.py"),
+    Fault(f"{ROUTING_KERNELS}/combine.py", "counts = counts | ~factor.equals(factor)", "pass", f"{KERNELS}/routing/test_combine.py"),
+    Fault(f"{ROUTING_KERNELS}/combine.py", "lanes_where(counts & (lane < size))", "lanes_where(counts)", f"{KERNELS}/test_combine.py {KERNELS}/routing/test_combine.py"),
     Fault(f"{HOPPER}/row_matmul.py", "if refs.used is None else refs.used[0]\n", "if refs.used is None else refs.used[0] - 1\n", QUEUE),
     # the kernels for Ampere, interpreted
     Fault(f"{AMPERE}/pipeline.py", "ahead = ring.tile.stages - 1", "ahead = ring.tile.stages", TILES),
@@ -169,10 +169,10 @@ FAULTS = [
     Fault(f"{LAYER}/token_sums.py", "y = done = finished(y, operands, block - 1)", "y = done = finished(None, operands, block - 1)", PIECES),
     Fault(f"{LAYER}/experts_backward.py", "d_weights_before + d_weights", "d_weights", PARALLEL),
     Fault(f"{LAYER}/exchange.py", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", PARALLEL),
-    Fault("pallas_kernels/simt/dispatch.py", "jnp.moveaxis(rows.reshape(-1, parts), 1, 0)", "rows.reshape(parts, -1)", f"{KERNELS}/hopper/test_in_parts.py"),
-    Fault("pallas_kernels/simt/dispatch.py", "tokens = groups.expert_token_indices - p * of_part", "tokens = groups.expert_token_indices % of_part", f"{KERNELS}/hopper/test_in_parts.py"),
-    Fault("pallas_kernels/simt/dispatch.py", "first if counted_from is None else counted_from", "first", f"{KERNELS}/hopper/test_in_parts.py"),
-    Fault("pallas_kernels/simt/dispatch.py", "values.at[before + tile].get", "values.at[tile].get", f"{KERNELS}/hopper/test_in_parts.py"),
+    Fault(f"{ROUTING_KERNELS}/dispatch.py", "jnp.moveaxis(rows.reshape(-1, parts), 1, 0)", "rows.reshape(parts, -1)", f"{KERNELS}/hopper/test_in_parts.py"),
+    Fault(f"{ROUTING_KERNELS}/dispatch.py", "tokens = groups.expert_token_indices - p * of_part", "tokens = groups.expert_token_indices % of_part", f"{KERNELS}/hopper/test_in_parts.py"),
+    Fault(f"{ROUTING_KERNELS}/dispatch.py", "first if counted_from is None else counted_from", "first", f"{KERNELS}/hopper/test_in_parts.py"),
+    Fault(f"{ROUTING_KERNELS}/dispatch.py", "values.at[before + tile].get", "values.at[tile].get", f"{KERNELS}/hopper/test_in_parts.py"),
     Fault(f"{LAYER}/exchange.py", "group=self.fsdp, shift=-block", "group=self.fsdp, shift=block", PIECES),
     Fault(f"{LAYER}/exchange.py", "(experts - first) % num_experts", "experts", PIECES),
     Fault(f"{LAYER}/exchange.py", "group=self.fsdp, shift=block)", "group=self.fsdp, shift=-block)", PIECES),

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.mosaic.support import weights_unsupported
-from pallas_kernels.simt.dispatch import dispatch_unsupported
+from pallas_kernels.routing.dispatch import dispatch_unsupported
 
 
 def unsupported(

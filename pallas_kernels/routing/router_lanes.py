@@ -1,12 +1,38 @@
-"""Who works on what in the router: a row of logits is a group of lanes' of one warp, and experts are each lane's."""
+"""The router's lanes: a row of logits is a group of lanes' of one warp, and experts are each lane's.
+
+Lanes compare logits and scores by their keys, integers of the same order.
+"""
 
 import math
+from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.router_keys import NOTHING
-from pallas_kernels.simt.values import Int, maximum, select
-from pallas_kernels.simt.warp import WARP, combine_lanes, warp_maximum
+from pallas_kernels import simt
+from pallas_kernels.simt.threads import combine_lanes, warp_maximum
+from pallas_kernels.simt.values import WARP, Float, Int, maximum, select
+
+NOTHING = -(1 << 31)
+"""Below the key of -inf."""
+
+MINUS_INFINITY = NOTHING + (1 << 23) - 1
+"""The key of -inf."""
+
+
+def key_of(x: Float) -> Int:
+    """The integer that orders like the float. Adding zero makes -0 a 0 and any NaN the one with the largest key."""
+    bits = (x + 0.0).bits()
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def value_of(key: Int) -> Float:
+    """The float of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).as_float()
+
+
+def largest_of(keys: Sequence[Int]) -> Int:
+    return reduce(maximum, keys)
+
 
 _LIST = 4  # keys of a sorted list: their experts are the bytes of one word
 _WARPGROUPS = ((8, 8), (4, 16), (2, 32))  # with at most so many experts to a lane

@@ -16,19 +16,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.contract import Losses, Routed, Rule
+from pallas_kernels import simt
+from pallas_kernels.contract import Losses, Routed, Rule, Scoring
 from pallas_kernels.mosaic.traced_once import traced_once
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt import values
-from pallas_kernels.simt.dispatch import BLOCKS, dispatch_routed
-from pallas_kernels.simt.language import block_barrier, branch, indices, loop, when
-from pallas_kernels.simt.router_choice import Choice
-from pallas_kernels.simt.router_groups import keep_best_groups
-from pallas_kernels.simt.router_keys import MINUS_INFINITY, key_of, largest_of, value_of
-from pallas_kernels.simt.router_lanes import Lane, Layout, power_of_two
-from pallas_kernels.simt.router_scores import LN2, LOG2E, dot, log_ratio, sigmoid
-from pallas_kernels.simt.values import exp2, log2, maximum, minimum, multiply_add, reciprocal, select, total
-from pallas_kernels.simt.warp import WARP, combine_lanes, lanes_where
+from pallas_kernels.routing.dispatch import BLOCKS, dispatch_routed
+from pallas_kernels.routing.router_choice import Choice, keep_best_groups
+from pallas_kernels.routing.router_lanes import (
+    MINUS_INFINITY,
+    Lane,
+    Layout,
+    key_of,
+    largest_of,
+    power_of_two,
+    value_of,
+)
+from pallas_kernels.simt.threads import block_barrier, branch, combine_lanes, indices, lanes_where, loop, when
+from pallas_kernels.simt.values import WARP, exp2, log2, maximum, minimum, multiply_add, reciprocal, select, total
+
+LN2, LOG2E = math.log(2), math.log2(math.e)
+_LEAST = -200.0  # 2 to this is zero; and zero times this is zero, which is not so for -inf
 
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32
@@ -68,7 +74,7 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
         ),
     ]
     body = _Body(num_tokens, num_experts, rule, bias is not None, blocks)
-    kernel = simt.simt_kernel(
+    kernel = simt.kernel(
         body.run,
         name="moe_router",
         outputs=outputs,
@@ -129,7 +135,7 @@ class _Body:
         first = block * self.rows_per_block
         self.last = minimum(first + self.rows_per_block, self.num_tokens)
         ahead = layout.per_lane <= 8  # the next row's logits are under way while this one is worked on
-        zeros = [values.Float(0.0)] * (layout.per_lane + 2)
+        zeros = [simt.Float(0.0)] * (layout.per_lane + 2)
 
         def work(start, *carry):
             # `start` is the same in the whole warp, which must stay together; its rows are not.
@@ -148,7 +154,7 @@ class _Body:
     def load(self, row) -> list:
         """This lane's logits of a row; -inf past the last expert."""
         row = minimum(row, self.num_tokens - 1)
-        return self.lane.load(self.logits, values.Long(row) * self.num_experts, -math.inf)
+        return self.lane.load(self.logits, simt.Long(row) * self.num_experts, -math.inf)
 
     def route_row(self, row, logits, sums) -> list:
         """Chooses and writes; returns this lane's sums with the row's added."""
@@ -194,7 +200,7 @@ class _Body:
     def ranking(self, scores, logit_keys) -> list:
         """Keys of the biased scores, of -inf where the logit is, and in the groups that are not the row's best."""
         if self.bias is not None:
-            bias = self.lane.load(self.bias, values.Int(0), 0.0)
+            bias = self.lane.load(self.bias, simt.Int(0), 0.0)
             scores = [s + b for s, b in zip(scores, bias, strict=True)]
         possible = [key > MINUS_INFINITY for key in logit_keys]
         keys = [select(p, key_of(s), MINUS_INFINITY) for p, s in zip(possible, scores, strict=True)]
@@ -220,7 +226,7 @@ class _Body:
         else:
             experts, doubtful = choice.by_words(known)
             experts = branch(~lanes_where(doubtful).equals(0), choose_again, experts)
-        start = values.Long(minimum(row, self.num_tokens - 1)) * self.num_experts
+        start = simt.Long(minimum(row, self.num_tokens - 1)) * self.num_experts
         return experts, [self.logits[start + maximum(expert, 0)] for expert in experts]
 
     def owned(self, count: int) -> list:
@@ -275,3 +281,28 @@ class _Body:
         with when(lane.of_warp.equals(0)):
             partials[start + num_experts] = squared_log.bits()
             partials[start + num_experts + 1] = (entropy * LN2).bits()
+
+
+def log_ratio(x: simt.Float, base: simt.Float, scoring: Scoring) -> simt.Float:
+    """Logarithm to base 2 of the score of `x` over that of `base`, at least `_LEAST`."""
+    if scoring != "sigmoid":
+        return maximum((x - base) * LOG2E, _LEAST)
+    # log sigmoid(x) = min(x, 0) - log(1 + exp(-|x|)); the differences of the first terms are exact.
+    steps = maximum(base * -1.0, 0.0) - maximum(x * -1.0, 0.0)
+    return maximum(steps * LOG2E + (_log_of_one_and_power(base) - _log_of_one_and_power(x)), _LEAST)
+
+
+def sigmoid(x: simt.Float) -> simt.Float:
+    return reciprocal(exp2(x * -LOG2E) + 1.0)
+
+
+def dot(a: list[simt.Float], b: list[simt.Float]) -> simt.Float:
+    out = a[0] * b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        out = multiply_add(x, y, out)
+    return out
+
+
+def _log_of_one_and_power(x: simt.Float) -> simt.Float:
+    """Of 1 + exp(-|x|), to base 2."""
+    return log2(exp2(maximum(x, x * -1.0) * -LOG2E) + 1.0)

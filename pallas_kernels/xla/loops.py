@@ -1,9 +1,9 @@
-"""Rows grouped by expert, and the loops over them that every portable op is built from.
+"""The loops over rows grouped by expert that every portable operation is built from.
 
-A row is one (token, slot) pair; rows of an expert lie next to each other. A turn of the loops takes a window of rows of
-each of a few experts, multiplied as a batch. Experts come in the order of their rows, the most first, so that those of
-a batch have about as many; experts without rows are not visited. So the arithmetic is exact whatever the routing, and
-little of it is done on rows that do not count.
+A row is one (token, slot) pair; rows of an expert lie next to each other. A turn of the loops takes a tile: some rows
+of each of a few experts, multiplied as a batch. Experts come in the order of their rows, the most first, so that those
+of a batch have about as many; experts without rows are not visited. So the arithmetic is exact whatever the routing,
+and little of it is done on rows that do not count.
 """
 
 import math
@@ -42,12 +42,29 @@ class Turn(NamedTuple):
     rows: int
 
 
-class Tile(NamedTuple):
-    """Windows of consecutive rows, one for each expert visited: `mine` marks the rows that are its own.
+class Windows(NamedTuple):
+    """Which rows of each expert are computed, where groups of rows do not say so by their offsets.
 
     Attributes:
-      start: `(B,)` int32, first row of each window.
-      mine: `(B, C, 1)`, for windows of C rows.
+      start: `(E,)` int32, the first row.
+      end: `(E,)` int32, the first one after them.
+    """
+
+    start: Int[Array, " E"]
+    end: Int[Array, " E"]
+
+    @classmethod
+    def of(cls, groups: Dispatch) -> "Windows":
+        offsets = groups.expert_token_offsets
+        return groups.tiles or cls(offsets[:-1], offsets[1:])
+
+
+class Tile(NamedTuple):
+    """Consecutive rows of each expert visited: `mine` marks those that are its own.
+
+    Attributes:
+      start: `(B,)` int32, the first rows.
+      mine: `(B, C, 1)`, for C rows of each.
     """
 
     start: Int[Array, " B"]
@@ -178,14 +195,15 @@ def _for_each_batch[Carry](
     `for_each_tile(step, carry)` is `step(tile, carry)` over the rows of the batch, first to last. Where the experts do
     not fill the last batch, there are distinct ids past the last, of experts without rows.
     """
-    num_experts, batch = groups.num_experts, turn.experts
-    load = groups.expert_token_offsets[1:] - groups.expert_token_offsets[:-1]
+    windows, batch = Windows.of(groups), turn.experts
+    load = windows.end - windows.start
+    num_experts = load.shape[0]
     order = jnp.argsort(-load, stable=True).astype(jnp.int32)
     order = jnp.concatenate([order, jnp.arange(num_experts, num_experts + -num_experts % batch, dtype=jnp.int32)])
 
     def visit_batch(i, carry):
         experts = lax.dynamic_slice_in_dim(order, i * batch, batch)
-        first, end = (groups.expert_token_offsets.at[e].get(mode="clip") for e in (experts, experts + 1))
+        first, end = (rows.at[experts].get(mode="fill", fill_value=0) for rows in windows)
 
         def step_at(step, i, carry):
             wanted = first + i * turn.rows

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import xla
-from pallas_kernels.xla.row_groups import (
+from pallas_kernels.xla.loops import (
     MAX_TILE_ROWS,
     MIN_TILE_ROWS,
     Turn,

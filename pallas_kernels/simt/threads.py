@@ -1,22 +1,17 @@
-"""Code with one value per CUDA thread, for kernels that are about single numbers and not about tiles.
-
-Scalars and short vectors with operators, typed pointers, loops, and the warp operations that Pallas has no words for.
-A body written in terms of this module, `values` and `warp` runs on two machines: `code` makes it a Hopper kernel, and
-inside `interpreted()`, `interpreter` runs it in numpy on any CPU and looks for races.
-"""
+"""What threads do: a kernel's launch, branches and loops, barriers, and what the 32 lanes of a warp tell each other."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 
-from pallas_kernels.mosaic.interpreter import interpreted as interpreted
 from pallas_kernels.mosaic.interpreter import is_interpreted
 from pallas_kernels.simt import code, interpreter
-from pallas_kernels.simt.values import Bool, Int, Pointer, Value, machine, running
+from pallas_kernels.simt.values import WARP, Bool, Float, Int, Pointer, Value, machine, running, select
 
 
-def simt_kernel(
+def kernel(
     body: Callable,
     *,
     name: str,
@@ -32,9 +27,9 @@ def simt_kernel(
 
     Args:
       body: what a thread does.
-      name: of the kernel in profiles.
-      outputs: results, of int32, float32, bfloat16 or float16.
-      blocks: of the grid.
+      name: what profiles call the kernel.
+      outputs: shapes and dtypes of results, int32, float32, bfloat16 or float16.
+      blocks: the grid's size.
       warpgroups: of 128 threads per block.
       shared: sizes of int32 arrays in shared memory.
       updated: so many of the last inputs come back changed, as the first outputs, in their own memory if XLA can do
@@ -42,8 +37,9 @@ def simt_kernel(
     """
 
     def call(*inputs):
-        changed = inputs[len(inputs) - updated :]
-        operands = jax.tree.structure((*inputs, *changed, *outputs, *shared))
+        changed = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs[len(inputs) - updated :]]
+        results = [*changed, *outputs]
+        operands = jax.tree.structure((*inputs, *results, *shared))
 
         def run(machine, pointers):
             token = running.set(machine)
@@ -52,16 +48,17 @@ def simt_kernel(
             finally:
                 running.reset(token)
 
-        kernel = (interpreter if is_interpreted() else code).kernel(
+        out = (interpreter if is_interpreted() else code).launch(
             run,
+            jax.tree.leaves(inputs),
             name=name,
-            outputs=jax.tree.leaves(outputs),
+            results=jax.tree.leaves(results),
             blocks=blocks,
             warpgroups=warpgroups,
             shared=jax.tree.leaves(shared),
             updated=updated,
         )
-        return jax.tree.structure([*changed, *outputs]).unflatten(kernel(*jax.tree.leaves(inputs)))
+        return jax.tree.structure(results).unflatten(out)
 
     return call
 
@@ -84,13 +81,13 @@ def branch(condition: Bool, body: Callable, otherwise: Sequence) -> list:
 
 
 def indices(start, stop, step) -> Iterator[Int]:
-    """From `start` below `stop`, for `for`, whose block must not be left early: each thread makes its own turns."""
+    """Numbers from `start` below `stop`, for `for`, which must not be left early: each thread makes its own turns."""
     for i in machine().indices(Int(start).value, Int(stop).value, Int(step).value):
         yield Int(i)
 
 
 def loop(start, stop, step, body: Callable, carry: Sequence) -> list:
-    """The same where a turn goes on from the one before: `carry = body(i, *carry)`."""
+    """What is left of `carry` after `carry = body(i, *carry)` for each of `indices(start, stop, step)`."""
     carry = [c if isinstance(c, Value) else Int(c) for c in carry]
 
     def once(i, *values):
@@ -122,12 +119,76 @@ def warp() -> Int:
 
 
 def block() -> Int:
+    """Index of the block in the grid."""
     return Int(machine().block())
 
 
 def block_barrier() -> None:
+    """Waits for all threads of the block, which then see what each has written."""
     machine().block_barrier()
 
 
 def warp_barrier() -> None:
+    """Waits for all lanes of the warp, which then see what each has written."""
     machine().warp_barrier()
+
+
+def lanes_with_equal_bits(x: Int, bits: int) -> Int:
+    """Bit mask of the warp's lanes whose last few bits are the same.
+
+    Found bit by bit, which is faster than the instruction for it: there, lanes wait for other values' turn.
+    """
+    same = Int(-1)
+    for bit in range(bits):
+        mine = (x >> bit) & 1
+        same = same & (lanes_where(mine.equals(1)) ^ (mine - 1))
+    return same
+
+
+def lanes_where(x: Bool) -> Int:
+    """Bit mask of the warp's lanes where the condition holds."""
+    return Int(machine().ballot(x.value))
+
+
+def warp_maximum(x: Int) -> Int:
+    """The largest value of the warp, in all its lanes."""
+    return Int(machine().warp_maximum(x.value))
+
+
+def shuffle(x: Any, lane) -> Any:
+    """The value of another lane."""
+    if isinstance(x, Float):
+        return shuffle(x.bits(), lane).as_float()
+    return Int(machine().shuffle(x.value, Int(lane).value))
+
+
+def shuffle_up(x: Int, distance) -> Int:
+    """The value of the lane so many before this one; its own where there is none."""
+    return Int(machine().shuffle_up(x.value, Int(distance).value))
+
+
+def shuffle_xor(x: Any, mask) -> Any:
+    """The value of the lane whose number is this one's `^ mask`."""
+    if isinstance(x, Float):
+        return shuffle_xor(x.bits(), mask).as_float()
+    return Int(machine().shuffle_xor(x.value, Int(mask).value))
+
+
+def combine_lanes(operation: Callable, x, group: int, start: int = 1):
+    """`x` combined by `operation` over each group of lanes, a power of two, the same in all of them.
+
+    From `start` on: lanes nearer than that already hold the same.
+    """
+    while start < group:
+        x = operation(x, shuffle_xor(x, start))
+        start *= 2
+    return x
+
+
+def exclusive_warp_sum(x: Int, lane: Int) -> tuple[Int, Int]:
+    """Sum of `x` over the lanes before this one, and over all lanes."""
+    running = x
+    for distance in (1, 2, 4, 8, 16):
+        neighbour = shuffle_up(running, distance)
+        running = running + select(lane >= distance, neighbour, 0)
+    return running - x, shuffle(running, WARP - 1)

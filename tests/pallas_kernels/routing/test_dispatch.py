@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, simt
 from pallas_kernels.mosaic.row_groups import SPARE_ROWS, TILE_ROWS
-from pallas_kernels.simt import language as simt
 from tests.numerics import assert_same_bits
 from tests.pallas_kernels.rows import portable_dispatch
 from tests.routings import ROUTINGS, random_experts

@@ -5,18 +5,19 @@ then saves that launch. The second, `dispatch_place`, adds up the counts of the 
 block the start of its share of each expert's rows.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import simt, xla
 from pallas_kernels.contract import Dispatch, Losses
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.dispatch_place import Size, known_expert, place
-from pallas_kernels.simt.language import block_barrier, indices
+from pallas_kernels.routing.dispatch_place import Size, known_expert, place
+from pallas_kernels.simt.threads import block_barrier, indices
 from pallas_kernels.simt.values import minimum, select
-from pallas_kernels.xla.dispatch import row_range as portable_row_range
 
 MAX_EXPERTS = 2048  # every warp counts them in shared memory
 BLOCKS = 128  # a power of two, and one SM left for the block that adds up the router's sums
@@ -64,7 +65,7 @@ def dispatch_routed(
 
 def row_range(groups: Dispatch[TileSchedule], first_row: Int[Array, ""] | int, num_rows: int) -> Dispatch[TileSchedule]:
     """The rows from `first_row` on, as if there were no others; see the portable twin. Both are multiples of 8."""
-    rows = portable_row_range(groups, first_row, num_rows, spare_rows=SPARE_ROWS)
+    rows = xla.row_range(groups, first_row, num_rows, spare_rows=SPARE_ROWS)
     offsets = rows.expert_token_offsets
     return Dispatch(*rows[:-1], _tiles(offsets[:-1], offsets[1:], num_rows))
 
@@ -72,45 +73,19 @@ def row_range(groups: Dispatch[TileSchedule], first_row: Int[Array, ""] | int, n
 def in_parts(
     groups: Dispatch[TileSchedule], parts: int
 ) -> tuple[Dispatch[TileSchedule], tuple[Dispatch[TileSchedule], ...]]:
-    """Rows that were grouped by expert and part, as groups by expert: all, and those of each part's tokens.
-
-    Args:
-      groups: of the pairs (token, e * parts + p) for expert e and part p. Parts have equally many tokens, in order.
-      parts: how many.
-
-    Returns:
-      All rows by expert, and for each part the rows of its tokens, by the same numbers. There, tokens are counted from
-      the part's first, and expert_token_offsets tell of all rows.
-    """
-    starts, ends = groups.expert_token_offsets[:-1], groups.expert_token_offsets[1:]
-    of_part = groups.token_index_map.shape[0] // parts
-    of_experts = groups._replace(
-        expert_token_offsets=groups.expert_token_offsets[::parts],
-        tiles=groups.tiles._replace(expert=groups.tiles.expert // parts),
-    )
-
-    by_part = (jnp.moveaxis(rows.reshape(-1, parts), 1, 0) for rows in (starts, ends))
-    tiles = jax.vmap(lambda starts, ends: _tiles(starts, ends, groups.num_rows - SPARE_ROWS))(*by_part)
-
-    def part(p: int) -> Dispatch[TileSchedule]:
-        tokens = groups.expert_token_indices - p * of_part
-        return of_experts._replace(
-            expert_token_indices=jnp.where((tokens >= 0) & (tokens < of_part), tokens, of_part),
-            token_index_map=groups.token_index_map[p * of_part : (p + 1) * of_part],
-            tiles=jax.tree.map(lambda of_parts: of_parts[p], tiles),
-        )
-
-    return of_experts, tuple(map(part, range(parts)))
+    """Rows that were grouped by expert and part, as groups by expert: all, and each part's; see the portable twin."""
+    everything, own = xla.in_parts(groups._replace(tiles=None), parts)
+    windows = jax.tree.map(lambda *rows: jnp.stack(rows), *(part.tiles for part in own))
+    tiles = jax.vmap(partial(_tiles, num_rows=groups.num_rows - SPARE_ROWS))(*windows)
+    own = (part._replace(tiles=TileSchedule(*(t[p] for t in tiles))) for p, part in enumerate(own))
+    return everything._replace(tiles=groups.tiles._replace(expert=groups.tiles.expert // parts)), tuple(own)
 
 
 def of_experts(
     groups: Dispatch[TileSchedule], first: int, experts: int, *, counted_from: int | None = None
 ) -> Dispatch[TileSchedule]:
-    """The rows of `experts` experts, `first` and those after it, by the same numbers.
-
-    There, experts are counted from `counted_from`, the first one whose weights the kernels get; None for `first`.
-    """
-    tiles, offsets = groups.tiles, groups.expert_token_offsets[first : first + experts + 1]
+    """The rows of `experts` experts, `first` and those after it, by the same numbers; see the portable twin."""
+    tiles = groups.tiles
     with_rows, expert = tiles.valid_rows > 0, tiles.expert
     before = jnp.sum(with_rows & (expert < first), dtype=jnp.int32)
     mine = jnp.sum(with_rows & (expert >= first) & (expert < first + experts), dtype=jnp.int32)[None]
@@ -119,16 +94,9 @@ def of_experts(
     def moved(values):
         return jnp.where(tile < mine, values.at[before + tile].get(mode="fill", fill_value=0), 0)
 
-    row = jnp.arange(groups.num_rows, dtype=jnp.int32)
-    tokens = groups.expert_token_indices
     counted = expert - (first if counted_from is None else counted_from)
-    return groups._replace(
-        expert_token_indices=jnp.where(
-            (row >= offsets[0]) & (row < offsets[-1]), tokens, groups.token_index_map.shape[0]
-        ),
-        expert_token_offsets=offsets,
-        tiles=TileSchedule(*map(moved, (counted, tiles.first_row, tiles.valid_rows)), used=mine),
-    )
+    rows = xla.of_experts(groups._replace(tiles=None), first, experts)
+    return rows._replace(tiles=TileSchedule(*map(moved, (counted, *tiles.arrays[1:])), used=mine))
 
 
 def _tiles(starts: Int[Array, " E"], ends: Int[Array, " E"], num_rows: int) -> TileSchedule:
@@ -178,7 +146,7 @@ def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Arr
         for expert in indices(simt.thread(), num_experts, THREADS):
             counts[simt.block() * num_experts + expert] = histogram[expert]
 
-    return simt.simt_kernel(
+    return simt.kernel(
         body,
         name="moe_dispatch_count",
         outputs=[_int32(blocks, num_experts)],

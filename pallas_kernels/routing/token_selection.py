@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from pallas_kernels import simt
 from pallas_kernels.contract import KEY_BITS, Cutoffs
 from pallas_kernels.mosaic.traced_once import traced_once
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt import values
-from pallas_kernels.simt.language import block_barrier, branch, indices, loop, when
-from pallas_kernels.simt.values import Long, minimum, select, total
-from pallas_kernels.simt.warp import WARP, exclusive_warp_sum
+from pallas_kernels.simt.threads import block_barrier, branch, exclusive_warp_sum, indices, loop, when
+from pallas_kernels.simt.values import WARP, Long, minimum, select, total
 
 WARPGROUPS = 4
 THREADS = WARPGROUPS * 128
@@ -35,7 +33,7 @@ def token_cutoffs(keys: Int[Array, "E T"], wanted: Int[Array, " E"]) -> Cutoffs:
     body = _Cutoffs(num_tokens)
     outputs = [jax.ShapeDtypeStruct((num_experts,), jnp.int32)] * 2
     return Cutoffs(
-        *simt.simt_kernel(
+        *simt.kernel(
             body.run,
             name="moe_token_cutoffs",
             outputs=outputs,
@@ -55,7 +53,7 @@ class _Cutoffs:
 
     def run(self, keys, wanted, cutoff_keys, cutoff_tokens, histogram, warp_totals, found):
         self.histogram, self.warp_totals, self.found = histogram, warp_totals, found
-        self.last_token = values.Int(self.num_tokens - 1)
+        self.last_token = simt.Int(self.num_tokens - 1)
         self.thread, self.warp, self.lane = simt.thread(), simt.warp(), simt.thread() % WARP
         expert = simt.block()
         self.keys = keys.at(Long(expert) * self.num_tokens)
@@ -85,7 +83,7 @@ class _Cutoffs:
 
         Returns it, how many are missing of those that equal it, and how many those are.
         """
-        prefix, count = values.Int(0), values.Int(0)
+        prefix, count = simt.Int(0), simt.Int(0)
         for shift in reversed(range(0, bits, DIGIT_BITS)):
             width = min(DIGIT_BITS, bits - shift)
             self.count_digits(value_of, prefix, shift, width)
@@ -109,7 +107,7 @@ class _Cutoffs:
 
     def find_bin(self, missing):
         """The digit whose count reaches `missing`, from the largest down; what is missing of it; and its count."""
-        highest = values.Int(BINS - 1) - self.thread * BINS_PER_THREAD
+        highest = simt.Int(BINS - 1) - self.thread * BINS_PER_THREAD
         counts = [self.histogram[highest - i] for i in range(BINS_PER_THREAD)]
         before, of_warp = exclusive_warp_sum(total(counts), self.lane)
         with when(self.lane.equals(0)):
@@ -182,7 +180,7 @@ def experts_added(
         jax.ShapeDtypeStruct((num_tokens, slots), jnp.int32),
         jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32),
     ]
-    experts, crowded = simt.simt_kernel(
+    experts, crowded = simt.kernel(
         body, name="moe_experts_added", outputs=outputs, blocks=blocks, warpgroups=1, shared=[num_experts]
     )(keys, *cutoffs)
     return experts, crowded.any(0)

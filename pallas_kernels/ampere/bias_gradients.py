@@ -6,11 +6,10 @@ import jax
 from jaxtyping import Array
 from jaxtyping import Float as FloatArray
 
+from pallas_kernels import simt
 from pallas_kernels.contract import Dispatch
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import block_barrier, loop, when
-from pallas_kernels.simt.values import Float, Long, minimum, select, total
-from pallas_kernels.simt.warp import WARP, combine_lanes
+from pallas_kernels.simt.threads import block_barrier, combine_lanes, loop, when
+from pallas_kernels.simt.values import WARP, Float, Long, minimum, select, total
 
 _WARPGROUPS = 2
 _WARPS = _WARPGROUPS * 4
@@ -80,7 +79,7 @@ def expert_sums(
             values = [shared[thread + i * _COLUMNS].as_float() for i in range(_WARPS)]
             out[expert * width + column] = total(values)
 
-    (sums,) = simt.simt_kernel(
+    (sums,) = simt.kernel(
         body,
         name=name,
         outputs=[jax.ShapeDtypeStruct((groups.num_experts, width), dtype)],

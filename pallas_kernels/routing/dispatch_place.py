@@ -15,15 +15,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import simt
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt import values
-from pallas_kernels.simt.column_sums import ColumnSums
-from pallas_kernels.simt.language import block_barrier, indices, warp_barrier, when
-from pallas_kernels.simt.router_sums import RouterSums
-from pallas_kernels.simt.values import count_bits, minimum, select, total
-from pallas_kernels.simt.warp import WARP, exclusive_warp_sum, lanes_with_equal_bits
+from pallas_kernels.routing.block_sums import ColumnSums, RouterSums
+from pallas_kernels.simt.threads import (
+    block_barrier,
+    exclusive_warp_sum,
+    indices,
+    lanes_with_equal_bits,
+    warp_barrier,
+    when,
+)
+from pallas_kernels.simt.values import WARP, count_bits, minimum, select, total
 
 WARPGROUPS = 4
 HELD = 6  # steps of a warp whose pairs stay in registers; 8 spilled where there are 256 experts
@@ -52,7 +56,7 @@ def place(
     A block of their own adds those up, while the others work.
     """
     body = _Place(experts.shape, counts.shape, size, sums is not None)
-    dispatch, routed = simt.simt_kernel(
+    dispatch, routed = simt.kernel(
         body.run,
         name="moe_dispatch_place",
         outputs=body.outputs,
@@ -86,9 +90,9 @@ class _Shared(NamedTuple):
 class _Pair(NamedTuple):
     """A (token, slot) pair of this lane, if it has one: `expert` is `num_experts` for an empty slot or no pair."""
 
-    number: values.Int
-    used: values.Bool
-    expert: values.Int
+    number: simt.Int
+    used: simt.Bool
+    expert: simt.Int
 
 
 class _Place:
@@ -162,7 +166,7 @@ class _Place:
         block_end = minimum((self.block + 1) * self.pairs_per_block, self.num_pairs)
         self.warp_end = minimum(self.warp_start + self.steps * WARP, block_end)
 
-        held = [self.pair_at(values.Int(i)) for i in range(self.steps)] if self.steps <= HELD else []
+        held = [self.pair_at(simt.Int(i)) for i in range(self.steps)] if self.steps <= HELD else []
         shares = self.column_sums.begin(self.counts, self.thread, self.block)
         for counter in indices(self.lane, self.counters, WARP):
             self.mine[counter] = 0
@@ -212,7 +216,7 @@ class _Place:
 
     def walk(self, pairs: list[_Pair]) -> list:
         """What the warp's counters were before each pair, and counts the pairs."""
-        lower_lanes = (values.Int(1) << self.lane) - 1
+        lower_lanes = (simt.Int(1) << self.lane) - 1
         bits = self.num_experts.bit_length()
         equal = [lanes_with_equal_bits(pair.expert, bits) for pair in pairs]
         out = []
@@ -312,7 +316,7 @@ class _Place:
                 with when(row < end):
                     self.token_indices[home + row] = (word & ((1 << _TOKEN_BITS) - 1)) + first_token
 
-    def shared_among_blocks(self, size, turn: int) -> Iterator[values.Int]:
+    def shared_among_blocks(self, size, turn: int) -> Iterator[simt.Int]:
         """Numbers below `size`, by all blocks alike, a few threads of each; `turn` tells from which warp on."""
         thread = (self.thread + (self.threads - turn * WARP % self.threads)) % self.threads
         return indices(thread * self.blocks + self.block, size, self.threads * self.blocks)
@@ -334,7 +338,7 @@ class _Place:
         group_start, first_tile = self.shared.group_start, self.shared.first_tile
         for tile in self.shared_among_blocks(self.num_tiles, 0):
             # The last expert whose first tile is not past this one.
-            low, high = values.Int(0), values.Int(self.num_experts)
+            low, high = simt.Int(0), simt.Int(self.num_experts)
             for _ in range(self.num_experts.bit_length()):
                 middle = (low + high) // 2
                 below = first_tile[middle] <= tile

@@ -8,12 +8,12 @@ the warp chooses again by the whole keys, with the ids next to them. That happen
 for others.
 """
 
-from pallas_kernels.contract import EMPTY_SLOT
-from pallas_kernels.simt.language import warp_barrier, when
-from pallas_kernels.simt.router_keys import MINUS_INFINITY, NOTHING, sorted_descending, sorted_with_bytes
-from pallas_kernels.simt.router_lanes import Lane, power_of_two
-from pallas_kernels.simt.values import Bool, Int, maximum, minimum, select
-from pallas_kernels.simt.warp import lanes_where
+from collections.abc import Iterator, Sequence
+
+from pallas_kernels.contract import EMPTY_SLOT, Rule
+from pallas_kernels.routing.router_lanes import MINUS_INFINITY, NOTHING, Lane, key_of, power_of_two, value_of
+from pallas_kernels.simt.threads import indices, lanes_where, loop, warp_barrier, when
+from pallas_kernels.simt.values import Bool, Int, maximum, minimum, permute_bytes, select
 
 
 class Choice:
@@ -104,3 +104,91 @@ class Choice:
 def _possible(key, expert):
     """The expert, or an empty slot where its key is that of one that is ruled out."""
     return select(key > MINUS_INFINITY, expert, EMPTY_SLOT)
+
+
+def sorted_descending(keys: Sequence[Int]) -> list[Int]:
+    """The keys, largest first."""
+    keys = list(keys)
+    for i, j in _exchanges(len(keys)):
+        keys[i], keys[j] = maximum(keys[i], keys[j]), minimum(keys[i], keys[j])
+    return keys
+
+
+def sorted_with_bytes(keys: Sequence[Int], bytes_: Int) -> tuple[list[Int], Int]:
+    """Keys in descending order, and the bytes that go with them; equals keep their order."""
+    keys = list(keys)
+    for turn in range(len(keys)):
+        for i in range(turn % 2, len(keys) - 1, 2):
+            swap = keys[i + 1] > keys[i]
+            keys[i], keys[i + 1] = maximum(keys[i], keys[i + 1]), minimum(keys[i], keys[i + 1])
+            order = [0, 1, 2, 3]
+            order[i], order[i + 1] = i + 1, i
+            bytes_ = select(swap, permute_bytes(bytes_, order), bytes_)
+    return keys, bytes_
+
+
+def _exchanges(n: int) -> Iterator[tuple[int, int]]:
+    """Pairs of places whose exchange, larger one first, sorts n values (Batcher's merge exchange)."""
+    span = 1
+    while span < n:
+        apart = span
+        while apart:
+            for start in range(apart % span, n - apart, 2 * apart):
+                for i in range(start, min(start + apart, n - apart)):
+                    if i // (2 * span) == (i + apart) // (2 * span):
+                        yield i, i + apart
+            apart //= 2
+        span *= 2
+
+
+def keep_best_groups(lane: Lane, keys: list, rule: Rule, ranks, group_scores) -> list:
+    """`keys`, with that of -inf outside the row's best groups. A group is worked on by one lane.
+
+    `ranks` and `group_scores` are shared memory, a word for each expert (padding included) and each group of every row.
+    """
+    layout, num_groups = lane.layout, rule.num_groups
+    per_group = layout.num_experts // num_groups
+    ranks = ranks.at(lane.row_of_block * (layout.lanes * layout.per_lane))
+    group_scores = group_scores.at(lane.row_of_block * num_groups)
+    mine = ranks.at(lane.first_expert)
+    for i, key in enumerate(keys):
+        mine[i] = key
+    warp_barrier()
+    for group in indices(lane.of_row, num_groups, layout.lanes):
+        group_scores[group] = _score(ranks.at(group * per_group), group, per_group)
+    warp_barrier()
+    for group in indices(lane.of_row, num_groups, layout.lanes):
+        excluded = _better_groups(group_scores, group, num_groups) >= rule.groups_per_token
+        members = ranks.at(group * per_group)
+        for i in indices(0, select(excluded, per_group, 0), 1):
+            members[i] = MINUS_INFINITY
+    warp_barrier()
+    keys = [mine[i] for i in range(len(keys))]
+    warp_barrier()
+    return keys
+
+
+def _score(members, group, per_group: int):
+    """Key of the sum of the group's two best; one that is ruled out counts for nothing."""
+
+    def look(i, best, second):
+        turned = i + group % per_group  # lanes that read in step then read different banks
+        key = members[select(turned < per_group, turned, turned - per_group)]
+        return [maximum(best, key), maximum(second, minimum(best, key))]
+
+    best, second = loop(0, per_group, 1, look, [NOTHING, NOTHING])
+    both = key_of(value_of(best) + value_of(second))
+    return select(second > MINUS_INFINITY, both, best)
+
+
+def _better_groups(group_scores, group, num_groups: int):
+    """How many groups go before this one."""
+    score = group_scores[group]
+
+    def compare(other, better):
+        another = group_scores[other]
+        ahead = (another > score) | (another.equals(score) & (other < group))
+        return [better + select(ahead, 1, 0)]
+
+    (better,) = loop(0, num_groups, 1, compare, [0])
+    return better

@@ -5,13 +5,11 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import simt
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.mosaic.traced_once import traced_once
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import branch, indices, when
-from pallas_kernels.simt.races import WARP
-from pallas_kernels.simt.values import Long, Vector, lowest_bit, minimum, select
-from pallas_kernels.simt.warp import lanes_where, shuffle
+from pallas_kernels.simt.threads import branch, indices, lanes_where, shuffle, when
+from pallas_kernels.simt.values import WARP, Long, Vector, lowest_bit, minimum, select
 
 WARPGROUPS = 1
 WARPS, THREADS = WARPGROUPS * 4, WARPGROUPS * 128
@@ -90,5 +88,5 @@ def combine(
 
     inputs = (rows, token_index_map, jnp.asarray(first_column, jnp.int32).reshape(1))
     weights = None if weights is None else weights.astype(jnp.float32)
-    combined = simt.simt_kernel(body, name="moe_combine", blocks=blocks, warpgroups=WARPGROUPS, updated=1)
+    combined = simt.kernel(body, name="moe_combine", blocks=blocks, warpgroups=WARPGROUPS, updated=1)
     return combined(*inputs, weights, addend, out)[0]
