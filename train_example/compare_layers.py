@@ -20,9 +20,9 @@ from typing import Any, get_args
 
 import jax
 
-from blaze_jax.benchmark.environment import describe, environment
-from blaze_jax.benchmark.plan import plan_of
-from blaze_jax.benchmark.results_file import command_line
+from blaze_jax.benchmark.results import describe, environment
+from blaze_jax.benchmark.memory import plan_of
+from blaze_jax.benchmark.results import command_line
 from blaze_jax.config import Save
 from train_example.attention import AttentionKernel
 from train_example.compile_step import equal_bits_options, lower_step

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from blaze_jax.benchmark.plots import draw
-from blaze_jax.benchmark.results_file import read_results
+from blaze_jax.benchmark.results import read_results
 from tests.train_example.small import FULL_MODEL, windows
 from train_example import compare_layers
 from train_example.__main__ import main

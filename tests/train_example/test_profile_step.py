@@ -8,8 +8,8 @@ from typing import get_args
 import jax
 import pytest
 
-from blaze_jax.benchmark.ceilings import Ceilings
-from blaze_jax.benchmark.device_trace import Kernel
+from blaze_jax.benchmark.rates import Ceilings
+from blaze_jax.benchmark.trace import Kernel
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, windows
 from train_example.compile_step import compile_step
 from train_example.config import Remat

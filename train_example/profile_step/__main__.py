@@ -8,9 +8,9 @@ import json
 import sys
 from pathlib import Path
 
-from blaze_jax.benchmark.device_trace import TraceError
-from blaze_jax.benchmark.environment import describe, environment
-from blaze_jax.benchmark.results_file import command_line
+from blaze_jax.benchmark.trace import TraceError
+from blaze_jax.benchmark.results import describe, environment
+from blaze_jax.benchmark.results import command_line
 from train_example.compare_layers import add_options, configuration
 from train_example.errors import UserError
 from train_example.memory import allow_all_memory

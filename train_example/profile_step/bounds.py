@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from blaze_jax.benchmark.kernel_work import Work, kernel_work
+from blaze_jax.benchmark.rates import Work, kernel_work
 from blaze_jax.benchmark.sizes import Sizes
 from train_example.config import TrainConfig
 from train_example.data import VOCABULARY

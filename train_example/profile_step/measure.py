@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from blaze_jax.benchmark.ceilings import CeilingCalls, Ceilings
-from blaze_jax.benchmark.device_trace import Kernel, TraceError, trace
-from blaze_jax.benchmark.plan import plan_of
+from blaze_jax.benchmark.rates import CeilingCalls, Ceilings
+from blaze_jax.benchmark.trace import Kernel, TraceError, trace
+from blaze_jax.benchmark.memory import plan_of
 from blaze_jax.benchmark.timing import time_calls
 from train_example.compile_step import compile_step
 from train_example.config import TrainConfig

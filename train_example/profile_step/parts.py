@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from blaze_jax.benchmark.device_trace import Kernel
+from blaze_jax.benchmark.trace import Kernel
 from train_example.profile_step.program import Instruction
 
 CASTS, OTHER = "casts and copies", "other"

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from blaze_jax.benchmark.plots import source
+from blaze_jax.benchmark.results import source
 
 _BAR, _BOUND, _GAPS = "#94a3b8", "#2563a8", "#d1495b"
 
