@@ -54,20 +54,30 @@ def draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     Raises:
       ValueError: there is nothing to draw.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     drawn = []
+    for name, figure in _figures(results):
+        save(figure, folder / name)
+        drawn.append(folder / name)
+    if not drawn:
+        kinds = sorted({record["kind"] for result in results for record in result["records"]})
+        raise ValueError(f"there is no figure of these results: {', '.join(kinds) or 'none at all'}")
+    return drawn
+
+
+def draw_one(result: dict[str, Any], path: Path) -> None:
+    """Draws the first figure of a results file's content as a PNG file."""
+    save(next(_figures([result]))[1], path)
+
+
+def _figures(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Figure]]:
+    """The figures and the names of their files."""
     for kind, name, drawer in _FIGURES:
         own = [(result, [r for r in result["records"] if r["kind"] == kind]) for result in results]
         if records := [record for _, some in own for record in some]:
             figure = drawer(records)
             first = next(result for result, some in own if some)
             figure.text(0.995, 0.004, source(first), ha="right", va="bottom", fontsize=8, color=_TEXT_GREY)
-            save(figure, folder / name)
-            drawn.append(folder / name)
-    if not drawn:
-        kinds = sorted({record["kind"] for result in results for record in result["records"]})
-        raise ValueError(f"there is no figure of these results: {', '.join(kinds) or 'none at all'}")
-    return drawn
+            yield name, figure
 
 
 def new_figure(width: float, height: float, title: str):

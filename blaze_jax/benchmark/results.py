@@ -36,16 +36,17 @@ class ResultsFile:
         self.path = path
         self.content: dict[str, Any] = {"environment": environment, "command": command, "records": []}
         try:
-            self._write()
+            self.write()
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}; choose another file") from error
 
     def add(self, record: Record) -> None:
         """Appends a record."""
         self.content["records"].append(record)
-        self._write()
+        self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Writes the content, if there is a file."""
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial = self.path.with_suffix(".partial")

@@ -43,6 +43,7 @@ def terminal(record: Record) -> str:
         return f"  {record['status']}"
     tables = [table(record), *([list(_kernels(record))] if record.get("kernels") else [])]
     lines = [line for rows in tables for line in _aligned(*rows)]
+    lines += _step_summary(record) if record["kind"] == "step_profile" else []
     return "\n".join(f"  {line}" for line in (*lines, *_ceilings(record), *dict.fromkeys(_notes(record))))
 
 
@@ -205,6 +206,24 @@ def _step_profile(record: Record) -> Iterator[Row]:
                 yield f"    {kernel['name'][:66]}", f"{kernel['ms']:.2f}", *[""] * 5
     yield "gaps", f"{record['gaps_ms']:.2f}", f"{record['gaps_ms'] / step:.1%}", *[""] * 4
     yield "step", f"{step:.2f}", "", f"{record['bound_ms']:.2f}", f"{record['bound_ms'] / step:.0%}", "", ""
+
+
+def _step_summary(record: Record) -> Iterator[str]:
+    """A training step in whole: its model, memory and speed."""
+    peak = "not reported" if record["peak_gib"] is None else f"{record['peak_gib']:.1f} GiB"
+    yield (
+        f"{record['preset']}: {record['batch_size']} x {record['sequence_length']} bytes a step, remat "
+        f"{record['remat']}, {record['parameters'] / 1e6:,.0f}M parameters; peak memory {peak}, "
+        f"compiled in {record['compile_seconds']:.0f} s"
+    )
+    floor = ", ".join(f"{name} {gib:.1f}" for name, gib in record["floor_gib"].items())
+    yield f"memory that no step does without: {sum(record['floor_gib'].values()):.1f} GiB ({floor})"
+    tflops = record["model_tflop"] / record["wall_ms"] * 1e3
+    yield (
+        f"in CUDA graphs and without the profiler {record['wall_ms']:.2f} ms: {record['tokens_per_second']:,.0f} "
+        f"tokens/s, {tflops:.0f} TFLOP/s of the model's own arithmetic, "
+        f"{tflops / record['ceilings']['tflops']:.0%} of dense"
+    )
 
 
 _TABLES = {
