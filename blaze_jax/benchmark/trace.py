@@ -1,4 +1,4 @@
-"""What ran on the GPU, by the profiler: every kernel with its start and its length."""
+"""Kernels that ran on the GPU, by the profiler, each with its start and its length."""
 
 import contextlib
 import itertools

@@ -1,10 +1,8 @@
-"""The table of kernels: work by name, and rates against the ceilings."""
+"""Work of kernels by name, and their rates against what the device reaches."""
 
 import pytest
 
-from blaze_jax.benchmark.ceilings import COPY, DENSE, Ceilings
-from blaze_jax.benchmark.kernel_work import kernel_work, work_of
-from blaze_jax.benchmark.kernels import kernel_records
+from blaze_jax.benchmark.rates import COPY, DENSE, Ceilings, kernel_records, kernel_work, work_of
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import KernelTotal
 

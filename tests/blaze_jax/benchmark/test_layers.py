@@ -7,17 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blaze_jax.benchmark import compare, peers
-from blaze_jax.benchmark.ceilings import Ceilings
-from blaze_jax.benchmark.compare import compile_pass, first_run
+from blaze_jax.benchmark import layers, peers
 from blaze_jax.benchmark.inputs import BOTH, FORWARD, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.layers import Candidate, Limits, compile_pass, first_run
 from blaze_jax.benchmark.peers import AMPERE, DENSE_DISPATCH, RAGGED_DOT, TOKAMAX, UnavailableError, peer_variants
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.tables import terminal
 from blaze_jax.experts import expert_ffn
 
 SIZES = Sizes(64, 16, 8, 4, 2)
-FAST = Ceilings(1e6, 1e6)
 
 
 @pytest.mark.parametrize("name", [RAGGED_DOT, DENSE_DISPATCH])
@@ -64,27 +62,26 @@ def test_the_dense_dispatch_drops_what_is_beyond_its_capacity():
     assert (jnp.abs(y).max(1) > 0).tolist() == [True] * capacity + [False] * (SIZES.num_tokens - capacity)
 
 
-def prepare(name, sizes=SIZES, *, layer=expert_ffn, phase=FORWARD, rough=FAST, limit_seconds=20.0):
-    inputs = expert_inputs(sizes, jnp.float32)
-    return compile_pass(name, layer, phase, sizes, inputs, rough, limit_seconds)
+def prepare(name, *, layer=expert_ffn, phase=FORWARD, limits=Limits(), backend=""):
+    candidate = Candidate(name, backend, layer, expert_inputs(SIZES, jnp.float32))
+    return compile_pass(candidate, phase, SIZES, limits)
 
 
 def test_what_would_take_too_long_is_not_compiled():
     with pytest.raises(UnavailableError, match=r"not run: its arithmetic alone takes about \d+ s a call \(forward\)"):
-        prepare("ours", rough=Ceilings(1e-9, 1.0), limit_seconds=1e-3)
+        prepare("ours", limits=Limits(seconds=1e-3, tflops=1e-9))
 
 
 @pytest.mark.parametrize(("phase", "what"), [(FORWARD, "a copy of"), (BOTH, "two float32 copies of")])
-def test_what_cannot_fit_is_not_compiled(phase, what, monkeypatch):
-    monkeypatch.setattr(compare, "memory_limit", lambda: 1000)
+@pytest.mark.parametrize(("name", "backend"), [(RAGGED_DOT, "XLA"), (TOKAMAX, "xla")])
+def test_what_cannot_fit_is_not_compiled(name, backend, phase, what):
     with pytest.raises(UnavailableError, match=f"out of memory: {what} all rows for each expert takes"):
-        prepare(RAGGED_DOT, phase=phase)
+        prepare(name, backend=backend, phase=phase, limits=Limits(num_bytes=1000))
 
 
-def test_what_does_not_fit_by_the_plan_is_not_run(monkeypatch):
-    monkeypatch.setattr(compare, "memory_limit", lambda: 1000)
+def test_what_does_not_fit_by_the_plan_is_not_run():
     with pytest.raises(UnavailableError, match=r"out of memory: forward\+backward needs"):
-        prepare("ours", phase=BOTH)
+        prepare("ours", phase=BOTH, limits=Limits(num_bytes=1000))
 
 
 def test_what_does_not_compile_is_reported():
@@ -112,7 +109,7 @@ def test_no_peer_is_dropped(monkeypatch):
 
     monkeypatch.setattr(peers.importlib, "import_module", gone)
     monkeypatch.setattr(peers, "dense_dispatch_layer", lambda *_: 1 / 0)
-    record = compare.compare(SIZES, jnp.dtype("float32"), peers=peers.PEERS, repeats=1)
+    record = layers.compare(SIZES, jnp.dtype("float32"), peers=peers.PEERS, repeats=1)
     status = {layer["layer"]: layer["status"] for layer in record["layers"]}
     assert status["blaze_jax"] == status[RAGGED_DOT] == "ok"
     assert "not installed" in status[TOKAMAX]

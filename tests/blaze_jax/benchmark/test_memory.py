@@ -8,7 +8,7 @@ import pytest
 
 from blaze_jax import expert_ffn
 from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
-from blaze_jax.benchmark.residuals import kept_by_name, saved_bytes, saved_residuals
+from blaze_jax.benchmark.memory import kept_by_name, saved_bytes, saved_residuals
 from blaze_jax.benchmark.sizes import Sizes
 
 SIZES = Sizes(64, 32, 16, 4, 2)

@@ -1,4 +1,4 @@
-"""What a backward pass keeps, by name, read from the traced program."""
+"""Memory of a program: XLA's plan of it, and what its backward pass keeps, by name, read from the traced program."""
 
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -8,6 +8,43 @@ import jax
 
 from blaze_jax.benchmark.inputs import of_floating
 
+MIB = 2**20
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of a compiled program by XLA's own plan.
+
+    Attributes:
+      arguments: what the caller holds.
+      outputs: results that are no argument's memory.
+      temporaries: alive at some time inside.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """Beyond the arguments: results and temporaries."""
+        return self.outputs + self.temporaries
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.peak
+
+
+def plan_of(analysis) -> MemoryPlan | None:
+    """The plan from `compiled.memory_analysis()`, None where the platform gives none."""
+    if analysis is None:
+        return None
+    return MemoryPlan(
+        analysis.argument_size_in_bytes,
+        analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        analysis.temp_size_in_bytes,
+    )
+
+
 _CALLS = ("remat_opt", "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 _RECOMPUTED = ("checkpoint", "remat", "remat2")
 
@@ -16,7 +53,7 @@ class Residual(NamedTuple):
     """An array that the backward pass keeps.
 
     Attributes:
-      name: of its `checkpoint_name`; of the argument, if it is one; else of the operation that made it.
+      name: its `checkpoint_name`, the argument's name if it is one, else the name of the operation that made it.
       bytes: its size.
       is_argument: whether it is an argument of the function, and takes no memory beyond it.
     """
@@ -27,10 +64,10 @@ class Residual(NamedTuple):
 
 
 def saved_residuals(function: Callable, *arguments) -> list[Residual]:
-    """What `jax.vjp` of `function` in its floating arguments keeps, in the order it is kept; nothing is computed.
+    """The arrays that `jax.vjp` of `function` in its floating arguments keeps, in order; nothing is computed.
 
     Args:
-      function: of arrays, plain or jitted.
+      function: takes arrays; plain or jitted.
       arguments: arrays or `jax.ShapeDtypeStruct`s.
     """
 
@@ -61,7 +98,7 @@ def kept_by_name(jaxpr) -> dict[str, int]:
     """Bytes of the arrays with a `checkpoint_name` that outlive the pass that makes them, in a program that holds both.
 
     Args:
-      jaxpr: of a whole training step, its gradients taken inside it. What a loop over layers keeps counts once per
+      jaxpr: a whole training step's, its gradients taken inside it. What a loop over layers keeps counts once per
         layer; what `jax.checkpoint` computes again does not count.
     """
     total: dict[str, int] = {}

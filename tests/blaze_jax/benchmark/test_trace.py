@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from blaze_jax.benchmark.device_trace import Kernel, TraceError, busy_ns, kernels_of, split, trace
+from blaze_jax.benchmark.trace import Kernel, TraceError, busy_ns, kernels_of, split, trace
 from tests.blaze_jax.benchmark.profiles import profile
 
 
