@@ -39,12 +39,12 @@ def down_projection(
         w_down = lax.dynamic_slice_in_dim(w_down, first_column, num_columns, axis=2).astype(hidden.dtype)
         weight_column = jnp.zeros_like(first_column)
 
-    def load(refs, where, k, slot):
-        column = refs.first_column[0] + where.column_tile * TILE_COLUMNS
+    def load(refs, tile, k, slot):
+        column = refs.first_column[0] + tile.column_tile * TILE_COLUMNS
         steps = pl.ds(k * K_STEP, K_STEP)
-        slot.fetch(refs.hidden.at[pl.ds(where.row, TILE_ROWS), steps], slot.lhs)
+        slot.fetch(refs.hidden.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
         for panel in range(PANELS):
-            block = refs.w_down.at[where.expert, steps, pl.ds(column + panel * PANEL, PANEL)]
+            block = refs.w_down.at[tile.expert, steps, pl.ds(column + panel * PANEL, PANEL)]
             slot.fetch(block, slot.rhs_panel(panel))
 
     column_tiles = -(-num_columns // TILE_COLUMNS)

@@ -2,6 +2,9 @@
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
+from contextlib import contextmanager
+
+import jax
 import jax.experimental.mosaic.gpu as mgpu
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
@@ -25,6 +28,7 @@ from pallas_kernels.hopper.inline import (
     thread_index,
 )
 from pallas_kernels.mosaic.interpreter import in_interpreter
+from pallas_kernels.mosaic.row_groups import GROUP_ROWS
 
 
 @in_interpreter(forms.zero_rows)
@@ -117,3 +121,22 @@ def store_panels(panels, values, *, transposed=False):
 @in_interpreter(forms.end_ragged_copy)
 def end_ragged_copy():
     """Nothing, on a GPU: it counts stores under way by groups of copies, of which one may have none or several."""
+
+
+def store_buffers(dtype, columns: int = PANEL):
+    """Two buffers for `store_through` per consumer warpgroup."""
+    return plgpu.SMEM((4, GROUP_ROWS, columns), dtype, transforms=SWIZZLED)
+
+
+@contextmanager
+def store_through(buffers, warpgroup, turn: int, values: jax.Array, *, transposed=False):
+    """A buffer with `values` or their transpose, for the copies that are started inside.
+
+    A warpgroup's two buffers take turns: the store before last must have left shared memory.
+    """
+    buffer = buffers.at[warpgroup * 2 + turn % 2]
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    store_panels(buffer, values, transposed=transposed)
+    plgpu.commit_smem()
+    yield buffer
+    plgpu.commit_smem_to_gmem_group()

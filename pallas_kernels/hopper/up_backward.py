@@ -40,15 +40,15 @@ def up_backward(
         weights = tuple(block.astype(dtype) for block in blocks)
         first_column = jnp.zeros_like(first_column)
 
-    def load(refs, where, k, slot):
-        columns = pl.ds(refs.first_column[0] + where.column_tile * TILE_COLUMNS, TILE_COLUMNS)
+    def load(refs, tile, k, slot):
+        columns = pl.ds(refs.first_column[0] + tile.column_tile * TILE_COLUMNS, TILE_COLUMNS)
         for i, (d_pre, weight) in enumerate(refs.pairs):
 
             @pl.when((k >= i * steps_each) & (k < (i + 1) * steps_each))
             def _(d_pre=d_pre, weight=weight, i=i):
                 steps = pl.ds((k - i * steps_each) * K_STEP, K_STEP)
-                slot.fetch(d_pre.at[pl.ds(where.row, TILE_ROWS), steps], slot.lhs)
-                slot.fetch(weight.at[where.expert, columns, steps], slot.rhs)
+                slot.fetch(d_pre.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
+                slot.fetch(weight.at[tile.expert, columns, steps], slot.rhs)
 
     pairs = tuple(zip(d_pre_activations, weights, strict=True))
     return row_matmul(

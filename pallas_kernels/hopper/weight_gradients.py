@@ -5,8 +5,10 @@ rows on one side, rows stored by expert on the other. Rows past the expert's las
 neighbour's NaN times zero would be NaN.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,9 @@ from jaxtyping import Array, Float
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.ragged_store import store_buffers, store_through
-from pallas_kernels.hopper.ring import PANELS, Ring
-from pallas_kernels.hopper.stores import zero_rows
-from pallas_kernels.hopper.tile_queue import TileQueue
+from pallas_kernels.hopper.launch import Ahead, TileKernel, launch
+from pallas_kernels.hopper.ring import PANELS
+from pallas_kernels.hopper.stores import store_buffers, store_through, zero_rows
 from pallas_kernels.hopper.wgmma import wgmma
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.support import WIDTH_MULTIPLE
@@ -105,7 +105,7 @@ def down_weight_gradients(
     return gradient, sums[:, 0]
 
 
-class _Tile(NamedTuple):
+class GradientTile(NamedTuple):
     """A tile of an expert's gradient, and the rows `start` to `end` that it is summed over."""
 
     expert: jax.Array
@@ -117,6 +117,161 @@ class _Tile(NamedTuple):
     @property
     def steps(self):
         return (self.end - self.start + K_STEP - 1) // K_STEP
+
+
+@dataclass(frozen=True)
+class RowContraction(TileKernel):
+    """The walk over the tiles of all experts' gradients; see `_row_contraction`.
+
+    Attributes:
+      experts: how many.
+      tiles: rows and columns of tiles in an expert's gradient.
+      width: columns of a result's part of a tile.
+      transposed: whether results are stored transposed.
+      dtype: of the results. 16-bit ones wait in registers for the next tile's products.
+      gather: of the token rows.
+      tuning: the order of an expert's tiles.
+    """
+
+    experts: int
+    tiles: tuple[int, int]
+    width: int
+    transposed: bool
+    dtype: Any
+    gather: RowGather
+    tuning: TileTuning
+
+    tile = GradientTile
+
+    @property
+    def num_tiles(self) -> int:
+        return self.experts * self.tiles[0] * self.tiles[1]
+
+    @property
+    def wide(self) -> bool:
+        return jnp.dtype(self.dtype) == jnp.float32
+
+    @property
+    def chunk_columns(self) -> int:
+        """Columns of a chunk of the result, which is 128 bytes wide."""
+        return 32 if self.wide else 64
+
+    def find(self, refs, number):
+        is_one, number = number < self.num_tiles, jnp.minimum(number, self.num_tiles - 1)
+        in_expert = self.tiles[0] * self.tiles[1]
+        expert = number // in_expert
+        place = plgpu.planar_snake(
+            lax.rem(number, in_expert), self.tiles, self.tuning.minor_dim, self.tuning.tile_width
+        )
+        return GradientTile(expert, *place, refs.offsets[expert], refs.offsets[expert + 1]), is_one
+
+    def first_tokens(self, refs, tile: GradientTile):
+        return self.gather.load_tokens(refs.token_indices, tile.start)
+
+    def fill(self, refs, tile: GradientTile, tokens, step, ahead: Ahead):
+        steps = tile.steps
+
+        def load_step(k, slot, tokens, following):
+            row = tile.start + k * K_STEP
+            for panel in range(PANELS):
+                source, column = refs.stored[panel * PANEL // self.width], panel * PANEL % self.width
+                columns = pl.ds(tile.column_tile * self.width + column, PANEL)
+                slot.fetch(source.at[pl.ds(row, K_STEP), columns], slot.rhs_panel(panel))
+            offsets = self.gather.row_chunks(tokens, tile.end - row)
+            self.gather.copy(refs.tokens, offsets, slot.lhs, refs.ring.landed, slot.number, tile.row_tile * TILE_ROWS)
+            row += K_STEP
+            if following:  # the last step is among those after which it is known
+                row = jnp.where(k + 1 < steps, row, start_of(following))
+            return self.gather.load_tokens(refs.token_indices, row)
+
+        def start_of(following):
+            (tile, _), _ = following
+            return tile.start
+
+        following, find_following = ahead.following()
+        step, tokens, following = refs.ring.fill(step, steps, load_step, tokens, following, find_following)
+        after = ahead.known_after()
+        # An empty expert has no step to load the next tile's first tokens in.
+        first = partial(self.gather.load_tokens, refs.token_indices)
+        tokens = lax.cond(steps > 0, lambda t: t, lambda _: first(start_of(following)), tokens)
+        return step, (following[0], tokens), after
+
+    def nothing_held(self, refs):
+        columns = 8 if self.wide else TILE_COLUMNS  # nothing is held of a wide result
+        return _zeros(columns, self.dtype), GradientTile(*[jnp.int32(0)] * 5)
+
+    def part(self, refs, tile: GradientTile):
+        return tile, tile.steps
+
+    def multiply(self, refs, turn, step, held, part, take):
+        tile, steps = part
+
+        def product(slot, rows, accumulator, first):
+            row, end = rows
+
+            # The gather left zeros in the rows past the expert's last; the other side must not hold a NaN there.
+            @pl.when(end - row < K_STEP)
+            def _():
+                own = pl.ds(refs.warpgroup * (TILE_COLUMNS // 2), TILE_COLUMNS // 2)
+                zero_rows(slot.rhs.at[own], PANELS // 2, end - row)
+                plgpu.barrier_arrive(refs.zeroed)
+                plgpu.barrier_wait(refs.zeroed)
+
+            own = slot.lhs.at[pl.ds(refs.warpgroup * PANEL, PANEL)]
+            return (row + K_STEP, end), wgmma(accumulator, own, slot.rhs, first=first, transpose_lhs=True)
+
+        def end(accumulator):
+            if not self.wide:
+                return accumulator.astype(self.dtype)
+            for chunk in self.stores(refs, accumulator, tile):
+                chunk()
+            return held[0]
+
+        def store_held(store: Callable):
+            pl.when(turn > 0)(store)
+
+        under = [] if self.wide else [partial(store_held, store) for store in self.stores(refs, *held)]
+
+        def run(step):
+            step, accumulator, taken = refs.ring.multiply(
+                step, steps, product, (tile.start, tile.end), under, last=take
+            )
+            return step, end(accumulator), taken
+
+        def nothing_to_add(step):
+            for store in under:
+                store()
+            return step, end(_zeros(TILE_COLUMNS, jnp.float32)), take()
+
+        step, values, taken = lax.cond(steps > 0, run, nothing_to_add, step)
+        return step, (values, tile), taken
+
+    def store_held(self, refs, turns, held):
+        for store in [] if self.wide else self.stores(refs, *held):
+            pl.when(turns > 0)(store)
+
+    def stores(self, refs, values, tile: GradientTile) -> list[Callable]:
+        """What stores `(64, 256)` values, a consumer's part of a tile, a chunk of columns after another."""
+        return [partial(self.store, refs, values, tile, chunk) for chunk in range(TILE_COLUMNS // self.chunk_columns)]
+
+    def store(self, refs, values, tile: GradientTile, chunk: int) -> None:
+        width, column = self.chunk_columns, chunk * self.chunk_columns
+        result, column_in_result = refs.results[column // self.width], column % self.width
+        values = values[:, column : column + width]
+        with store_through(refs.buffers, refs.warpgroup, chunk, values, transposed=self.transposed) as buffer:
+            row = tile.row_tile * TILE_ROWS + refs.warpgroup * GROUP_ROWS
+            columns = pl.ds(tile.column_tile * self.width + column_in_result, width)
+            if not self.transposed:
+                target = result.at[tile.expert, pl.ds(row, GROUP_ROWS), columns]
+                plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
+            else:
+                for first in range(0, GROUP_ROWS, width):
+                    target = result.at[tile.expert, columns, pl.ds(row + first, width)]
+                    plgpu.copy_smem_to_gmem(buffer.at[pl.ds(first, width)], target, commit_group=False)
+
+
+def _zeros(columns: int, dtype):
+    return plgpu.layout_cast(jnp.zeros((GROUP_ROWS, columns), dtype), plgpu.Layout.WGMMA)
 
 
 def _row_contraction(
@@ -140,142 +295,16 @@ def _row_contraction(
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
       tuning: slots of the ring, the order of an expert's tiles, and how tiles are shared out.
     """
-    num_experts = groups.num_experts
     shape = (tokens[0].shape[1], stored[0].shape[1])
-    width = TILE_COLUMNS // len(stored)  # of a result's part of a tile
-    row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
-    num_tiles = num_experts * row_tiles * column_tiles
-    # A chunk of the result is 128 bytes wide. 16-bit results wait in registers for the next tile's products.
-    wide = jnp.dtype(dtype) == jnp.float32
-    chunk_columns = 32 if wide else 64
-    chunks = range(TILE_COLUMNS // chunk_columns)
+    width = TILE_COLUMNS // len(stored)
+    tiles = (-(-shape[0] // TILE_ROWS), -(-shape[1] // width))
     gather = RowGather(tokens, rows=K_STEP, columns=TILE_ROWS)
-
-    def find_tile(refs, number):
-        """Tile `number`, and whether there is one; past the end it is the last."""
-        is_one, number = number < num_tiles, jnp.minimum(number, num_tiles - 1)
-        expert = number // (row_tiles * column_tiles)
-        in_expert = lax.rem(number, row_tiles * column_tiles)
-        place = plgpu.planar_snake(in_expert, (row_tiles, column_tiles), tuning.minor_dim, tuning.tile_width)
-        return _Tile(expert, *place, refs.offsets[expert], refs.offsets[expert + 1]), is_one
-
-    def produce(refs, ring: Ring, queue: TileQueue):
-        tokens_of = partial(gather.load_tokens, refs.token_indices)
-
-        def produce_tile(carry):
-            turn, step, tokens, (tile, _), known = carry
-            steps = tile.steps
-
-            def load_step(k, slot, tokens, following):
-                row = tile.start + k * K_STEP
-                for panel in range(PANELS):
-                    source, column = refs.stored[panel * PANEL // width], panel * PANEL % width
-                    columns = pl.ds(tile.column_tile * width + column, PANEL)
-                    slot.fetch(source.at[pl.ds(row, K_STEP), columns], slot.rhs_panel(panel))
-                offsets = gather.row_chunks(tokens, tile.end - row)
-                gather.copy(refs.tokens, offsets, slot.lhs, ring.landed, slot.number, tile.row_tile * TILE_ROWS)
-                row += K_STEP
-                if following:  # the last step is among those after which it is known
-                    row = jnp.where(k + 1 < steps, row, start_of(following))
-                return tokens_of(row)
-
-            def start_of(following):
-                (tile, _), _ = following
-                return tile.start
-
-            following, work = queue.ahead(turn + 1, known, lambda _: ())
-            step, tokens, following = ring.fill(step, steps, load_step, tokens, following, work)
-            after = queue.known(turn + 2)
-            # An empty expert has no step to load the next tile's first tokens in.
-            tokens = lax.cond(steps > 0, lambda t: t, lambda _: tokens_of(start_of(following)), tokens)
-            return turn + 1, step, tokens, following[0], after
-
-        zero = jnp.int32(0)
-        first, tokens = queue.first(lambda tile: tokens_of(tile.start))
-        lax.while_loop(lambda carry: carry[3][1], produce_tile, (zero, zero, tokens, first, queue.known(zero + 1)))
-
-    def consume(refs, ring: Ring, queue: TileQueue, warpgroup):
-        def product(slot, rows, accumulator, first):
-            row, end = rows
-
-            # The gather left zeros in the rows past the expert's last; the other side must not hold a NaN there.
-            @pl.when(end - row < K_STEP)
-            def _():
-                own = pl.ds(warpgroup * (TILE_COLUMNS // 2), TILE_COLUMNS // 2)
-                zero_rows(slot.rhs.at[own], PANELS // 2, end - row)
-                plgpu.barrier_arrive(refs.zeroed)
-                plgpu.barrier_wait(refs.zeroed)
-
-            own = slot.lhs.at[pl.ds(warpgroup * PANEL, PANEL)]
-            return (row + K_STEP, end), wgmma(accumulator, own, slot.rhs, first=first, transpose_lhs=True)
-
-        def store(values, tile, chunk):
-            """Stores the columns of a chunk of the tile's (64, 256) part."""
-            column = chunk * chunk_columns
-            result, column_in_result = refs.results[column // width], column % width
-            values = values[:, column : column + chunk_columns]
-            with store_through(refs.buffers, warpgroup, chunk, values, transposed=transposed) as buffer:
-                row = tile.row_tile * TILE_ROWS + warpgroup * GROUP_ROWS
-                columns = pl.ds(tile.column_tile * width + column_in_result, chunk_columns)
-                if not transposed:
-                    target = result.at[tile.expert, pl.ds(row, GROUP_ROWS), columns]
-                    plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
-                else:
-                    for first in range(0, GROUP_ROWS, chunk_columns):
-                        target = result.at[tile.expert, columns, pl.ds(row + first, chunk_columns)]
-                        part = buffer.at[pl.ds(first, chunk_columns)]
-                        plgpu.copy_smem_to_gmem(part, target, commit_group=False)
-
-        def zeros(columns, dtype):
-            return plgpu.layout_cast(jnp.zeros((GROUP_ROWS, columns), dtype), plgpu.Layout.WGMMA)
-
-        def consume_tile(carry):
-            turn, step, held, held_tile, (tile, _) = carry
-            steps = tile.steps
-            known = queue.known(turn + 1)
-            take = partial(queue.take, turn + 1, known)
-
-            def store_held(chunk):
-                pl.when(turn > 0)(partial(store, held, held_tile, chunk))
-
-            under = () if wide else [partial(store_held, chunk) for chunk in chunks]
-
-            def end(accumulator):
-                if not wide:
-                    return accumulator.astype(dtype)
-                for chunk in chunks:
-                    store(accumulator, tile, chunk)
-                return held
-
-            def run(step):
-                rows = (tile.start, tile.end)
-                step, accumulator, taken = ring.multiply(step, steps, product, rows, under, last=take)
-                return step, end(accumulator), taken
-
-            def nothing_to_add(step):
-                for work in under:
-                    work()
-                return step, end(zeros(TILE_COLUMNS, jnp.float32)), take()
-
-            step, held, taken = lax.cond(steps > 0, run, nothing_to_add, step)
-            return turn + 1, step, held, tile, known or taken
-
-        zero = jnp.int32(0)
-        held = zeros(8 if wide else TILE_COLUMNS, dtype)  # nothing is held of a wide result
-        known = queue.known(zero)
-        carry = (zero, zero, held, _Tile(zero, zero, zero, zero, zero), known or queue.take(zero, known))
-        turns, _, held, tile, _ = lax.while_loop(lambda carry: carry[-1][1], consume_tile, carry)
-        for chunk in () if wide else chunks:
-            pl.when(turns > 0)(partial(store, held, tile, chunk))
-
-    result = jax.ShapeDtypeStruct((num_experts, *(shape[::-1] if transposed else shape)), dtype)
+    kernel = RowContraction(groups.num_experts, tiles, width, transposed, dtype, gather, tuning)
+    result = jax.ShapeDtypeStruct((groups.num_experts, *(shape[::-1] if transposed else shape)), dtype)
     return launch(
         name,
-        _Tile,
-        find_tile,
-        produce,
-        consume,
-        tiles=num_tiles,
+        kernel,
+        tiles=kernel.num_tiles,
         operands={
             "offsets": groups.expert_token_offsets,
             "token_indices": groups.expert_token_indices,
@@ -287,6 +316,6 @@ def _row_contraction(
         dtype=tokens[0].dtype,
         copies=PANELS,
         gathers=True,
-        buffers=store_buffers(dtype, chunk_columns),
+        buffers=store_buffers(dtype, kernel.chunk_columns),
         barriers={"zeroed": plgpu.Barrier(num_arrivals=2)},
     ).results
