@@ -69,9 +69,9 @@ def down_backward(
         return partial(end_panel, refs, part, row_weight)
 
     def end_panel(refs, part, row_weight, accumulator, panel, slot):
-        own = [slot.rhs.at[pl.ds(i * TILE_ROWS + part.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
+        own = [slot.rhs.at[pl.ds(i * TILE_ROWS + refs.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
         # The results leave from where the pre-activations were, and from the left operand's part of the slot.
-        leaving = (*own, slot.lhs.at[pl.ds(part.warpgroup * GROUP_ROWS, GROUP_ROWS)])
+        leaving = (*own, slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)])
         weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PIECE), (0,))
         d_weight = plgpu.layout_cast(jnp.zeros((GROUP_ROWS,), jnp.float32), ROWS)
         for first in range(0, PANEL, PIECE):
@@ -87,7 +87,7 @@ def down_backward(
         for buffer, output in zip(leaving, (*refs.d_pre, refs.weighted_hidden), strict=True):
             ragged_copy(buffer, output, part, columns)
         plgpu.commit_smem_to_gmem_group()
-        rows = pl.ds(part.warpgroup * GROUP_ROWS, GROUP_ROWS)
+        rows = pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)
         refs.d_row_weights.at[part.row_tile, part.column_tile * PANELS + panel, rows][...] = d_weight
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)

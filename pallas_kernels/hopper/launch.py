@@ -76,7 +76,7 @@ class TileKernel:
     def part(self, refs, tile) -> Any:
         """What a consumer needs to know of its part of a tile."""
 
-    def nothing_held(self, refs) -> Any:
+    def nothing_held(self) -> Any:
         """What a consumer holds before its first tile."""
 
     def multiply(self, refs, turn, step, held, part, take: Callable) -> Any:
@@ -111,7 +111,7 @@ class TileKernel:
             step, held, taken = self.multiply(refs, turn, step, held, part, take)
             return turn + 1, step, held, known or taken
 
-        zero, held = jnp.int32(0), self.nothing_held(refs)
+        zero, held = jnp.int32(0), self.nothing_held()
         known = queue.known(zero)
         carry = (zero, zero, held, known or queue.take(zero, known))
         turns, _, held, _ = lax.while_loop(lambda carry: carry[-1][1], multiply_tile, carry)

@@ -48,22 +48,11 @@ class RowTile(NamedTuple):
     row_tile: jax.Array
     column_tile: jax.Array
 
-
-class TilePart(NamedTuple):
-    """A consumer's part of a tile, 64 rows of it: `row` and `rows` are the first of them and how many are valid."""
-
-    warpgroup: jax.Array
-    expert: jax.Array
-    row: jax.Array
-    rows: jax.Array
-    row_tile: jax.Array
-    column_tile: jax.Array
-
-    @classmethod
-    def of(cls, tile: RowTile, warpgroup) -> "TilePart":
+    def half(self, warpgroup) -> "RowTile":
+        """The 64 rows of a consumer."""
         first = warpgroup * GROUP_ROWS
-        rows = jnp.clip(tile.rows - first, 0, GROUP_ROWS)
-        return cls(warpgroup, tile.expert, tile.row + first, rows, tile.row_tile, tile.column_tile)
+        rows = jnp.clip(self.rows - first, 0, GROUP_ROWS)
+        return self._replace(row=self.row + first, rows=rows)
 
 
 class HeldEnd(NamedTuple):
@@ -85,7 +74,7 @@ class HeldEnd(NamedTuple):
         panels = [values[:, column : column + PANEL] for column in range(0, self.columns, PANEL)]
         return [partial(self.store, refs, part, panel, values) for panel, values in enumerate(panels)]
 
-    def multiply(self, kernel: "RowMatmul", refs, part: TilePart, held, take: Callable, step):
+    def multiply(self, kernel: "RowMatmul", refs, part: RowTile, held, take: Callable, step):
         under = self.stores(refs, held)
         while len(under) > kernel.k_steps:  # those are stored at once
             under.pop(0)()
@@ -105,7 +94,7 @@ class PanelEnd(NamedTuple):
     load: Callable
     begin: Callable
 
-    def multiply(self, kernel: "RowMatmul", refs, part: TilePart, held, take: Callable, step):
+    def multiply(self, kernel: "RowMatmul", refs, part: RowTile, held, take: Callable, step):
         def release(step, pending=0):
             """Releases a panel's slot when its copies have left, all but the last `pending` groups."""
             plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
@@ -186,9 +175,9 @@ class RowMatmul(TileKernel):
             step, _, found = refs.ring.fill(step, steps(count), load, under=find_following)
             return step, found
 
-        if (
-            find_following
-        ):  # also where the tile has no rows; static counts would have their last steps unrolled, and spill
+        # What finds the next tile runs also where this one has no rows. With static counts, the last steps would be
+        # unrolled, and spill.
+        if find_following:
             step, following = fill_tile(step, lambda n: lax.select(tile.rows > 0, jnp.int32(n), jnp.int32(0)))
         elif self.k_steps < FEW_STEPS:
             step, _ = fill_tile(step, lambda n: -(-tile.rows // TILE_ROWS) * n)
@@ -205,18 +194,18 @@ class RowMatmul(TileKernel):
 
         return refs.ring.multiply(step, self.k_steps, product, under=under, last=last)
 
-    def nothing_held(self, refs):
+    def nothing_held(self):
         if not isinstance(self.end, HeldEnd):
             return ()
         values = plgpu.layout_cast(jnp.zeros((GROUP_ROWS, self.end.columns), self.dtype), plgpu.Layout.WGMMA)
-        return values, TilePart(refs.warpgroup, *[jnp.int32(0)] * 5)
+        return values, RowTile(*[jnp.int32(0)] * 5)
 
     def part(self, refs, tile: RowTile):
-        return tile, TilePart.of(tile, refs.warpgroup)
+        return tile, tile.half(refs.warpgroup)
 
-    def multiply(self, refs, turn, step, held, part, take):
-        tile, part = part
-        run = partial(self.end.multiply, self, refs, part, held, take)
+    def multiply(self, refs, turn, step, held, part: tuple[RowTile, RowTile], take):
+        tile, half = part
+        run = partial(self.end.multiply, self, refs, half, held, take)
         return lax.cond(tile.rows > 0, run, lambda step: (step, held, take()), step)
 
     def store_held(self, refs, turns, held):
@@ -269,7 +258,7 @@ def row_matmul(
     )
 
 
-def ragged_copy(buffer, output, part: TilePart, columns) -> None:
+def ragged_copy(buffer, output, part: RowTile, columns) -> None:
     """Starts copies of the valid rows of `buffer` (64, ...) to `output[part.row :, columns]`.
 
     One bulk copy of 64 rows, or, where fewer are valid, one for every 8: groups start at multiples of 8 rows.
@@ -292,13 +281,13 @@ def ragged_copy(buffer, output, part: TilePart, columns) -> None:
         end_ragged_copy()
 
 
-def store_rows(refs, part: TilePart, panel: int, values: jax.Array, output, column) -> None:
+def store_rows(refs, part: RowTile, panel: int, values: jax.Array, output, column) -> None:
     """Stores the valid rows of a panel's `values` (64, 64) at `output[part.row :, column :]`."""
-    with store_through(refs.buffers, part.warpgroup, panel, values) as buffer:
+    with store_through(refs.buffers, refs.warpgroup, panel, values) as buffer:
         ragged_copy(buffer, output, part, pl.ds(column, PANEL))
 
 
-def tile_panel(refs, part: TilePart, accumulator, panel: int):
+def tile_panel(refs, part: RowTile, accumulator, panel: int):
     """64 columns of a tile, plus their part of `refs.bias` `(E, column tiles, 256)` float32 unless that is None."""
     columns = accumulator[:, panel * PANEL : (panel + 1) * PANEL]
     if refs.bias is None:
@@ -308,12 +297,12 @@ def tile_panel(refs, part: TilePart, accumulator, panel: int):
     return columns + lax.broadcast_in_dim(own, columns.shape, (1,))
 
 
-def _round(refs, part: TilePart, accumulator):
+def _round(refs, part: RowTile, accumulator):
     panels = [tile_panel(refs, part, accumulator, panel) for panel in range(PANELS)]
     return lax.concatenate([panel.astype(refs.rows.dtype) for panel in panels], 1)
 
 
-def _store(refs, part: TilePart, panel: int, values):
+def _store(refs, part: RowTile, panel: int, values):
     store_rows(refs, part, panel, values, refs.rows, part.column_tile * TILE_COLUMNS + panel * PANEL)
 
 

@@ -196,29 +196,27 @@ class RowContraction(TileKernel):
         tokens = lax.cond(steps > 0, lambda t: t, lambda _: first(start_of(following)), tokens)
         return step, (following[0], tokens), after
 
-    def nothing_held(self, refs):
+    def nothing_held(self):
         columns = 8 if self.wide else TILE_COLUMNS  # nothing is held of a wide result
         return _zeros(columns, self.dtype), GradientTile(*[jnp.int32(0)] * 5)
 
     def part(self, refs, tile: GradientTile):
         return tile, tile.steps
 
-    def multiply(self, refs, turn, step, held, part, take):
+    def multiply(self, refs, turn, step, held, part: tuple[GradientTile, jax.Array], take):
         tile, steps = part
 
-        def product(slot, rows, accumulator, first):
-            row, end = rows
-
+        def product(slot, row, accumulator, first):
             # The gather left zeros in the rows past the expert's last; the other side must not hold a NaN there.
-            @pl.when(end - row < K_STEP)
+            @pl.when(tile.end - row < K_STEP)
             def _():
                 own = pl.ds(refs.warpgroup * (TILE_COLUMNS // 2), TILE_COLUMNS // 2)
-                zero_rows(slot.rhs.at[own], PANELS // 2, end - row)
+                zero_rows(slot.rhs.at[own], PANELS // 2, tile.end - row)
                 plgpu.barrier_arrive(refs.zeroed)
                 plgpu.barrier_wait(refs.zeroed)
 
             own = slot.lhs.at[pl.ds(refs.warpgroup * PANEL, PANEL)]
-            return (row + K_STEP, end), wgmma(accumulator, own, slot.rhs, first=first, transpose_lhs=True)
+            return row + K_STEP, wgmma(accumulator, own, slot.rhs, first=first, transpose_lhs=True)
 
         def end(accumulator):
             if not self.wide:
@@ -233,9 +231,7 @@ class RowContraction(TileKernel):
         under = [] if self.wide else [partial(store_held, store) for store in self.stores(refs, *held)]
 
         def run(step):
-            step, accumulator, taken = refs.ring.multiply(
-                step, steps, product, (tile.start, tile.end), under, last=take
-            )
+            step, accumulator, taken = refs.ring.multiply(step, steps, product, tile.start, under, last=take)
             return step, end(accumulator), taken
 
         def nothing_to_add(step):
