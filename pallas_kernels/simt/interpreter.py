@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from scipy import special
 
-from pallas_kernels.compat import unchecked
+from pallas_kernels.compat import kernel_launch
 from pallas_kernels.simt.interpreter_matrices import InterpreterOfMatrices
 from pallas_kernels.simt.races import WARP, Memory, Threads
 
@@ -47,7 +47,7 @@ def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
             return jax.pure_callback(interpret, [*changed, *outputs], *inputs, vmap_method="sequential")
         return [jax.numpy.asarray(a) for a in interpret(*inputs)]
 
-    return unchecked(call)
+    return kernel_launch(call)
 
 
 class _Pointer(NamedTuple):
