@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.inline import K_STEP, PANEL
+from pallas_kernels.hopper.panels import load_columns, store_columns
 from pallas_kernels.hopper.ring import PANELS
-from pallas_kernels.hopper.row_matmul import PanelEnd, ragged_copy, row_matmul
-from pallas_kernels.hopper.stores import load_columns, store_columns
+from pallas_kernels.hopper.row_matmul import PanelEnd, RowMatmul, ragged_copy
 from pallas_kernels.mosaic.bias_part import bias_part
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, rows_of_tiles
 from pallas_kernels.mosaic.sum_in_order import sum_in_order
@@ -93,21 +93,23 @@ def down_backward(
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
     gathered = {"tokens": dy, "token_indices": groups.expert_token_indices}
-    out = row_matmul(
-        "moe_down_backward",
+    kernel = RowMatmul(
         groups.tiles,
-        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
-        results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
-        # A tile has read its pre-activations before it writes their gradients.
-        aliases=[("pre", "d_pre"), *([] if into is None else [("into", "weighted_hidden")])],
+        {**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
         column_tiles=column_tiles,
         k_steps=-(-dy.shape[1] // K_STEP),
         load=load,
-        copies=COPIES,
         end=PanelEnd(load_panel, begin),
-        transposed_weights=True,
-        registers=(88, 208),
         tuning=find_tuning(TileTuning, "down_backward", tuning, shape),
+        transposed_weights=True,
+    )
+    out = kernel.run(
+        "moe_down_backward",
+        results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
+        # A tile has read its pre-activations before it writes their gradients.
+        aliases=[("pre", "d_pre"), *([] if into is None else [("into", "weighted_hidden")])],
+        copies=COPIES,
+        registers=(88, 208),
     )
     d_row_weights = rows_of_tiles(sum_in_order(out.d_row_weights.swapaxes(0, 1)), groups.tiles, num_rows)
     if b_down is not None:

@@ -9,7 +9,7 @@ what a tile is and what is copied, multiplied and stored of it.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,28 +29,6 @@ from pallas_kernels.tuning.parameters import TileTuning
 PRODUCER = 2  # the warpgroup
 
 
-class Ahead(NamedTuple):
-    """What the producer, which fills the ring with the tile of `turn`, can see of the tiles after it.
-
-    Attributes:
-      queue: the block's tiles.
-      turn: number of the tile that is being filled.
-      known: the tile that follows, if shares are fixed.
-    """
-
-    queue: TileQueue
-    turn: Any
-    known: Any
-
-    def following(self, begin: Callable = lambda tile: ()) -> tuple[Any, tuple[Callable, ...]]:
-        """The tile that follows and `begin(tile)`, or None and what `Ring.fill` calls to find them."""
-        return self.queue.ahead(self.turn + 1, self.known, begin)
-
-    def known_after(self):
-        """The tile after that, if shares are fixed."""
-        return self.queue.known(self.turn + 2)
-
-
 class TileKernel:
     """What is done with each tile. The walks are the same for all kernels; the methods before them are a kernel's own.
 
@@ -67,10 +45,11 @@ class TileKernel:
     def first_tokens(self, refs, tile) -> Any:
         """Which tokens the producer gathers first: what it must know before it fills the ring."""
 
-    def fill(self, refs, tile, tokens, step, ahead: Ahead) -> Any:
+    def fill(self, refs, tile, tokens, step, ahead: Callable, known_after: Callable) -> Any:
         """Fills the ring with a tile's operands, from `step` on, and finds the tile that follows meanwhile.
 
-        Returns the step after the last, the tile that follows with its tokens, and `ahead.known_after()`.
+        `ahead(begin)` is `TileQueue.ahead` of that tile, and `known_after()` the one after it, where shares are fixed.
+        Returns the step after the last, the tile that follows with its tokens, and what `known_after` returned.
         """
 
     def part(self, refs, tile) -> Any:
@@ -93,7 +72,8 @@ class TileKernel:
 
         def fill_tile(carry):
             turn, step, (tile, _), tokens, known = carry
-            step, following, known = self.fill(refs, tile, tokens, step, Ahead(queue, turn, known))
+            ahead, known_after = partial(queue.ahead, turn + 1, known), lambda: queue.known(turn + 2)
+            step, following, known = self.fill(refs, tile, tokens, step, ahead, known_after)
             return turn + 1, step, *following, known
 
         zero = jnp.int32(0)

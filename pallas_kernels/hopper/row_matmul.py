@@ -19,11 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.launch import Ahead, TileKernel, launch
+from pallas_kernels.hopper.launch import TileKernel, launch
+from pallas_kernels.hopper.panels import end_ragged_copy, store_buffers, store_through, wgmma
 from pallas_kernels.hopper.ring import PANELS
-from pallas_kernels.hopper.stores import end_ragged_copy, store_buffers, store_through
 from pallas_kernels.hopper.tile_queue import is_dynamic
-from pallas_kernels.hopper.wgmma import wgmma
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, ROW_ALIGNMENT, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.tuning.parameters import TileTuning
 
@@ -68,6 +67,10 @@ class HeldEnd(NamedTuple):
     store: Callable
     columns: int = TILE_COLUMNS
 
+    def nothing(self, dtype):
+        values = plgpu.layout_cast(jnp.zeros((GROUP_ROWS, self.columns), dtype), plgpu.Layout.WGMMA)
+        return values, RowTile(*[jnp.int32(0)] * 5)
+
     def stores(self, refs, held) -> list[Callable]:
         """What is left to do for a tile, panel by panel."""
         values, part = held
@@ -94,6 +97,12 @@ class PanelEnd(NamedTuple):
     load: Callable
     begin: Callable
 
+    def nothing(self, dtype):
+        return ()
+
+    def stores(self, refs, held) -> list[Callable]:
+        return []
+
     def multiply(self, kernel: "RowMatmul", refs, part: RowTile, held, take: Callable, step):
         def release(step, pending=0):
             """Releases a panel's slot when its copies have left, all but the last `pending` groups."""
@@ -116,46 +125,69 @@ class PanelEnd(NamedTuple):
         return step, held, take()
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowMatmul(TileKernel):
-    """The walk over pairs of a row tile and a column tile; see `row_matmul` for the attributes that are its arguments.
+    """Every row of the schedule times the weights of its expert, a block of columns at a time.
 
     Attributes:
-      row_tiles: tiles of the schedule.
-      counted: whether only those with rows are walked over.
-      gather: of the left operand, if it is gathered.
-      dtype: of the operands.
+      schedule: the row tiles.
+      operands: arrays by name. With `tokens` `(T, d)` and `token_indices` `(R,)`, the left operand is gathered.
+      column_tiles: how many blocks of 256 columns.
+      k_steps: steps of 64 along the contracted dimension.
+      load: `(refs, tile, k, slot)`, starts the bulk copies of one k step.
+      end: what becomes of a tile's products.
+      tuning: slots of the ring, the order of the tiles, and how they are shared out.
+      transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns) in panels.
     """
 
-    row_tiles: int
-    counted: bool
+    schedule: TileSchedule
+    operands: Mapping[str, Any]
     column_tiles: int
     k_steps: int
     load: Callable
     end: HeldEnd | PanelEnd
-    transposed_weights: bool
     tuning: TileTuning
-    gather: RowGather | None
-    dtype: Any
+    transposed_weights: bool = False
 
     tile = RowTile
 
+    def __post_init__(self):
+        self.dtype = jax.tree.leaves(list(self.operands.values()))[0].dtype
+        tokens = self.operands.get("tokens")
+        self.gather = None if tokens is None else RowGather(tokens, rows=TILE_ROWS, columns=K_STEP)
+        # Counted out, a tile without rows would cost as long as it takes to get the next one.
+        self.used = self.schedule.count_used() if is_dynamic(self.tuning.shares) else None
+
+    def run(self, name: str, **options) -> SimpleNamespace:
+        """The results by name, from a kernel of that name; see `launch` for the options `results`, `copies` and others."""
+        return launch(
+            name,
+            self,
+            tiles=self.schedule.num_tiles * self.column_tiles,
+            operands={"schedule": self.schedule.arrays, "used": self.used, **self.operands},
+            tuning=self.tuning,
+            dtype=self.dtype,
+            gathers=self.gather is not None,
+            buffers=store_buffers(self.dtype) if isinstance(self.end, HeldEnd) else None,
+            **options,
+        )
+
     def find(self, refs, number):
-        row_tiles = refs.used[0] if self.counted else self.row_tiles
+        row_tiles = self.schedule.num_tiles if self.used is None else refs.used[0]
         tiles = row_tiles * self.column_tiles
         is_one, number = number < tiles, jnp.clip(number, 0, tiles - 1)
-        shape = (jnp.maximum(row_tiles, 1) if self.counted else row_tiles, self.column_tiles)
+        shape = (row_tiles if self.used is None else jnp.maximum(row_tiles, 1), self.column_tiles)
         place = plgpu.planar_snake(number, shape, self.tuning.minor_dim, self.tuning.tile_width)
-        row_tile = jnp.clip(place[0], 0, self.row_tiles - 1)
+        row_tile = jnp.clip(place[0], 0, self.schedule.num_tiles - 1)
         return RowTile(*(of_tiles[row_tile] for of_tiles in refs.schedule), row_tile, place[1]), is_one
 
     def first_tokens(self, refs, tile: RowTile):
         return self.gather.load_tokens(refs.token_indices, tile.row) if self.gather else ()
 
-    def fill(self, refs, tile: RowTile, tokens, step, ahead: Ahead):
+    def fill(self, refs, tile: RowTile, tokens, step, ahead, known_after):
         offsets = self.gather.row_chunks(tokens, tile.rows) if self.gather else None
-        following, find_following = ahead.following(partial(self.first_tokens, refs))
-        after = ahead.known_after()  # its loads, and then its tokens', finish under this tile's copies
+        following, find_following = ahead(partial(self.first_tokens, refs))
+        after = known_after()  # its loads, and then its tokens', finish under this tile's copies
 
         def load_step(k, slot, *_):
             self.load(refs, tile, k, slot)
@@ -195,10 +227,7 @@ class RowMatmul(TileKernel):
         return refs.ring.multiply(step, self.k_steps, product, under=under, last=last)
 
     def nothing_held(self):
-        if not isinstance(self.end, HeldEnd):
-            return ()
-        values = plgpu.layout_cast(jnp.zeros((GROUP_ROWS, self.end.columns), self.dtype), plgpu.Layout.WGMMA)
-        return values, RowTile(*[jnp.int32(0)] * 5)
+        return self.end.nothing(self.dtype)
 
     def part(self, refs, tile: RowTile):
         return tile, tile.half(refs.warpgroup)
@@ -209,53 +238,8 @@ class RowMatmul(TileKernel):
         return lax.cond(tile.rows > 0, run, lambda step: (step, held, take()), step)
 
     def store_held(self, refs, turns, held):
-        for store in self.end.stores(refs, held) if isinstance(self.end, HeldEnd) else ():
+        for store in self.end.stores(refs, held):
             store()
-
-
-def row_matmul(
-    name: str,
-    schedule: TileSchedule,
-    *,
-    operands: Mapping[str, Any],
-    column_tiles: int,
-    k_steps: int,
-    load: Callable,
-    end: HeldEnd | PanelEnd,
-    transposed_weights: bool = False,
-    tuning: TileTuning,
-    **options,
-) -> SimpleNamespace:
-    """Runs a row kernel over the whole schedule and returns its results by name.
-
-    Args:
-      name: of the kernel in profiles.
-      schedule: the row tiles.
-      operands: arrays by name. With `tokens` `(T, d)` and `token_indices` `(R,)`, the left operand is gathered.
-      column_tiles: how many blocks of 256 columns.
-      k_steps: steps of 64 along the contracted dimension.
-      load: `(refs, tile, k, slot)`, starts the bulk copies of one k step.
-      end: of a tile.
-      transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns) in panels.
-      tuning: slots of the ring, the order of the tiles, and how they are shared out.
-      options: of `launch`: `results`, `copies` and others.
-    """
-    dtype = jax.tree.leaves(list(operands.values()))[0].dtype
-    gather = RowGather(operands["tokens"], rows=TILE_ROWS, columns=K_STEP) if "tokens" in operands else None
-    counted = is_dynamic(tuning.shares)  # a tile without rows would cost as long as it takes to get the next one
-    used = schedule.count_used() if counted else None
-    size = (schedule.num_tiles, counted, column_tiles, k_steps)
-    return launch(
-        name,
-        RowMatmul(*size, load, end, transposed_weights, tuning, gather, dtype),
-        tiles=schedule.num_tiles * column_tiles,
-        operands={"schedule": schedule.arrays, "used": used, **operands},
-        tuning=tuning,
-        dtype=dtype,
-        gathers=gather is not None,
-        buffers=store_buffers(dtype) if isinstance(end, HeldEnd) else None,
-        **options,
-    )
 
 
 def ragged_copy(buffer, output, part: RowTile, columns) -> None:
@@ -295,16 +279,3 @@ def tile_panel(refs, part: RowTile, accumulator, panel: int):
     own = refs.bias.at[part.expert, part.column_tile, pl.ds(panel * PANEL, PANEL)]
     own = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return columns + lax.broadcast_in_dim(own, columns.shape, (1,))
-
-
-def _round(refs, part: RowTile, accumulator):
-    panels = [tile_panel(refs, part, accumulator, panel) for panel in range(PANELS)]
-    return lax.concatenate([panel.astype(refs.rows.dtype) for panel in panels], 1)
-
-
-def _store(refs, part: RowTile, panel: int, values):
-    store_rows(refs, part, panel, values, refs.rows, part.column_tile * TILE_COLUMNS + panel * PANEL)
-
-
-ROUNDED_ROWS = HeldEnd(_round, _store)
-"""Of a tile that is the only result, `rows`, as it is or with a bias."""

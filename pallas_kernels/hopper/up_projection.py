@@ -12,7 +12,7 @@ from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.ring import PANELS
-from pallas_kernels.hopper.row_matmul import HeldEnd, row_matmul, store_rows, tile_panel
+from pallas_kernels.hopper.row_matmul import HeldEnd, RowMatmul, store_rows, tile_panel
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
@@ -80,24 +80,19 @@ def up_projection(
         bias = jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2)
 
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
-    out = row_matmul(
-        "moe_up_projection",
+    kernel = RowMatmul(
         groups.tiles,
-        operands={
-            "tokens": x,
-            "token_indices": groups.expert_token_indices,
-            "weights": weights,
-            "bias": bias,
-            "into": into,
-        },
-        results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
-        aliases=[("into", "written")] if into else (),
+        {"tokens": x, "token_indices": groups.expert_token_indices, "weights": weights, "bias": bias, "into": into},
         column_tiles=column_tiles,
         k_steps=-(-d // K_STEP),
         load=load,
-        copies=PANELS,
         end=HeldEnd(finish, store, columns=TILE_COLUMNS if keep_pre_activations else width),
-        registers=(88, 208),
         tuning=find_tuning(TileTuning, "up_projection", tuning, shape),
     )
-    return out.written
+    return kernel.run(
+        "moe_up_projection",
+        results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
+        aliases=[("into", "written")] if into else (),
+        copies=PANELS,
+        registers=(88, 208),
+    ).written

@@ -20,10 +20,9 @@ from jaxtyping import Array, Float
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.launch import Ahead, TileKernel, launch
+from pallas_kernels.hopper.launch import TileKernel, launch
+from pallas_kernels.hopper.panels import store_buffers, store_through, wgmma, zero_rows
 from pallas_kernels.hopper.ring import PANELS
-from pallas_kernels.hopper.stores import store_buffers, store_through, zero_rows
-from pallas_kernels.hopper.wgmma import wgmma
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.support import WIDTH_MULTIPLE
 from pallas_kernels.mosaic.traced_once import traced_once
@@ -47,29 +46,17 @@ def up_weight_gradients(
     (num_rows, n), num_experts = d_pre_activations[0].shape, groups.num_experts
     x = x if isinstance(x, tuple) else (x,)
     shape = shape_key(num_rows, x[0].dtype, d=x[0].shape[1], n=n, E=num_experts)
-    gradients = _row_contraction(
-        "moe_up_weight_gradients",
-        x,
-        d_pre_activations,
-        groups,
-        dtype=dtypes[0],
-        transposed=False,
-        tuning=find_tuning(TileTuning, "up_weight_gradients", tuning, shape),
-    )
+    tuning = find_tuning(TileTuning, "up_weight_gradients", tuning, shape)
+    contraction = RowContraction(x, d_pre_activations, groups, dtypes[0], transposed=False, tuning=tuning)
+    gradients = contraction.run("moe_up_weight_gradients")
     if not bias_dtypes:
         return gradients, ()
     # Sums over rows are products with ones: every row gathers the same token.
     is_row = groups.expert_token_indices < sum(part.shape[0] for part in x)
     rows_of_ones = groups._replace(expert_token_indices=jnp.where(is_row, jnp.int32(0), 1))
     ones = jnp.ones((1, WIDTH_MULTIPLE), x[0].dtype)
-    sums = _row_contraction(
-        "moe_up_bias_gradients",
-        (ones,),
-        d_pre_activations,
-        rows_of_ones,
-        dtype=jnp.float32,
-        transposed=False,
-    )
+    bias_contraction = RowContraction((ones,), d_pre_activations, rows_of_ones, jnp.float32, transposed=False)
+    sums = bias_contraction.run("moe_up_bias_gradients")
     return gradients, tuple(s[:, 0].astype(t) for s, t in zip(sums, bias_dtypes, strict=True))
 
 
@@ -89,19 +76,13 @@ def down_weight_gradients(
     (num_rows, n), num_experts = weighted_hidden.shape, groups.num_experts
     dy = dy if isinstance(dy, tuple) else (dy,)
     shape = shape_key(num_rows, dy[0].dtype, d=dy[0].shape[1], n=n, E=num_experts)
-    (gradient,) = _row_contraction(
-        "moe_down_weight_gradients",
-        dy,
-        (weighted_hidden,),
-        groups,
-        dtype=dtype,
-        transposed=True,
-        tuning=find_tuning(TileTuning, "down_weight_gradients", tuning, shape),
-    )
+    tuning = find_tuning(TileTuning, "down_weight_gradients", tuning, shape)
+    contraction = RowContraction(dy, (weighted_hidden,), groups, dtype, transposed=True, tuning=tuning)
+    (gradient,) = contraction.run("moe_down_weight_gradients")
     if bias_dtype is None:
         return gradient, None
     stored = jnp.broadcast_to(row_weights.astype(dy[0].dtype)[:, None], (groups.num_rows, WIDTH_MULTIPLE))
-    (sums,) = _row_contraction("moe_down_bias_gradients", dy, (stored,), groups, dtype=bias_dtype, transposed=True)
+    (sums,) = RowContraction(dy, (stored,), groups, bias_dtype, transposed=True).run("moe_down_bias_gradients")
     return gradient, sums[:, 0]
 
 
@@ -119,42 +100,59 @@ class GradientTile(NamedTuple):
         return (self.end - self.start + K_STEP - 1) // K_STEP
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowContraction(TileKernel):
-    """The walk over the tiles of all experts' gradients; see `_row_contraction`.
+    """`tokens_gᵀ · s` over each expert's rows, or its transpose, for every `s` of `stored`, side by side in a tile.
 
     Attributes:
-      experts: how many.
-      tiles: rows and columns of tiles in an expert's gradient.
-      width: columns of a result's part of a tile.
-      transposed: whether results are stored transposed.
+      tokens: `(T, a)` in one or several arrays, read by token index.
+      stored: arrays `(R, b)`, read by row.
+      groups: the rows by expert.
       dtype: of the results. 16-bit ones wait in registers for the next tile's products.
-      gather: of the token rows.
-      tuning: the order of an expert's tiles.
+      transposed: results are `(E, b, a)` instead of `(E, a, b)`.
+      tuning: slots of the ring, the order of an expert's tiles, and how tiles are shared out.
     """
 
-    experts: int
-    tiles: tuple[int, int]
-    width: int
-    transposed: bool
+    tokens: tuple[jax.Array, ...]
+    stored: tuple[jax.Array, ...]
+    groups: Dispatch[TileSchedule]
     dtype: Any
-    gather: RowGather
-    tuning: TileTuning
+    transposed: bool
+    tuning: TileTuning = TileTuning()
 
     tile = GradientTile
 
-    @property
-    def num_tiles(self) -> int:
-        return self.experts * self.tiles[0] * self.tiles[1]
+    def __post_init__(self):
+        self.shape = (self.tokens[0].shape[1], self.stored[0].shape[1])
+        self.width = TILE_COLUMNS // len(self.stored)  # of a result's part of a tile
+        self.tiles = (-(-self.shape[0] // TILE_ROWS), -(-self.shape[1] // self.width))  # of an expert
+        self.num_tiles = self.groups.num_experts * self.tiles[0] * self.tiles[1]
+        self.gather = RowGather(self.tokens, rows=K_STEP, columns=TILE_ROWS)
+        self.wide = jnp.dtype(self.dtype) == jnp.float32
+        self.chunk_columns = 32 if self.wide else 64  # a chunk of the result is 128 bytes wide
 
-    @property
-    def wide(self) -> bool:
-        return jnp.dtype(self.dtype) == jnp.float32
-
-    @property
-    def chunk_columns(self) -> int:
-        """Columns of a chunk of the result, which is 128 bytes wide."""
-        return 32 if self.wide else 64
+    def run(self, name: str) -> tuple[jax.Array, ...]:
+        """The results, from a kernel of that name."""
+        shape = self.shape[::-1] if self.transposed else self.shape
+        result = jax.ShapeDtypeStruct((self.groups.num_experts, *shape), self.dtype)
+        return launch(
+            name,
+            self,
+            tiles=self.num_tiles,
+            operands={
+                "offsets": self.groups.expert_token_offsets,
+                "token_indices": self.groups.expert_token_indices,
+                "tokens": self.tokens,
+                "stored": self.stored,
+            },
+            results={"results": (result,) * len(self.stored)},
+            tuning=self.tuning,
+            dtype=self.tokens[0].dtype,
+            copies=PANELS,
+            gathers=True,
+            buffers=store_buffers(self.dtype, self.chunk_columns),
+            barriers={"zeroed": plgpu.Barrier(num_arrivals=2)},
+        ).results
 
     def find(self, refs, number):
         is_one, number = number < self.num_tiles, jnp.minimum(number, self.num_tiles - 1)
@@ -168,7 +166,7 @@ class RowContraction(TileKernel):
     def first_tokens(self, refs, tile: GradientTile):
         return self.gather.load_tokens(refs.token_indices, tile.start)
 
-    def fill(self, refs, tile: GradientTile, tokens, step, ahead: Ahead):
+    def fill(self, refs, tile: GradientTile, tokens, step, ahead, known_after):
         steps = tile.steps
 
         def load_step(k, slot, tokens, following):
@@ -188,9 +186,9 @@ class RowContraction(TileKernel):
             (tile, _), _ = following
             return tile.start
 
-        following, find_following = ahead.following()
+        following, find_following = ahead(lambda tile: ())
         step, tokens, following = refs.ring.fill(step, steps, load_step, tokens, following, find_following)
-        after = ahead.known_after()
+        after = known_after()
         # An empty expert has no step to load the next tile's first tokens in.
         first = partial(self.gather.load_tokens, refs.token_indices)
         tokens = lax.cond(steps > 0, lambda t: t, lambda _: first(start_of(following)), tokens)
@@ -268,50 +266,3 @@ class RowContraction(TileKernel):
 
 def _zeros(columns: int, dtype):
     return plgpu.layout_cast(jnp.zeros((GROUP_ROWS, columns), dtype), plgpu.Layout.WGMMA)
-
-
-def _row_contraction(
-    name: str,
-    tokens: tuple[jax.Array, ...],
-    stored: tuple[jax.Array, ...],
-    groups: Dispatch[TileSchedule],
-    *,
-    dtype,
-    transposed: bool,
-    tuning: TileTuning = TileTuning(),
-) -> tuple[jax.Array, ...]:
-    """`tokens_gᵀ · s` over each expert's rows, or its transpose, for every `s` of `stored`, side by side in a tile.
-
-    Args:
-      name: of the kernel in profiles.
-      tokens: `(T, a)` in one or several arrays, read by token index.
-      stored: arrays `(R, b)`, read by row.
-      groups: the rows by expert.
-      dtype: of the results.
-      transposed: results are `(E, b, a)` instead of `(E, a, b)`.
-      tuning: slots of the ring, the order of an expert's tiles, and how tiles are shared out.
-    """
-    shape = (tokens[0].shape[1], stored[0].shape[1])
-    width = TILE_COLUMNS // len(stored)
-    tiles = (-(-shape[0] // TILE_ROWS), -(-shape[1] // width))
-    gather = RowGather(tokens, rows=K_STEP, columns=TILE_ROWS)
-    kernel = RowContraction(groups.num_experts, tiles, width, transposed, dtype, gather, tuning)
-    result = jax.ShapeDtypeStruct((groups.num_experts, *(shape[::-1] if transposed else shape)), dtype)
-    return launch(
-        name,
-        kernel,
-        tiles=kernel.num_tiles,
-        operands={
-            "offsets": groups.expert_token_offsets,
-            "token_indices": groups.expert_token_indices,
-            "tokens": tokens,
-            "stored": stored,
-        },
-        results={"results": (result,) * len(stored)},
-        tuning=tuning,
-        dtype=tokens[0].dtype,
-        copies=PANELS,
-        gathers=True,
-        buffers=store_buffers(dtype, kernel.chunk_columns),
-        barriers={"zeroed": plgpu.Barrier(num_arrivals=2)},
-    ).results

@@ -38,7 +38,6 @@ def add_number(own: bool):
 @pytest.mark.parametrize(
     ("own", "reported", "early"), [(True, False, True), (True, True, False), (False, False, False)]
 )
-@pytest.mark.default_sets(3)
 def test_a_program_finds_its_kernel_assembled_unless_it_is_another_packages(monkeypatch, own, reported, early):
     if reported:
         monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
