@@ -120,10 +120,8 @@ def _in_dtype(weights: tuple[Array, ...], dtype, first_column: Array, num_column
     return tuple(block.astype(dtype) for block in blocks), jnp.zeros_like(first_column)
 
 
-def _rows_of_block(
-    name: str, groups: Dispatch[TileSchedule], operands, rows: jax.ShapeDtypeStruct, *, copies, **kernel
-):
-    """The rows of a block of columns, rounded; those of other groups are kept from the operand `into`, if there is one."""
+def _rows_of_block(name, groups: Dispatch[TileSchedule], operands, rows: jax.ShapeDtypeStruct, *, copies, **options):
+    """The rows of a block of columns; those of other groups are kept from the operand `into`, if there is one."""
 
     def finish(refs, part: RowTile, accumulator):
         panels = [tile_panel(refs, part, accumulator, panel) for panel in range(PANELS)]
@@ -133,6 +131,6 @@ def _rows_of_block(
         store_rows(refs, part, panel, values, refs.rows, part.column_tile * TILE_COLUMNS + panel * PANEL)
 
     column_tiles = -(-rows.shape[1] // TILE_COLUMNS)
-    matmul = RowMatmul(groups.tiles, operands, column_tiles=column_tiles, end=HeldEnd(finish, store), **kernel)
+    matmul = RowMatmul(groups.tiles, operands, column_tiles=column_tiles, end=HeldEnd(finish, store), **options)
     aliases = [] if operands["into"] is None else [("into", "rows")]
     return matmul.run(name, results={"rows": rows}, aliases=aliases, copies=copies).rows

@@ -159,7 +159,7 @@ class RowMatmul(TileKernel):
         self.used = self.schedule.count_used() if is_dynamic(self.tuning.shares) else None
 
     def run(self, name: str, **options) -> SimpleNamespace:
-        """The results by name, from a kernel of that name; see `launch` for the options `results`, `copies` and others."""
+        """The results by name; `results`, `copies` and other options are those of `launch`."""
         return launch(
             name,
             self,

@@ -6,7 +6,7 @@ neighbour's NaN times zero would be NaN.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,7 +118,7 @@ class RowContraction(TileKernel):
     groups: Dispatch[TileSchedule]
     dtype: Any
     transposed: bool
-    tuning: TileTuning = TileTuning()
+    tuning: TileTuning = field(default_factory=TileTuning)
 
     tile = GradientTile
 
