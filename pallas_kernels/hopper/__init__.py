@@ -21,3 +21,5 @@ from pallas_kernels.simt.router import router_unsupported as router_unsupported
 from pallas_kernels.simt.token_selection import experts_added as experts_added
 from pallas_kernels.simt.token_selection import token_cutoffs as token_cutoffs
 from pallas_kernels.xla.router import router_backward as router_backward
+
+transformable = False

@@ -77,7 +77,7 @@ class TileKernel:
             return turn + 1, step, *following, known
 
         zero = jnp.int32(0)
-        carry = (zero, zero, *queue.first(partial(self.first_tokens, refs)), queue.known(zero + 1))
+        carry: Any = (zero, zero, *queue.first(partial(self.first_tokens, refs)), queue.known(zero + 1))
         lax.while_loop(lambda carry: carry[2][1], fill_tile, carry)
 
     def consume(self, refs, queue: TileQueue) -> None:

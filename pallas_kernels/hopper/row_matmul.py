@@ -179,7 +179,8 @@ class RowMatmul(TileKernel):
         shape = (row_tiles if self.used is None else jnp.maximum(row_tiles, 1), self.column_tiles)
         place = plgpu.planar_snake(number, shape, self.tuning.minor_dim, self.tuning.tile_width)
         row_tile = jnp.clip(place[0], 0, self.schedule.num_tiles - 1)
-        return RowTile(*(of_tiles[row_tile] for of_tiles in refs.schedule), row_tile, place[1]), is_one
+        expert, row, rows = (of_tiles[row_tile] for of_tiles in refs.schedule)
+        return RowTile(expert, row, rows, row_tile, place[1]), is_one
 
     def first_tokens(self, refs, tile: RowTile):
         return self.gather.load_tokens(refs.token_indices, tile.row) if self.gather else ()

@@ -1,5 +1,9 @@
 """Portable forms of every operation, in plain XLA: exact arithmetic, and no buffer wider than the caller asks for."""
 
+from pallas_kernels.contract import no_limit as dispatch_unsupported
+from pallas_kernels.contract import no_limit as router_unsupported
+from pallas_kernels.contract import no_limit as unsupported
+from pallas_kernels.contract import no_limit as why_kernels_spill
 from pallas_kernels.xla.column_block import column_block as column_block
 from pallas_kernels.xla.combine import combine as combine
 from pallas_kernels.xla.dispatch import dispatch as dispatch
@@ -16,3 +20,5 @@ from pallas_kernels.xla.up_backward import up_backward as up_backward
 from pallas_kernels.xla.up_projection import up_projection as up_projection
 from pallas_kernels.xla.weight_gradients import down_weight_gradients as down_weight_gradients
 from pallas_kernels.xla.weight_gradients import up_weight_gradients as up_weight_gradients
+
+transformable = True
