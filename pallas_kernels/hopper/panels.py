@@ -1,8 +1,15 @@
-"""Panels in shared memory, read and written by the threads of a warpgroup."""
+"""Panels: multiplied on the tensor cores, read and written by the threads of a warpgroup, and stored through.
+
+Accumulators are values in registers.
+"""
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
+from contextlib import contextmanager
+
+import jax
 import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,11 +27,68 @@ from pallas_kernels.hopper.inline import (
     c32,
     int_type,
     ptx,
+    row_tiles,
     scalar,
     shared_address,
     thread_index,
 )
 from pallas_kernels.mosaic.interpreter import in_interpreter
+from pallas_kernels.mosaic.row_groups import GROUP_ROWS
+
+ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT
+
+
+@in_interpreter(forms.wgmma)
+def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False):
+    """`accumulator + lhs · rhs`, asynchronous, one commit group; `first` starts the chain.
+
+    The accumulator is a value in registers, so that a loop can carry it while other values are stored.
+
+    Args:
+      accumulator: `(64, columns)` float32.
+      lhs: a panel (64, 64), the transpose of the left operand if `transpose_lhs`.
+      rhs: panels (64, 64) side by side in the columns, one after the other in shared memory; or, if `transpose_rhs`,
+        the transpose of the right operand as a panel (columns, 64).
+      first: whether there is no wgmma before it.
+      transpose_lhs: see `lhs`.
+      transpose_rhs: see `rhs`.
+    """
+    result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
+
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)), return_type=result)
+    def run(ctx, accumulator, lhs, rhs):
+        def transpose(panel):
+            return utils.memref_transpose(row_tiles(panel), (1, 0, 3, 2))
+
+        lhs = transpose(lhs) if transpose_lhs else row_tiles(lhs)
+        rhs = transpose(rhs) if transpose_rhs else as_tiles(rhs, 1, accumulator.shape[1] // PANEL)
+        value = mgpu.WGMMAAccumulator(_value=accumulator, _original_layout=accumulator.layout, _sync=first)
+        if not first:
+            ptx("wgmma.fence.sync.aligned;")
+        out = mgpu.wgmma(value, lhs, rhs, swizzle=128)
+        ptx("wgmma.commit_group.sync.aligned;")
+        return out._value
+
+    return run(accumulator, lhs, rhs)
+
+
+@in_interpreter(forms.finish_wgmma)
+def finish_wgmma(accumulator):
+    """Waits for every wgmma and returns the accumulator as an ordinary value."""
+    result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
+
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR,), return_type=result)
+    def run(ctx, accumulator):
+        ptx("wgmma.wait_group.sync.aligned 0;")
+        return mgpu.fragmented_array.optimization_barrier(accumulator)
+
+    return plgpu.layout_cast(run(accumulator), plgpu.Layout.WGMMA)
+
+
+@in_interpreter(forms.zero_accumulator)
+def zero_accumulator(rows, columns) -> jax.Array:
+    """Where a chain of `wgmma` starts."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), ACCUMULATOR)
 
 
 @in_interpreter(forms.zero_rows)
@@ -117,3 +181,22 @@ def store_panels(panels, values, *, transposed=False):
 @in_interpreter(forms.end_ragged_copy)
 def end_ragged_copy():
     """Nothing, on a GPU: it counts stores under way by groups of copies, of which one may have none or several."""
+
+
+def store_buffers(dtype, columns: int = PANEL):
+    """Two buffers for `store_through` per consumer warpgroup."""
+    return plgpu.SMEM((4, GROUP_ROWS, columns), dtype, transforms=SWIZZLED)
+
+
+@contextmanager
+def store_through(buffers, warpgroup, turn: int, values: jax.Array, *, transposed=False):
+    """A buffer with `values` or their transpose, for the copies that are started inside.
+
+    A warpgroup's two buffers take turns: the store before last must have left shared memory.
+    """
+    buffer = buffers.at[warpgroup * 2 + turn % 2]
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    store_panels(buffer, values, transposed=transposed)
+    plgpu.commit_smem()
+    yield buffer
+    plgpu.commit_smem_to_gmem_group()
