@@ -122,10 +122,10 @@ def test_a_kilobyte_takes_no_time(tmp_path):
     assert len(checkpoints.read_model(DEEPSEEK_V3 | {"first_k_dense_replace": 10**9}).dense_layers) == 61
     path = tmp_path / "config.json"
     path.write_text("{" + ",".join(f'"a{n % 80_000}": 0' for n in range(80_001)) + "}")
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(checkpoints.CheckpointError, match="'a0' stands there twice"):
         checkpoints.read_model(path)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(checkpoints.CheckpointError, match=r"config\.json: is no file"):
