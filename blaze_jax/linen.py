@@ -110,7 +110,9 @@ class MoE(nn.Module):
                 value = initial_value(initializers[parameter.kind], key, parameter, self.param_dtype, part)
                 return Partitioned(value, parameter.axes, mesh_axes=tuple(zip(parameter.axes, spec, strict=False)))
 
-            params[name] = self.param(name, init)
+            # What is there need not be drawn: flax would trace a draw to compare shapes, which the layer does itself.
+            there = self.has_variable("params", name)
+            params[name] = nn.unbox(self.get_variable("params", name)) if there else self.param(name, init)
 
         moves = bool(train and self.config.bias_update_rate and not skip)
         state, step = None, None
