@@ -57,7 +57,7 @@ def test_layer(name, tokens, parameters):
 
 
 @pytest.mark.parametrize("parallel", [None, Parallelism(data="data", expert="model")], ids=["", "experts"])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_beside_explicit_axes(parallel):
     config, x = CONFIGS["plain"], random_tokens(8)
     params = random_parameters(config)
@@ -69,7 +69,7 @@ def test_beside_explicit_axes(parallel):
     assert_close(out, gradients(config, params, x))
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_mesh_is_that_of_the_arrays():
     config, few = CONFIGS["plain"], random_tokens(5)  # so that three of eight devices have padding
     params = random_parameters(config)
@@ -81,7 +81,7 @@ def test_mesh_is_that_of_the_arrays():
 
 
 @pytest.mark.parametrize(("axis", "tokens"), [(None, 1), ("data", 4), (("data", "model"), 8)])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_examples_that_vmap_splits_are_not_split_again(axis, tokens):
     config, x = CONFIGS["plain"], random_tokens(8, 8)
     params = random_parameters(config)
@@ -101,7 +101,7 @@ def test_examples_that_vmap_splits_are_not_split_again(axis, tokens):
     assert_close(out, jax.jit(jax.grad(loss))(params, x))
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_inside_shard_map_over_some_axes_the_others_split_the_rest():
     config, x = CONFIGS["plain"], random_tokens(8, 2)
     params = random_parameters(config)
@@ -158,7 +158,7 @@ def test_devices_that_all_compute_the_same_are_warned_of(make, devices):
         run.lower(*arguments)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_hopper_kernels_lower_on_each_devices_tokens():
     config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=64, implementation="mosaic_gpu")
     shapes = {name: parameter.shape for name, parameter in config.parameters(128).items()}

@@ -143,7 +143,7 @@ def compiled(caplog):
     jax.config.update("jax_log_compiles", False)
 
 
-@pytest.mark.default_sets(12)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("name", CALLS)
 def test_only_the_first_call_compiles(name, compiled):
     for call in CALLS[name]():
@@ -163,7 +163,7 @@ def best_seconds(call, times=10):
     return min(seconds() for _ in range(times))
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("nnx", "expert_ffn")
 @pytest.mark.parametrize("name", ["moe", "nnx", "linen", "expert_ffn", "parallel"])
 def test_takes_ten_jitted_calls_and_ten_milliseconds_at_most(name):
     for call in CALLS[name]():

@@ -36,7 +36,7 @@ def test_what_buffers_hold_at_first_does_not_matter(monkeypatch, traced_anew, ro
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_inside_shard_map(check_vma):
     problem = make_problem(*ROUTINGS["every_expert"])
     first = {name: getattr(problem, name)[:8] for name in ("x", "weights", "experts", "dy")}

@@ -50,7 +50,7 @@ def test_gradient_of_sharded_tokens(mesh, problem, check_vma, save):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_gradient_inside_sharded_tokens(mesh, problem, check_vma):
     data = P("devices")
 
@@ -71,7 +71,7 @@ def test_gradient_inside_sharded_tokens(mesh, problem, check_vma):
     assert_close(sharded(*problem), gradients(loss, problem))
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_of_sharded_expert_width(mesh, problem, check_vma):
     whole = {name: problem.params[name] for name in ("w_gate", "w_up", "w_down", "b_gate", "b_up")}
@@ -87,7 +87,7 @@ def test_gradient_of_sharded_expert_width(mesh, problem, check_vma):
     assert_close(gradients(sharded, problem), gradients(loss, problem))
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_automatic_sharding_of_tokens(mesh, problem):
     by_token, replicated = NamedSharding(mesh, P("devices")), NamedSharding(mesh, P())
     placed = problem._replace(

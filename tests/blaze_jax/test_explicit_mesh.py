@@ -39,7 +39,7 @@ def total(outputs):
 
 
 @pytest.mark.parametrize(("tokens", "parameters"), PLACES[::2], ids=str)  # a layer meets all of them
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_experts(tokens, parameters):
     problem = make_problem(random_experts(32, 2, range(6)), 6)
 
@@ -118,7 +118,7 @@ def test_tokens_split_in_any_way_are_computed_once(name, spec, per_device):
 
 
 @pytest.mark.parametrize("spec", [WHOLE, P(None, "data")], ids=str)
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_vmap_of_examples_that_are_not_split(spec):
     config, x = CONFIGS["plain"], random_tokens(2, 8)
     params = random_parameters(config)
@@ -134,7 +134,7 @@ def test_vmap_of_split_examples_is_refused():
         jax.eval_shape(jax.vmap(lambda x: moe(x, params, config)[0]), put(x, SPLIT))
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_parameters_split_in_any_way():
     x = random_tokens(8)
     config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=8)
@@ -154,7 +154,7 @@ def test_parameters_split_in_any_way():
     }
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_without_a_mesh_set():
     config, x = CONFIGS["plain"], random_tokens(8)
     params = random_parameters(config)
@@ -175,7 +175,7 @@ def test_router_and_dispatch_by_themselves(spec):
     assert_same_bits(dispatch, build_dispatch(expected.experts, 6))
 
 
-@pytest.mark.default_sets(0)  # functions run by default
+@pytest.mark.slow  # functions run by default
 def test_linen():
     config, x = CONFIGS["everything"], random_tokens(8)
     module = MoE(config, use_bias=True, train=True)
@@ -192,7 +192,7 @@ def test_linen():
         assert_close(jax.jit(jax.value_and_grad(loss, has_aux=True))(own, put(x, SPLIT)), expected)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_nnx():
     config, x = CONFIGS["everything"], random_tokens(8)
 
@@ -214,7 +214,7 @@ def test_nnx():
         assert_close(gradient(put(x, SPLIT)), expected)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_hopper_kernels_lower_on_each_devices_tokens():
     config = MoEConfig(
         num_experts=8, experts_per_token=2, expert_width=64, implementation="mosaic_gpu", router=Router()

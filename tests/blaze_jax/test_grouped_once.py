@@ -83,7 +83,7 @@ def test_two_launches_from_logits_to_rows(layer):
     assert launches(layer) == [1, 0, 1]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_experts_of_somebody_else_group_what_they_are_given():
     def experts(*arguments, b_gate, b_up, b_down, activation, save, implementation):
         return expert_ffn(*arguments, activation=activation, save=save, implementation=implementation)

@@ -109,7 +109,7 @@ def test_promotion_rule(layer, config, dtype, param_dtype, mode):
         *((layer, "float32", "matmul_precision=highest") for layer in ("linen", "nnx")),
     ],
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_matmul_precision(layer, dtype, mode):
     assert_mode_changes_nothing(layer, "plain", dtype, "float32", mode=mode)  # on CPUs, which have one precision
 
@@ -135,7 +135,7 @@ def test_narrow_types_where_wide_ones_are_enabled(layer, config, dtype):
         ("nnx", "plain", "float32"),
     ],
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_float64_tokens(layer, config, param_dtype):
     _, y, (d_params, dx) = out = numbers(layer, config, "float64", param_dtype, "enable_x64")
     assert (y.dtype, dx.dtype) == ("float64", "float64")
@@ -175,7 +175,7 @@ def hopper_kernels(mode) -> list[str]:
     return [re.findall("moe_[a-z_]+", kernel)[0] if numbered else kernel for kernel in kernels]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [*PROMOTIONS, *WIDE, "enable_x64"])
 def test_hopper_kernels_are_the_same(mode):
     changed, unchanged = (hopper_kernels(m) for m in (mode, None))  # from one line: kernels have it in them
@@ -197,7 +197,7 @@ def tokens_of_size(size):
     return jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "size"),
     [("everything", "T"), ("rounded", "T"), ("limited", "T")],
@@ -221,7 +221,7 @@ def test_export_of_layer(config, size):
 
 
 @pytest.mark.parametrize(("leading", "shape"), [("B, 4", (3, 4)), ("B, S", (2, 5))])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_export_of_any_leading_shape(leading, shape):
     config = CONFIGS["plain"]
     params, x = random_parameters(config), random_tokens(*shape)
@@ -230,7 +230,7 @@ def test_export_of_any_leading_shape(leading, shape):
     assert_close(again(x, params), jax.jit(moe, static_argnums=2)(x, params, config)[0])
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_export_of_kernels_needs_no_gpu(dtype):
     config = dataclasses.replace(CONFIGS["plain"], implementation="mosaic_gpu")

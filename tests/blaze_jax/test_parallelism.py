@@ -98,7 +98,7 @@ def test_all_axes_together():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_every_way(way):
     assert_as_one_device(WAYS[way], tokens=40)
 
@@ -113,7 +113,7 @@ def test_every_way(way):
     ],
     ids=str,
 )
-@pytest.mark.default_sets(0)  # test_exchange has the orders of an exchange
+@pytest.mark.slow  # test_exchange has the orders of an exchange
 def test_mesh_with_its_axes_in_another_order(axes, kind, options):
     tokens = 24 if kind == "check_vma" else 21  # where devices need not divide them
     assert_as_one_device((axes, kind, options), tokens, replace(SMALL, num_experts=8))
@@ -130,7 +130,7 @@ def test_mesh_with_its_axes_in_another_order(axes, kind, options):
     ],
     ids=str,
 )
-@pytest.mark.default_sets(0)  # functions run by default
+@pytest.mark.slow  # functions run by default
 def test_tokens_of_a_device_where_axes_have_no_role(kind, spec, tokens):
     mesh, parallel = make_mesh({"data": 2, "more": 2, "expert": 2}, kind), Parallelism(expert="expert")
     params, x = random_parameters(SMALL), random_tokens(4, 4)
@@ -161,7 +161,7 @@ def test_axes_without_a_role_split_tokens():
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4}, {"expert": 2}, TOGETHER], ids=str)
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_ten_steps_of_an_optimizer(axes):
     optimizer = optax.adamw(1e-2)
     params, x = random_parameters(CONFIG), random_tokens(40)
@@ -187,7 +187,7 @@ def test_ten_steps_of_an_optimizer(axes):
 @pytest.mark.parametrize(
     "router", [{"capacity_factor": 0.5}, {"token_rounding": "nearest", "rounding_tile": 4}], ids=str
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_options_that_look_at_all_tokens(router):
     config = replace(CONFIG, router=Router(**router), shared_width=0, router_bias=False)
     params, x = random_parameters(config), random_tokens(39)
@@ -196,14 +196,14 @@ def test_options_that_look_at_all_tokens(router):
 
 
 @pytest.mark.parametrize(("tokens", "kind"), [(1, "auto"), (13, "explicit")])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_tokens_that_the_devices_do_not_divide(tokens, kind):
     params, x = random_parameters(CONFIG), random_tokens(tokens)
     out = over_devices({"fsdp": 2, "expert": 4}, kind, {}, params, x)
     assert_close(out, one_device(params, x, CONFIG))
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_no_token():
     parallel, params = Parallelism(expert="expert"), random_parameters(CONFIG)
     with jax.set_mesh(make_mesh({"expert": 2})):
@@ -213,7 +213,7 @@ def test_no_token():
 
 
 @pytest.mark.parametrize(("exchange", "favourite"), [("all_gather", 0), ("all_to_all", 7)])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_all_tokens_on_the_same_experts_in_rows_for_few(exchange, favourite):
     config = MoEConfig(num_experts=8, experts_per_token=1, expert_width=8, load_balancing_weight=0.1)
     params, x = random_parameters(config), jnp.abs(random_tokens(64, 10))
@@ -243,7 +243,7 @@ def test_an_id_of_no_expert_poisons_its_token(exchange):
 
 
 @pytest.mark.parametrize("form", ["linen", "nnx"])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_modules(form):
     x, parallel = random_tokens(16), Parallelism(data="data", expert="expert")
 
@@ -261,7 +261,7 @@ def test_modules(form):
         assert_close(result(parallel), expected)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_mesh_given_with_the_axes():
     params, x = random_parameters(CONFIG), random_tokens(8)
     parallel = Parallelism(make_mesh({"expert": 2}), expert="expert")

@@ -21,7 +21,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("own tokens of four, further turns", "own experts of four")
 def test_as_one_device(way, monkeypatch, traced_anew):
     pieces = []
 

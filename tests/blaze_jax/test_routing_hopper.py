@@ -95,7 +95,7 @@ def test_checkpoint():
     assert_close(gradient, gradient_of(partial(total, on_xla), random_logits()), TOLERANCE)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(("biased", "rounded"), [(False, False), (True, True)])
 def test_vmap(biased, rounded):
     logits = random_logits(3, T, E)

@@ -119,7 +119,7 @@ KERNELS = {
 
 
 @pytest.mark.compile_only
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("rtx3090", "rtx4090", "rtx5090")
 @pytest.mark.parametrize("gpu", ONE_OF_EACH)
 def test_compiles_without_spills(gpu):
     with multiprocessing.get_context("spawn").Pool(1) as process:

@@ -87,7 +87,7 @@ def changed(folder, family, **change):
     return folder
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
 def test_every_field_is_used_or_refused_or_without_effect(tmp_path, family):
     fields = json.loads((FIXTURES / family / "config.json").read_text()).keys()
@@ -122,7 +122,7 @@ def test_public_releases_have_no_field_that_the_decoder_does_not_know(tmp_path):
     assert (coder.shared_width, coder.qk_norm, coder.head_width) == (0, "head", 128)
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("olmoe", "qwen3_moe")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_transformers_with_other_values_of_the_fields(tmp_path, name):
     family = name.strip()

@@ -101,7 +101,7 @@ def test_blocks_of_one_kind_are_stacked_in_runs():
     }
 
 
-@pytest.mark.default_sets(5)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
@@ -119,7 +119,7 @@ def test_models_that_the_decoder_is_not(tmp_path, family, change, message):
         public_config(tmp_path)
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -136,7 +136,7 @@ def test_tensors_that_do_not_fit(tmp_path, change, message):
 
 
 @pytest.mark.compile_only
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_memory_of_a_step_is_planned_without_weights(tmp_path, capsys):
     shutil.copy(FIXTURES / "olmoe" / "config.json", tmp_path)
     arguments = ["--checkpoint", str(tmp_path), "--compile-only", "h200", "--trained", "experts"]
@@ -148,7 +148,7 @@ def test_the_memory_of_a_step_is_planned_without_weights(tmp_path, capsys):
 OPTIONS = "--steps 4 --batch-size 4 --sequence-length 16 --learning-rate 0.01 --dtype float32 --evaluate-every 2"
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_experts_alone_are_trained(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "model", "olmoe")
     text = tmp_path / "text"
@@ -172,7 +172,7 @@ def test_the_experts_alone_are_trained(tmp_path):
     assert len(changed) > 0.9 * sum(".mlp.experts." in name for name in before)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_program_runs_from_a_checkpoint_to_a_saved_file_on_one_device_and_on_a_mesh(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "model")
     out, over_mesh = tmp_path / "out", tmp_path / "over mesh"

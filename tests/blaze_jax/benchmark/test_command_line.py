@@ -18,7 +18,7 @@ PNG = b"\x89PNG"
 ON_CPU = jax.default_backend() == "cpu"
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_table_of_kernels_and_its_json(capsys, tmp_path):
     file = tmp_path / "new" / "results.json"
     assert main(["--kernels", "--config", SMALL, "--dtype", "bfloat16", "--repeats", "2", "--json", str(file)]) == 0
@@ -40,7 +40,7 @@ def test_the_table_of_kernels_and_its_json(capsys, tmp_path):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="in the interpreter")
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
     monkeypatch.setattr("blaze_jax.benchmark.kernels.sustain", lambda call, **_: Sustained(1, 1.0, None))
     options = ["--kernels", "--config", "8,8,8,2,1", "--dtype", "bfloat16", "--repeats", "1"]
@@ -51,7 +51,7 @@ def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
     assert "our product of one expert" in out
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_our_layer_and_every_peer_have_a_line_for_each_pass(capsys, tmp_path):
     file = tmp_path / "results.json"
     options = ["--config", SMALL, "--config", "32,8,4,3,1", "--repeats", "2"]
@@ -78,7 +78,7 @@ def test_our_layer_and_every_peer_have_a_line_for_each_pass(capsys, tmp_path):
         assert (tmp_path / "figures" / name).read_bytes().startswith(PNG)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_float32_weights_have_a_line_of_their_own(capsys, tmp_path):
     file = tmp_path / "results.json"
     options = ["--config", SMALL, "--dtype", "bfloat16", "--repeats", "2", "--peers", "--float32-weights"]
@@ -106,7 +106,7 @@ def test_presets_and_no_peers():
         ("--token-rounding", "token_rounding", "rounded nearest"),
     ],
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_other_studies(mode, kind, said, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("blaze_jax.benchmark.sizes.CPU_ROUTING_SIZES", ((512, 8, 2),))
     scaling = tuple(Sizes(t, 16, 8, 4, 2) for t in (64, 128))
@@ -153,7 +153,7 @@ class Ended:
         self.returncode, self.stdout, self.stderr = returncode, stdout, stderr
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("ended", "said"),
     [
@@ -191,7 +191,7 @@ def test_a_case_over_devices_that_are_not_there(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="takes the small sizes that a CPU gets")
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_a_layer_over_devices_against_one(capsys):
     assert main(["--mesh", "expert=2", "--repeats", "1"]) == 0
     out = capsys.readouterr().out
@@ -207,7 +207,7 @@ def test_compiling_for_another_gpu_says_what_is_missing(mode, capsys, monkeypatc
 
 
 @pytest.mark.compile_only
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_compile_time(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("blaze_jax.benchmark.compile_time.LAYERS", (2,))
     file = tmp_path / "results.json"

@@ -235,7 +235,7 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.default_sets(7)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("config", "layer", "dense"), PUBLIC, ids=lambda v: v.get("model_type") if isinstance(v, dict) else ""
 )
@@ -250,7 +250,7 @@ def test_public_models(config, layer, dense):
     )
 
 
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_of_transformers_5_by_path_folder_or_content(family):
     path = FIXTURES / family / "config.json"
@@ -269,7 +269,7 @@ def test_losses_count_where_transformers_adds_them():
     assert MoEConfig.from_huggingface(config).load_balancing_weight == pytest.approx(0.001 * 8 / 48)
 
 
-@pytest.mark.default_sets(26)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
@@ -314,7 +314,7 @@ def test_what_contradicts_is_named(config, change, message):
         checkpoints.read_model(config | change)
 
 
-@pytest.mark.default_sets(5)
+@pytest.mark.default_cases("mixtral", "qwen3_moe", "olmoe", "kimi_k2", "gpt_oss")
 @pytest.mark.parametrize("config", [entry[0] for entry in PUBLIC], ids=lambda config: config["model_type"])
 def test_what_decides_the_mathematics_must_be_there(config):
     needed = {"hidden_size", "num_hidden_layers", "hidden_act", "norm_topk_prob", "n_group", "topk_group", "model_type"}
@@ -324,7 +324,7 @@ def test_what_decides_the_mathematics_must_be_there(config):
             checkpoints.read_model({key: value for key, value in config.items() if key != name})
 
 
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -77,7 +77,7 @@ CASES = {
 }
 
 
-@pytest.mark.default_sets(len(CASES))
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("case", CASES)
 def test_tensors_are_checked_before_anything_is_placed(tmp_path, case, monkeypatch):
     changes, message = CASES[case]
@@ -102,7 +102,7 @@ def test_a_layer_with_and_without_prefix(tmp_path):
         checkpoints.load(write(tmp_path, tensors), 1, model("olmoe").layer)
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -122,7 +122,7 @@ def test_compressed_tensors_are_checked(tmp_path, name, change, message):
         checkpoints.load(write(tmp_path, tensors), 0, model("gpt_oss").layer)
 
 
-@pytest.mark.default_sets(4)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -161,7 +161,7 @@ def point_to(file):
     return lambda folder, index: index["weight_map"].update({"model.layers.2.mlp.gate.weight": file})
 
 
-@pytest.mark.default_sets(13)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -207,7 +207,7 @@ def test_links_of_a_cache_are_followed(tmp_path):
     assert checkpoints.load(tmp_path, 1, model("olmoe").layer).params
 
 
-@pytest.mark.default_sets(5)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -249,7 +249,7 @@ def test_without_safetensors_the_extra_is_named(monkeypatch):
         checkpoints.Folder(FIXTURES / "olmoe")
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("drop", "message"),
     [

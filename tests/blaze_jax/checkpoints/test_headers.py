@@ -55,7 +55,7 @@ HEADERS = {
 }
 
 
-@pytest.mark.default_sets(2 * len(HEADERS))
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
 @pytest.mark.parametrize("case", HEADERS)
 def test_a_damaged_header_is_named_when_the_folder_is_opened(tmp_path, family, case):
@@ -80,7 +80,7 @@ def test_files_that_are_not_there_matter_only_to_their_tensors(tmp_path):
         checkpoints.load(opened, 2, model("qwen3_moe").layer)
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 255])
 def test_scales_are_numbers(tmp_path, value):
     name = "gpt_oss-mxfp4" if value == 255 else "deepseek_v3-float8"

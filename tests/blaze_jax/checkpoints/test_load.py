@@ -18,7 +18,7 @@ from tests.numerics import assert_same_bits
 KERNELS = ("w_gate", "w_up", "w_down")
 
 
-@pytest.mark.default_sets(4)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("family", FAMILIES[:4])
 def test_a_fused_layout_holds_the_same_layer(family):
     assert_same_bits(load(f"{family}-fused")[:2], load(family)[:2])
@@ -68,7 +68,7 @@ SPECS = {
 }
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("mixtral-experts", "gpt_oss-mxfp4-outputs", "qwen3_moe-bfloat16-replicated")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(
     "name", ["mixtral", "mixtral-fused", "gpt_oss", "gpt_oss-mxfp4", "qwen3_moe-bfloat16", "deepseek_v3-float8"]
@@ -81,7 +81,7 @@ def test_each_device_gets_its_part(name, spec):
     assert_same_bits(loaded[:2], load(name)[:2])
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "deepseek_v3-float8"])
 def test_blocks_of_compressed_numbers_are_cut(name):
     """Two devices share each block of numbers that have one scale, along inputs and along outputs."""
@@ -110,7 +110,7 @@ def wide_layer(path, *, experts=6):
     return write(path, tensors), config, tensors
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_less_than_two_experts_are_held_at_a_time(tmp_path, monkeypatch, sharded):
     path, config, tensors = wide_layer(tmp_path)

@@ -206,7 +206,7 @@ def reference(tensors, described, number):
     return tuple(np.stack([decoded(tensors, f"{mlp}experts.{e}.{name}.weight").T for e in experts]) for name in names)
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("0", "1")
 @pytest.mark.parametrize("part", range(10))
 def test_mutated_files(tmp_path, part):
     messages = []
@@ -232,7 +232,7 @@ def test_mutated_files(tmp_path, part):
     assert sum(map(bool, messages)) > FILES_OF_A_TEST // 2
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("4", "5")
 @pytest.mark.parametrize("part", range(10))
 def test_writing_into_mutated_folders(tmp_path, part):
     described = model("qwen3_moe")

@@ -31,7 +31,7 @@ def halved(layer):
     return layer._replace(params={name: value / 2 for name, value in layer.params.items()})
 
 
-@pytest.mark.default_sets(7)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     "name", ["mixtral", "qwen3_moe", "olmoe-bfloat16", "olmoe-fused", "deepseek_v3", "glm4_moe", "gpt_oss"]
 )
@@ -97,7 +97,7 @@ def test_links_of_a_cache_are_replaced_and_not_what_they_lead_to(tmp_path):
     assert (tmp_path / SINGLE_FILE).read_bytes() != before
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("single", [False, True])
 def test_writers_at_the_same_time_lose_nothing(tmp_path, single):
     """Eight, each of which has read the folder before any other has written."""
@@ -165,7 +165,7 @@ class StoppedError(Exception):
     pass
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("where", ["parts", "_write_index", "_rewrite"])
 def test_a_writer_that_is_stopped_leaves_the_folder_whole_and_may_try_again(tmp_path, monkeypatch, where):
     folder = copied("qwen3_moe", tmp_path)

@@ -24,7 +24,7 @@ remembers them. Lists of modules that are not compressed are cut to one."""
 FAMILIES_OF_RELEASES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss")
 
 
-@pytest.mark.default_sets(21)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("name", RELEASES)
 def test_every_field_of_a_public_release_is_known_or_passed_over(name):
     config = RELEASES[name]["config"]
@@ -44,7 +44,7 @@ def test_there_are_three_releases_of_each_family():
     assert min(counted.values()) >= 3
 
 
-@pytest.mark.default_sets(12)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -67,7 +67,7 @@ def test_what_concerns_other_parts_is_passed_over(fields):
         assert checkpoints.read_model(config | fields) == checkpoints.read_model(config)
 
 
-@pytest.mark.default_sets(20)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     "name",
     [
@@ -98,7 +98,7 @@ def test_what_could_change_the_layer_is_refused(name):
         checkpoints.read_model(OLMOE_1B_7B | {name: 2})
 
 
-@pytest.mark.default_sets(7)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [

@@ -29,7 +29,7 @@ def raw(folder):
     return found
 
 
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     "name",
     [
@@ -95,7 +95,7 @@ def test_a_module_of_nnx_is_written(tmp_path):
     assert_same_bits(checkpoints.load(tmp_path, 1, described.layer)[:2], load("deepseek_v3")[:2])
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "olmoe"])
 def test_a_selection_bias_starts_at_zero_and_is_not_lost(tmp_path, family):
     """Fine-tuning without a balancing loss, of a model that was trained with one."""
@@ -123,7 +123,7 @@ def test_a_selection_bias_starts_at_zero_and_is_not_lost(tmp_path, family):
             checkpoints.load(FIXTURES / family, number, dataclasses.replace(config, selection_bias=True))
 
 
-@pytest.mark.default_sets(8)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -94,7 +94,7 @@ def portable_dispatch(experts, num_experts):
     return xla.dispatch(experts, num_experts, row_alignment=8)._replace(tiles=tiles)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_whole_command_with_portable_kernels(capsys, monkeypatch, tmp_path):
     names = (*NAMES, "combine")  # which a column block is timed with
     kernels = SimpleNamespace(

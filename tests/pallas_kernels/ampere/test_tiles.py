@@ -22,7 +22,7 @@ TILES = [
 ]
 
 
-@pytest.mark.default_sets(len(TILES))
+@pytest.mark.default_cases("ampere-bfloat16-*", "ampere-float32-Tile(columns=128, *, sweep=2)")
 @pytest.mark.parametrize(
     ("dtype", "tile"), [("bfloat16", t) for t in TILES] + [("float32", t) for t in TILES if t.k_step == 64], ids=str
 )
@@ -56,7 +56,7 @@ def test_sweeps_give_the_same_bits(kernels, sweep):
     assert_same_bits(found, expected)
 
 
-@pytest.mark.default_sets(len(TILES))
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_eight_rows_of_a_matrix_are_in_all_banks(tile):
     panels = Panels.of(tile, "bfloat16")
@@ -76,7 +76,7 @@ def test_four_rows_of_eight_numbers_are_in_all_banks():
     assert len({panels.word(row, chunk) for row in range(32) for chunk in range(8)}) == 256
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(("kind", "rows", "chunks"), [("bfloat16", 8, 1), ("float32", 4, 2)])
 def test_what_is_loaded_of_a_piece_at_once_is_in_all_banks(kind, rows, chunks):
     pieces = Pieces(1, kind, 64, LARGE)
@@ -88,7 +88,7 @@ def test_what_is_loaded_of_a_piece_at_once_is_in_all_banks(kind, rows, chunks):
     )
 
 
-@pytest.mark.default_sets(len(ACTIVATION_NAMES))
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("name", ACTIVATION_NAMES)
 def test_every_activation_with_biases(kernels, name):
     rows = Rows(kernels, "single_token")

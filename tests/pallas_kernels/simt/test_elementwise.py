@@ -26,7 +26,7 @@ OTHERS = {
 """What users may bring."""
 
 
-@pytest.mark.default_sets(2 * len([*ACTIVATION_NAMES, *OTHERS]))
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("where", ["no mesh", "a mesh"])
 @pytest.mark.parametrize("name", [*ACTIVATION_NAMES, *OTHERS])
 def test_value_and_gradients(name, where):

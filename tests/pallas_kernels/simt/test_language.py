@@ -263,7 +263,7 @@ def test_races_are_found(body, message):
 
 
 @pytest.mark.parametrize("apart", [0, 1])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 def test_an_updated_input_may_be_the_memory_of_its_output(apart):
     def body(before, changed):
         changed[thread()] = before[thread() ^ apart]

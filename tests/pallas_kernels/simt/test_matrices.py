@@ -91,7 +91,7 @@ def test_what_others_read_is_not_copied_over():
 
 
 @pytest.mark.parametrize("readers", [64, 128])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 def test_threads_wait_for_their_own_copies(readers):
     """One group may be pending: of half of the threads an empty one, of the others the one that is read."""
 

@@ -34,7 +34,6 @@ def experts(num_experts, token_ids, x, w_up, w_down):
 
 
 @pytest.mark.compile_only
-@pytest.mark.default_sets(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tiles_of_the_package_compile_without_spills(shape):
     kernels = {name for name in KINDS if name.startswith(MMA)}

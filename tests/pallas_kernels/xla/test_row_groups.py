@@ -57,7 +57,9 @@ def own_and_visited(rows, groups):
 @pytest.mark.parametrize("turn", [None, Turn(1, 5), Turn(4, 16), Turn(64, 256)], ids=str)
 @over_alignments
 @pytest.mark.parametrize("routing", ["random", "empty_slots", "more_experts_than_rows", "many_tiles", "single_token"])
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases(
+    "random-1-Turn(experts=1, rows=5)", "empty_slots-8-None", "more_experts_than_rows-1-Turn(experts=4, rows=16)"
+)
 def test_every_row_once(routing, row_alignment, turn):
     rows = Rows(xla, routing, row_alignment=row_alignment)
     (count, expert), (own, visited) = in_turns(
