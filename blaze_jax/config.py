@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
-from blaze_jax.expert_rows import Save
 from blaze_jax.huggingface import read_public_model
 from blaze_jax.implementation import Implementation, check_implementation
+from blaze_jax.plan import Save
 from blaze_jax.router import Router, check_router
 
 ParameterKind = Literal["router", "kernel", "bias"]
