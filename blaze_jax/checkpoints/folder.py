@@ -6,7 +6,9 @@ mapped into memory, and `Stored.read` copies a part of a tensor out of them.
 
 import math
 import os
+import sys
 from collections.abc import Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -21,6 +23,9 @@ INDEX = "model.safetensors.index.json"
 
 METADATA = "__metadata__"
 _MOST_AXES = 64
+
+_WITHOUT_DESCRIPTOR = {"trackfd": False} if sys.version_info >= (3, 13) and os.name == "posix" else {}
+"""Before Python 3.13 each mapping keeps a file descriptor; models have hundreds of files."""
 
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
 BITS |= dict.fromkeys(["BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"], 8)
@@ -101,7 +106,8 @@ class TensorFile:
                 if size < 8 or length > min(size - 8, LARGEST):
                     raise CheckpointError(f"{path}: has {size} bytes, and no whole header")
                 header = parse_json(file.read(length), f"{path}: its header")
-                content = np.memmap(file, np.uint8, mode="r")
+                # Mapped at once: who has opened a folder reads what it was, whatever a writer puts in its place.
+                content = np.frombuffer(mmap(file.fileno(), 0, access=ACCESS_READ, **_WITHOUT_DESCRIPTOR), np.uint8)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         self.metadata = header.pop(METADATA, {})
