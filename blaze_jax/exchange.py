@@ -209,6 +209,15 @@ def gather_shards(shard: Array, spec: P, axes: Sequence[str]) -> Array:
     return shard
 
 
+def own_part(array: Array, spec: P) -> Array:
+    """This device's part of an array that is split as `spec` says, inside `jax.shard_map`."""
+    for dimension, axes in enumerate(spec):
+        if axes:
+            size = array.shape[dimension] // lax.axis_size(axes)
+            array = lax.dynamic_slice_in_dim(array, lax.axis_index(axes) * size, size, dimension)
+    return array
+
+
 def _has(names, axes: Sequence[str]) -> bool:
     return any(name in axes for name in ((names,) if isinstance(names, str) else names or ()))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array
 
-from blaze_jax.warn import warn_once
+from blaze_jax.checks import warn_once
 from pallas_kernels import ampere, hopper, xla
 from pallas_kernels.compat import has_symbolic_sizes
 from pallas_kernels.contract import Kernels

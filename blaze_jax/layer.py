@@ -10,9 +10,10 @@ from jax import P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.checks import as_array, check_dtypes, shown
+from blaze_jax.checks import as_array, check_dtypes, shown, warn_once
 from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
+from blaze_jax.exchange import own_part
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer_program import (
     auxiliary_losses,
@@ -22,9 +23,7 @@ from blaze_jax.layer_program import (
     over_automatic_axes,
 )
 from blaze_jax.parallelism import Parallelism
-from blaze_jax.placement import own_part
 from blaze_jax.routing import AxisName, Routing
-from blaze_jax.warn import warn_once
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 

@@ -32,8 +32,7 @@ from blaze_jax.explicit_mesh import (
 )
 from blaze_jax.parallelism import Parallelism, names_of
 from blaze_jax.router import Router
-from blaze_jax.router_logits import router_logits
-from blaze_jax.routing import AxisName, Routing, route_and_group
+from blaze_jax.routing import AxisName, Routing, route_and_group, router_logits
 from blaze_jax.shared_experts import shared_experts
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT

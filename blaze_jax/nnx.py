@@ -13,11 +13,17 @@ from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
+from blaze_jax.modules import (
+    bias_of_step,
+    check_train,
+    mesh_of,
+    placement_of,
+    remember,
+    warn_of_lost_losses,
+    warn_of_missing_train,
+)
 from blaze_jax.parallelism import Parallelism
-from blaze_jax.phase import check_train, warn_of_lost_losses, warn_of_missing_train
-from blaze_jax.placement import mesh_of, placement_of
 from blaze_jax.routing import AxisName
-from blaze_jax.shared_calls import bias_of_step, remember
 from pallas_kernels.compat import is_traced
 
 

@@ -13,9 +13,9 @@ from jax.sharding import AxisType
 
 import blaze_jax
 from blaze_jax import MoE, moe, route, update_selection_bias
+from blaze_jax.checks import warn_once
 from blaze_jax.nnx import AuxiliaryLoss
 from blaze_jax.routing import Routing
-from blaze_jax.warn import warn_once
 from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 

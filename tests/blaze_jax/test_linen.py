@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from blaze_jax import MoE, MoEConfig, expert_ffn, moe
-from blaze_jax.warn import warn_once
+from blaze_jax.checks import warn_once
 from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens, route
 from tests.numerics import assert_close, assert_same_bits
 

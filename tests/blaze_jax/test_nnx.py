@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from blaze_jax import MoE as LinenMoE
+from blaze_jax.checks import warn_once
 from blaze_jax.nnx import AuxiliaryLoss, MoE, RouterState
-from blaze_jax.warn import warn_once
 from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
 from tests.numerics import assert_same_bits
 
