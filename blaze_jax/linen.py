@@ -61,9 +61,9 @@ class MoE(nn.Module):
 
     Attributes:
       config: the layer.
-      dtype: of the computation and the output; None for the common dtype of the input and the experts' parameters. Say
+      dtype: in which it computes, and of the output; None for the common dtype of the input and the experts' parameters. Say
         `jnp.bfloat16` for the fastest kernels: float32 parameters make the common dtype float32.
-      param_dtype: of the parameters when they are initialised.
+      param_dtype: the dtype of parameters that it initialises.
       use_bias: biases on all projections of the experts.
       kernel_init: initialiser of each expert's matrices.
       bias_init: initialiser of the biases.

@@ -25,7 +25,7 @@ type AxisName = str | tuple[str, ...] | None
 
 
 class Routing(NamedTuple):
-    """What the router decided. K' is K, plus `rounding_slots` when token rounding adds experts to a token.
+    """The router's decision. K' is K, plus `rounding_slots` when token rounding adds experts to a token.
 
     The counts, losses and shares are those of all tokens of the call; with an `axis_name`, of all devices along it. A
     token without a possible expert, as padding with logits of -inf is, counts in none of them: T are the others.
@@ -245,7 +245,7 @@ def router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> F
 def _differentiable_router(
     kernels: Kernels, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule
 ) -> Routed:
-    """What the router of these kernels returns; its weights, losses and probability have a gradient."""
+    """The result of these kernels' router; its weights, losses and probability have a gradient."""
     if kernels.transformable:
         return kernels.router(logits, bias, rule)
     return _router_with_gradient((kernels, rule), reverse_mode_token(REVERSE_MODE_ONLY, logits), logits, bias)
