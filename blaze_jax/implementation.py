@@ -110,7 +110,7 @@ def kernels_of(implementation: Implementation, num_tokens: int = 1, dtype=jnp.bf
 
 @contextmanager
 def demanded_family(name: str | None) -> Iterator[None]:
-    """Programs that are traced inside run on this family of `FAMILIES`, whatever the GPU; None leaves the choice as it is."""
+    """Runs what is traced inside on this family of `FAMILIES`, whatever the GPU; None leaves the choice as it is."""
     token = _demanded.set(name)
     try:
         yield

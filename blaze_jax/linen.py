@@ -61,8 +61,8 @@ class MoE(nn.Module):
 
     Attributes:
       config: the layer.
-      dtype: in which it computes, and of the output; None for the common dtype of the input and the experts' parameters. Say
-        `jnp.bfloat16` for the fastest kernels: float32 parameters make the common dtype float32.
+      dtype: in which it computes, and of the output; None for the common dtype of the input and the experts'
+        parameters. Say `jnp.bfloat16` for the fastest kernels: float32 parameters make the common dtype float32.
       param_dtype: the dtype of parameters that it initialises.
       use_bias: biases on all projections of the experts.
       kernel_init: initialiser of each expert's matrices.

@@ -16,7 +16,7 @@ from blaze_jax.schedule import after, uninitialised
 from pallas_kernels.contract import Dispatch, Kernels, accumulator_dtype
 
 type RowsOf = Callable[[Any, int], Callable]
-"""Makes, of operands and the number of a part, the `rows(first_column, num_columns)` that `combine_columns` combines."""
+"""Makes of operands and a part's number the `rows(first_column, num_columns)` that `combine_columns` combines."""
 
 
 class _Part(NamedTuple):
