@@ -145,7 +145,7 @@ FAULTS = [
     Fault(f"{AMPERE}/operands.py", "return tensor_operand(load_matrices(columns, word + first * (self.tile.k_step // 2)), self.kind)", "return load_matrices(columns, word + first * (self.tile.k_step // 2))", FLOAT32),
     Fault(f"{AMPERE}/operands.py", "all_or_none(first + chunk_elements < k.depth, valid_rows - row) > i * apart", "valid_rows - row > i * apart", EDGES),
     Fault(f"{AMPERE}/operands.py", "all_or_none(step_row + row < k.depth, Int(end) - column) > later", "Int(end) - column > later", ON_AMPERE),
-    Fault(f"{AMPERE}/operands.py", "select(second, step - self.of_pair, step) * self.each", "step * self.each", f"{MODULES}/test_experts_ampere.py"),
+    Fault(f"{AMPERE}/operands.py", "select(second, step - self.of_pair, step) * self.each", "step * self.each", f"{MODULES}/test_experts_on_gpus.py"),
     Fault(f"{AMPERE}/panels.py", "return tensor_operand([registers[i] for i in ((0, 2, 1, 3) if left else range(4))], self.kind)", "return [registers[i] for i in ((0, 2, 1, 3) if left else range(4))]", FLOAT32),
     Fault(f"{AMPERE}/panels.py", "else row % 8\n", "else row % 4\n", TILES),
     Fault(f"{AMPERE}/panels.py", "(lane % 8 + lane // 16 * 8, lane // 8 % 2) if left", "(lane % 16, lane // 16) if left", ON_AMPERE),
