@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from blaze_jax import expert_ffn
 from blaze_jax.activations import get_activation
-from pallas_kernels.xla.row_groups import Turn, turns_of
+from pallas_kernels.xla.loops import Turn, turns_of
 
 KERNELS = [f"moe_{name}" for name in ("dispatch_count", "dispatch_place", "combine")]
 KERNELS += [f"moe_{name}" for name in ("up_projection", "down_projection", "down_backward", "up_backward")]

@@ -218,3 +218,17 @@ def test_a_devices_part_of_parameters_is_as_small_as_the_mesh_is_large():
 def parallel_shards(parallel, axes):
     with jax.set_mesh(make_mesh(axes)):
         return parallel.shards(CONFIG, 16)
+
+
+def test_constant_tokens_inside_shard_map():
+    """They are the same on all devices, to jax's check of what varies, and the layer sums over devices."""
+    axes, params = {"data": 2, "expert": 2}, random_parameters(SMALL)
+    parallel = Parallelism(**roles(axes))
+
+    def layer(params):
+        return moe(jnp.ones((3, WIDTH)), params, SMALL, parallel=parallel)[0]
+
+    with jax.set_mesh(make_mesh(axes)):
+        specs = (parallel.specs(SMALL, WIDTH),)
+        y = jax.jit(jax.shard_map(layer, in_specs=specs, out_specs=P(parallel.axes)))(params)
+    assert_close(y, moe(jnp.ones((12, WIDTH)), params, SMALL)[0])
