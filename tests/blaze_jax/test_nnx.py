@@ -113,26 +113,6 @@ def test_nnx_tabulates_the_layer():
     assert "w_router" in nnx.tabulate(module, random_tokens(3))
 
 
-@pytest.mark.slow
-def test_selection_bias_moves_in_training_as_in_linen():
-    config, x = CONFIGS["everything"], random_tokens(30)
-    params = random_parameters(config)
-    module = module_with(params, config)
-    run(module, x, train=False)
-    assert not module.selection_bias[...].any()
-    assert isinstance(module.selection_bias, RouterState)
-
-    linen_state = {}
-    linen = jax.jit(partial(LinenMoE(config).apply, train=True, mutable=["router_state", "losses"]))
-    for _ in range(3):
-        y, *_ = collect(module, x, train=True)
-        linen_y, linen_state = linen({"params": params, **linen_state}, x)
-        del linen_state["losses"]
-        assert_same_bits(module.selection_bias[...], linen_state["router_state"]["selection_bias"])
-        assert_same_bits(y.shape, linen_y.shape)
-    assert module.selection_bias[...].any()
-
-
 def test_without_update_rate_there_is_no_state():
     module = MoE(WIDTH, CONFIGS["plain"], rngs=nnx.Rngs(0))
     assert not nnx.to_flat_state(nnx.state(module, RouterState))
