@@ -141,6 +141,6 @@ def with_turns(turns: Int[Array, ""] | None, run: Callable):
 def in_place(arrays, parts: int):
     """`arrays`, of which a kernel writes one of `parts` and trusts XLA that the other rows are there.
 
-    For one layer of a stack, XLA would give it the stack's memory for its result alone (see `mosaic/in_place.py`).
+    For one layer of a stack, XLA would give it the stack's memory for its result alone (see `mosaic/launches.py`).
     """
     return arrays if parts == 1 else lax.optimization_barrier(arrays)

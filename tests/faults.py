@@ -195,7 +195,7 @@ FAULTS = [
     Fault(f"{LAYER}/routing.py", "jnp.sum(routed.experts[:, 0] != EMPTY_SLOT, dtype=jnp.int32)", "jnp.int32(num_tokens)", f"{ROUTING} {PARALLEL}"),
     Fault(f"{LAYER}/compiled_once.py", "(family_in_demand(), forced_turn())", "()", f"{MODULES}/test_eager.py"),
     Fault(f"{LAYER}/compiled_once.py", "None if are_observers() else ", "", f"{MODULES}/test_eager.py"),
-    Fault("pallas_kernels/mosaic/traced_once.py", "jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inline else False)", "run", f"{MODULES}/test_eager.py"),
+    Fault("pallas_kernels/traced_once.py", "jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inline else False)", "run", f"{MODULES}/test_eager.py"),
     Fault(f"{LAYER}/layer_over_devices.py", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", PARALLEL),
     Fault(f"{XLA}/dispatch.py", "(place >= 0) & (place < offsets[-1])", "place >= 0", f"{KERNELS}/test_row_range.py"),
     # public checkpoints

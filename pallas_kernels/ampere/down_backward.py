@@ -13,16 +13,14 @@ from pallas_kernels.ampere.store import store_rows
 from pallas_kernels.ampere.tile import HALF
 from pallas_kernels.ampere.tuning import tuned_tile
 from pallas_kernels.contract import Dispatch
-from pallas_kernels.mosaic.bias_part import bias_part
-from pallas_kernels.mosaic.row_groups import TileSchedule
-from pallas_kernels.mosaic.sum_in_order import sum_in_order
-from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.mosaic.row_groups import TileSchedule, bias_part, sum_in_order
 from pallas_kernels.simt.elementwise import with_gradients
 from pallas_kernels.simt.language import when
 from pallas_kernels.simt.matrices import CHUNK
 from pallas_kernels.simt.values import Float as Number
 from pallas_kernels.simt.values import Long, minimum, select
 from pallas_kernels.simt.warp import combine_lanes
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
 
 

@@ -11,8 +11,8 @@ from pallas_kernels.ampere.store import add_bias, bias_of, for_rows, store_half
 from pallas_kernels.ampere.tuning import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TileSchedule
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.elementwise import value
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
 
 

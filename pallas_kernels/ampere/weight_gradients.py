@@ -28,11 +28,11 @@ from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart, 
 from pallas_kernels.ampere.tuning import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.expert_sums import expert_sums
 from pallas_kernels.simt.matrices import chunk_size, start_copy
 from pallas_kernels.simt.values import Int, Long, Pointer, minimum
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.hopper import gather, tile_queue
 from pallas_kernels.hopper.inline import K_STEP, SWIZZLED
 from pallas_kernels.hopper.ring import Ring
 from pallas_kernels.hopper.tile_queue import TileQueue
-from pallas_kernels.mosaic import in_place, interpreter
+from pallas_kernels.mosaic import interpreter, launches
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.tuning.parameters import TileTuning
@@ -172,7 +172,7 @@ def launch(
     body.__name__ = name
     number, result_number = (vars(_named(trees, range(len(_leaves(trees))))) for trees in (operands, results))
     pairs = [zip(jax.tree.leaves(number[a]), jax.tree.leaves(result_number[b]), strict=True) for a, b in aliases]
-    flat = in_place.kernel(
+    flat = launches.kernel(
         body,
         in_place={operand: result for pair in pairs for operand, result in pair},
         out_type=_leaves(results),

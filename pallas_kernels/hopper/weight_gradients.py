@@ -23,9 +23,9 @@ from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.launch import TileKernel, launch
 from pallas_kernels.hopper.panels import store_buffers, store_through, wgmma, zero_rows
 from pallas_kernels.hopper.ring import PANELS
+from pallas_kernels.mosaic.device import WIDTH_MULTIPLE
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
-from pallas_kernels.mosaic.support import WIDTH_MULTIPLE
-from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
 

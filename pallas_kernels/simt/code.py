@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
 
-from pallas_kernels.mosaic import in_place
+from pallas_kernels.mosaic import launches
 from pallas_kernels.simt.code_matrices import CodeOfMatrices
 
 _ALL_LANES = 0xFFFFFFFF
@@ -38,7 +38,7 @@ def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
             emit(*refs)
 
         body.__name__ = name
-        return in_place.kernel(
+        return launches.kernel(
             body,
             in_place={first_updated + i: i for i in range(updated)},
             out_type=[*changed, *outputs],

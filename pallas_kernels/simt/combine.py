@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.mosaic.device import num_sms
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.language import branch, indices, when
 from pallas_kernels.simt.races import WARP
 from pallas_kernels.simt.values import Long, Vector, lowest_bit, minimum, select
 from pallas_kernels.simt.warp import lanes_where, shuffle
+from pallas_kernels.traced_once import traced_once
 
 WARPGROUPS = 1
 WARPS, THREADS = WARPGROUPS * 4, WARPGROUPS * 128

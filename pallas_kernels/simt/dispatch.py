@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.contract import Dispatch, Losses
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, TileSchedule
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt.dispatch_place import Size, known_expert, place
 from pallas_kernels.simt.language import block_barrier, indices
 from pallas_kernels.simt.values import minimum, select
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.xla.dispatch import row_range as portable_row_range
 
 MAX_EXPERTS = 2048  # every warp counts them in shared memory

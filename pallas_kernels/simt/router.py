@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Losses, Routed, Rule
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt import values
 from pallas_kernels.simt.dispatch import BLOCKS, dispatch_routed
@@ -29,6 +28,7 @@ from pallas_kernels.simt.router_lanes import Lane, Layout, power_of_two
 from pallas_kernels.simt.router_scores import LN2, LOG2E, dot, log_ratio, sigmoid
 from pallas_kernels.simt.values import exp2, log2, maximum, minimum, multiply_add, reciprocal, select, total
 from pallas_kernels.simt.warp import WARP, combine_lanes, lanes_where
+from pallas_kernels.traced_once import traced_once
 
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.contract import KEY_BITS, Cutoffs
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt import language as simt
 from pallas_kernels.simt import values
 from pallas_kernels.simt.language import block_barrier, branch, indices, loop, when
 from pallas_kernels.simt.values import Long, minimum, select, total
 from pallas_kernels.simt.warp import WARP, exclusive_warp_sum
+from pallas_kernels.traced_once import traced_once
 
 WARPGROUPS = 4
 THREADS = WARPGROUPS * 128

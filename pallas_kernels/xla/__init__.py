@@ -1,9 +1,6 @@
 """Portable forms of every operation, in plain XLA: exact arithmetic, and no buffer wider than the caller asks for."""
 
-from pallas_kernels.contract import no_limit as dispatch_unsupported
-from pallas_kernels.contract import no_limit as router_unsupported
-from pallas_kernels.contract import no_limit as unsupported
-from pallas_kernels.contract import no_limit as why_kernels_spill
+from pallas_kernels import contract
 from pallas_kernels.xla.column_block import column_block as column_block
 from pallas_kernels.xla.combine import combine as combine
 from pallas_kernels.xla.dispatch import dispatch as dispatch
@@ -22,3 +19,4 @@ from pallas_kernels.xla.weight_gradients import down_weight_gradients as down_we
 from pallas_kernels.xla.weight_gradients import up_weight_gradients as up_weight_gradients
 
 transformable = True
+unsupported = router_unsupported = dispatch_unsupported = why_kernels_spill = contract.no_limit
