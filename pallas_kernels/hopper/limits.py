@@ -11,7 +11,7 @@ import jaxlib.version
 from jaxtyping import Array
 
 from pallas_kernels.mosaic.device import weights_unsupported
-from pallas_kernels.simt.dispatch import dispatch_unsupported
+from pallas_kernels.routing.dispatch import dispatch_unsupported
 
 
 def unsupported(
