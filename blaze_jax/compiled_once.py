@@ -8,7 +8,7 @@ from functools import partial
 
 from blaze_jax.implementation import family_in_demand
 from blaze_jax.layer_observer import are_observers
-from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.xla.loops import forced_turn
 
 

@@ -26,7 +26,7 @@ def after[T](value: T, *others) -> T:
 def in_place[T](arrays: T, parts: int) -> T:
     """`arrays`, of which a kernel writes one of `parts` and trusts XLA that the other rows are there.
 
-    For one layer of a stack, XLA would give it the stack's memory for its result alone (see `mosaic/in_place.py`).
+    For one layer of a stack, XLA would give it the stack's memory for its result alone (see `mosaic/launches.py`).
     """
     return arrays if parts == 1 else after(arrays)
 
