@@ -39,9 +39,10 @@ ROUTER = f"{MODULES}/test_routing_losses.py {MODULES}/test_routing.py {KERNELS}/
 ROUTING = f"{MODULES}/test_routing_capacity.py {MODULES}/test_token_rounding.py {MODULES}/test_routing.py"
 EXPERTS = f"{MODULES}/test_experts.py {MODULES}/test_experts_batched.py"
 QUEUE = f"{KERNELS}/hopper/test_tile_queue.py"
-LOOPS = f"{KERNELS}/xla/test_row_groups.py {MODULES}/test_experts_batched.py {KERNELS}/test_weight_gradients.py"
+LOOPS = f"{KERNELS}/xla/test_loops.py {MODULES}/test_experts_batched.py {KERNELS}/test_weight_gradients.py"
 
-ON_AMPERE = f"{KERNELS}/ampere/test_as_every_family.py"
+OF_EXPERTS = ("down_projection_and_backward", "up_projection_and_backward", "weight_gradients")
+ON_AMPERE = " ".join(f"{KERNELS}/test_{name}.py" for name in OF_EXPERTS)
 TILES, EDGES, FLOAT32 = (f"{KERNELS}/ampere/test_{name}.py" for name in ("tiles", "edges", "float32"))
 
 PARALLEL = f"{MODULES}/test_parallelism.py"
@@ -89,21 +90,21 @@ FAULTS = [
     Fault(f"{ROUTING_KERNELS}/dispatch_place.py", "select((expert >= 0) & (expert < num_experts), expert, num_experts)", "select(expert < num_experts, expert, num_experts)", f"{KERNELS}/routing/test_dispatch.py {KERNELS}/test_dispatch.py"),
     Fault(f"{LAYER}/dispatch.py", "wrong = (values < EMPTY_SLOT) | (values >= num_experts)", "wrong = values >= num_experts", f"{MODULES}/test_dispatch.py {MODULES}/test_experts_errors.py"),
     # the loops over rows
-    Fault(f"{XLA}/row_groups.py", "mine = (row >= wanted[:, None]) & (row < end[:, None])", "mine = row < end[:, None]", LOOPS),
-    Fault(f"{XLA}/row_groups.py", "tiles = ((end - first).max() + turn.rows - 1) // turn.rows", "tiles = (end - first).max() // turn.rows", LOOPS),
-    Fault(f"{XLA}/row_groups.py", "tiles = ((end - first).max() +", "tiles = ((end - first).min() +", LOOPS),
-    Fault(f"{XLA}/row_groups.py", "busy = (load > 0).sum(dtype=jnp.int32)", "busy = (load > 1).sum(dtype=jnp.int32)", LOOPS),
-    Fault(f"{XLA}/row_groups.py", "return jnp.where(tile.mine, read_rows(array, tile), 0)", "return read_rows(array, tile)", LOOPS),
-    Fault(f"{XLA}/row_groups.py", "preferred_element_type=accumulator_dtype(lhs.dtype)", "preferred_element_type=lhs.dtype", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/test_weight_gradients.py"),
-    Fault(f"{XLA}/row_groups.py", "accumulator_dtype(o.dtype, *read), groups, like)", "o.dtype, groups, like)", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
+    Fault(f"{XLA}/loops.py", "mine = (row >= wanted[:, None]) & (row < end[:, None])", "mine = row < end[:, None]", LOOPS),
+    Fault(f"{XLA}/loops.py", "tiles = ((end - first).max() + turn.rows - 1) // turn.rows", "tiles = (end - first).max() // turn.rows", LOOPS),
+    Fault(f"{XLA}/loops.py", "tiles = ((end - first).max() +", "tiles = ((end - first).min() +", LOOPS),
+    Fault(f"{XLA}/loops.py", "busy = (load > 0).sum(dtype=jnp.int32)", "busy = (load > 1).sum(dtype=jnp.int32)", LOOPS),
+    Fault(f"{XLA}/loops.py", "return jnp.where(tile.mine, read_rows(array, tile), 0)", "return read_rows(array, tile)", LOOPS),
+    Fault(f"{XLA}/loops.py", "preferred_element_type=accumulator_dtype(lhs.dtype)", "preferred_element_type=lhs.dtype", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/test_weight_gradients.py"),
+    Fault(f"{XLA}/loops.py", "accumulator_dtype(o.dtype, *read), groups, like)", "o.dtype, groups, like)", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
     # each term of the VJP, portable
-    Fault(f"{XLA}/down_backward.py", "d_weight = (d_hidden * hidden).sum(-1, keepdims=True)", "d_weight = d_hidden.sum(-1, keepdims=True)", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
-    Fault(f"{XLA}/down_backward.py", "d_weight += product(dy_rows, own[1][:, None], 2, 2)", "d_weight += 0", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
-    Fault(f"{XLA}/down_backward.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(d_hidden), weight * hidden", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
-    Fault(f"{XLA}/down_backward.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(weight * d_hidden), hidden", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
-    Fault(f"{XLA}/weight_gradients.py", "_column_sums(weight * dy_rows", "_column_sums(dy_rows", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
-    Fault(f"{XLA}/up_projection.py", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", f"{KERNELS}/test_up_projection_and_backward.py {EXPERTS}"),
-    Fault(f"{XLA}/combine.py", "weights[:, slot, None].astype(wide) * row", "row", f"{KERNELS}/test_combine.py {EXPERTS}"),
+    Fault(f"{XLA}/experts.py", "d_weight = (d_hidden * hidden).sum(-1, keepdims=True)", "d_weight = d_hidden.sum(-1, keepdims=True)", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
+    Fault(f"{XLA}/experts.py", "d_weight += product(dy_rows, own[1][:, None], 2, 2)", "d_weight += 0", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
+    Fault(f"{XLA}/experts.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(d_hidden), weight * hidden", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
+    Fault(f"{XLA}/experts.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(weight * d_hidden), hidden", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
+    Fault(f"{XLA}/experts.py", "_column_sums(weight * dy_rows", "_column_sums(dy_rows", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
+    Fault(f"{XLA}/experts.py", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", f"{KERNELS}/test_up_projection_and_backward.py {EXPERTS}"),
+    Fault(f"{XLA}/dispatch.py", "weights[:, slot, None].astype(wide) * row", "row", f"{KERNELS}/test_combine.py {EXPERTS}"),
     Fault(f"{LAYER}/column_blocks.py", "carry[0] < width, turn,", "carry[0] <= width - block, turn,", EXPERTS),
     Fault(f"{LAYER}/experts_forward.py", "jnp.where(part.experts < num_experts, part.weights, jnp.nan)", "part.weights", f"{MODULES}/test_experts_errors.py {MODULES}/test_experts_poison.py"),
     Fault(f"{LAYER}/experts_vjp.py", 'if settings.save == "pre_activations":', "if True:", f"{MODULES}/test_experts_memory.py"),
@@ -123,7 +124,7 @@ FAULTS = [
     Fault(f"{HOPPER}/tile_queue.py", "        pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
     Fault(f"{HOPPER}/row_matmul.py", "is_one, number = number < tiles,", "is_one, number = number <= tiles,", QUEUE),
     Fault(f"{ROUTING_KERNELS}/combine.py", "addend.load_vector(Long(token) * width + column, COLUMNS).wide()", "sums", f"{KERNELS}/test_combine.py"),
-    Fault(f"{XLA}/combine.py", "jnp.zeros(shape, wide) if addend is None else addend.astype(wide)", "jnp.zeros(shape, wide)", f"{KERNELS}/test_combine.py"),
+    Fault(f"{XLA}/dispatch.py", "jnp.zeros(shape, wide) if addend is None else addend.astype(wide)", "jnp.zeros(shape, wide)", f"{KERNELS}/test_combine.py"),
     Fault(f"{ROUTING_KERNELS}/combine.py", "values = select(is_slot, values, Vector.zeros(rows.kind, COLUMNS))", "pass", f"{KERNELS}/routing/test_combine.py"),
     Fault(f"{ROUTING_KERNELS}/combine.py", "select(is_slot, shuffle(factor, slot), 0.0)", "shuffle(factor, slot)", f"{KERNELS}/routing/test_combine.py"),
     Fault(f"{ROUTING_KERNELS}/combine.py", "counts = counts | ~factor.equals(factor)", "pass", f"{KERNELS}/routing/test_combine.py"),
@@ -137,25 +138,25 @@ FAULTS = [
     Fault("pallas_kernels/mosaic/jaxprs.py", "jax.sharding.use_abstract_mesh(_NO_MESH)", "jax.named_scope('')", f"{KERNELS}/simt/test_elementwise.py"),
     Fault("pallas_kernels/compat.py", "jax.tree.flatten(vary_over(arrays, varying_axes(arrays)))", "jax.tree.flatten(arrays)", f"{KERNELS}/mosaic/test_unchecked.py"),
     Fault(f"{AMPERE}/pipeline.py", "simt.block_barrier()  # all have left", "0  # all have left", TILES),
-    Fault(f"{AMPERE}/pipeline.py", "if not ring_is_free or ring.tile.sweep == 1:", "if ring.tile.sweep == 1:", TILES),
+    Fault(f"{AMPERE}/pipeline.py", "if not ring_is_free or each == 1:", "if each == 1:", TILES),
     Fault(f"{AMPERE}/row_matmul.py", "start_piece(column_tile, step - steps)", "start_piece(columns.first, step - steps)", TILES),
-    Fault(f"{AMPERE}/row_matmul.py", "column_tile * width + first + part.panel * PANEL", "column_tile * width + part.panel * PANEL", ON_AMPERE),
+    Fault(f"{AMPERE}/tile.py", "column_tile * width + later + self.panel * PANEL", "column_tile * width + self.panel * PANEL", ON_AMPERE),
     Fault(f"{AMPERE}/row_matmul.py", "                ring.wait()\n", "", ON_AMPERE),
     Fault(f"{AMPERE}/row_matmul.py", "[tensor_operand(load_matrices(rows, word + m * apart), kind) for", "[load_matrices(rows, word + m * apart) for", FLOAT32),
     Fault(f"{AMPERE}/operands.py", "return tensor_operand(load_matrices(columns, word + first * (self.tile.k_step // 2)), self.kind)", "return load_matrices(columns, word + first * (self.tile.k_step // 2))", FLOAT32),
     Fault(f"{AMPERE}/operands.py", "all_or_none(first + chunk_elements < k.depth, valid_rows - row) > i * apart", "valid_rows - row > i * apart", EDGES),
     Fault(f"{AMPERE}/operands.py", "all_or_none(step_row + row < k.depth, Int(end) - column) > later", "Int(end) - column > later", ON_AMPERE),
     Fault(f"{AMPERE}/operands.py", "select(second, step - self.of_pair, step) * self.each", "step * self.each", f"{MODULES}/test_experts_ampere.py"),
-    Fault(f"{AMPERE}/panels.py", "return tensor_operand([registers[i] for i in ((0, 2, 1, 3) if left else range(4))], self.kind)", "return [registers[i] for i in ((0, 2, 1, 3) if left else range(4))]", FLOAT32),
-    Fault(f"{AMPERE}/panels.py", "else row % 8\n", "else row % 4\n", TILES),
-    Fault(f"{AMPERE}/panels.py", "(lane % 8 + lane // 16 * 8, lane // 8 % 2) if left", "(lane % 16, lane // 16) if left", ON_AMPERE),
-    Fault(f"{AMPERE}/pieces.py", "known = (of_warp < where.rows) & (column < self.columns)", "known = column < self.columns", EDGES),
-    Fault(f"{AMPERE}/pieces.py", "else (row >> 1) % 4", "else row % 4", TILES),
+    Fault(f"{AMPERE}/operands.py", "return tensor_operand([registers[i] for i in ((0, 2, 1, 3) if left else range(4))], self.kind)", "return [registers[i] for i in ((0, 2, 1, 3) if left else range(4))]", FLOAT32),
+    Fault(f"{AMPERE}/operands.py", "else row % 8\n", "else row % 4\n", TILES),
+    Fault(f"{AMPERE}/operands.py", "(lane % 8 + lane // 16 * 8, lane // 8 % 2) if left", "(lane % 16, lane // 16) if left", ON_AMPERE),
+    Fault(f"{AMPERE}/down_backward.py", "known = (of_warp < where.rows) & (column < self.columns)", "known = column < self.columns", EDGES),
+    Fault(f"{AMPERE}/down_backward.py", "else (row >> 1) % 4", "else row % 4", TILES),
     Fault(f"{AMPERE}/tile.py", "across = minimum(Int(row_tiles) - first, rows)", "across = Int(rows)", ON_AMPERE),
     Fault(f"{AMPERE}/weight_gradients.py", "known = (row < end) & (token >= 0)", "known = (row <= end) & (token >= 0)", ON_AMPERE),
     Fault(f"{AMPERE}/down_backward.py", "row_weights[2 * of_rows + i]", "row_weights[of_rows + i]", ON_AMPERE),
-    Fault(f"{AMPERE}/up_projection.py", "[add_bias(values, own) for", "[add_bias(add_bias(values, own), own) for", TILES),
-    Fault(f"{AMPERE}/store.py", "(row < where.rows) & (own < num_columns)", "(row <= where.rows) & (own < num_columns)", ON_AMPERE),
+    Fault(f"{AMPERE}/projections.py", "[add_bias(values, own) for", "[add_bias(add_bias(values, own), own) for", TILES),
+    Fault(f"{AMPERE}/row_matmul.py", "(row < where.rows) & (own < num_columns)", "(row <= where.rows) & (own < num_columns)", ON_AMPERE),
     Fault("pallas_kernels/tuning/parameters.py", "block_kib(capability) > 99", "block_kib(capability) >= 99", f"{KERNELS}/tuning/test_tuning.py"),
     Fault(f"{SIMT}/interpreter.py", "memories[after].accesses = memories[after - updated].accesses", "pass", f"{KERNELS}/simt/test_language.py"),
     # tokens in ranges
@@ -169,8 +170,8 @@ FAULTS = [
     Fault(f"{LAYER}/token_sums.py", "y = done = finished(y, operands, block - 1)", "y = done = finished(None, operands, block - 1)", PIECES),
     Fault(f"{LAYER}/experts_backward.py", "d_weights_before + d_weights", "d_weights", PARALLEL),
     Fault(f"{LAYER}/exchange.py", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", PARALLEL),
-    Fault(f"{ROUTING_KERNELS}/dispatch.py", "jnp.moveaxis(rows.reshape(-1, parts), 1, 0)", "rows.reshape(parts, -1)", f"{KERNELS}/hopper/test_in_parts.py"),
-    Fault(f"{ROUTING_KERNELS}/dispatch.py", "tokens = groups.expert_token_indices - p * of_part", "tokens = groups.expert_token_indices % of_part", f"{KERNELS}/hopper/test_in_parts.py"),
+    Fault(f"{XLA}/dispatch.py", "rows[p::parts] for rows", "rows.reshape(parts, -1)[p] for rows", f"{KERNELS}/xla/test_parts.py {KERNELS}/hopper/test_in_parts.py"),
+    Fault(f"{XLA}/dispatch.py", "tokens = groups.expert_token_indices - p * size", "tokens = groups.expert_token_indices % size", f"{KERNELS}/xla/test_parts.py {KERNELS}/hopper/test_in_parts.py"),
     Fault(f"{ROUTING_KERNELS}/dispatch.py", "first if counted_from is None else counted_from", "first", f"{KERNELS}/hopper/test_in_parts.py"),
     Fault(f"{ROUTING_KERNELS}/dispatch.py", "values.at[before + tile].get", "values.at[tile].get", f"{KERNELS}/hopper/test_in_parts.py"),
     Fault(f"{LAYER}/exchange.py", "group=self.fsdp, shift=-block", "group=self.fsdp, shift=block", PIECES),
