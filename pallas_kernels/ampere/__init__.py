@@ -18,19 +18,23 @@ from pallas_kernels.ampere.projections import up_backward as up_backward
 from pallas_kernels.ampere.projections import up_projection as up_projection
 from pallas_kernels.ampere.weight_gradients import down_weight_gradients as down_weight_gradients
 from pallas_kernels.ampere.weight_gradients import up_weight_gradients as up_weight_gradients
+from pallas_kernels.contract import no_limit
 from pallas_kernels.mosaic.interpreter import interpreted as interpreted
 from pallas_kernels.mosaic.support import weights_unsupported
 from pallas_kernels.routing.combine import combine as combine
 from pallas_kernels.routing.dispatch import dispatch as dispatch
-from pallas_kernels.routing.dispatch import dispatch_unsupported
+from pallas_kernels.routing.dispatch import dispatch_unsupported as dispatch_unsupported
 from pallas_kernels.routing.dispatch import row_range as row_range
 from pallas_kernels.routing.router import router as router
+from pallas_kernels.routing.router import router_unsupported as router_unsupported
 from pallas_kernels.routing.token_selection import experts_added as experts_added
 from pallas_kernels.routing.token_selection import token_cutoffs as token_cutoffs
 from pallas_kernels.xla.experts import column_block as column_block
 from pallas_kernels.xla.router import router_backward as router_backward
 
 in_parts = of_experts = None  # these kernels compute all rows at once
+why_kernels_spill = no_limit
+transformable = False
 
 
 def unsupported(x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...]) -> str | None:

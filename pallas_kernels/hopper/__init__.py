@@ -1,16 +1,14 @@
 """Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`."""
 
-from pallas_kernels.compat import remember_assembler_version
-from pallas_kernels.hopper.assembler import why_kernels_spill as why_kernels_spill
-from pallas_kernels.hopper.column_block import column_block as column_block
+from pallas_kernels.hopper.column_blocks import column_block as column_block
+from pallas_kernels.hopper.column_blocks import down_projection as down_projection
+from pallas_kernels.hopper.column_blocks import up_backward as up_backward
 from pallas_kernels.hopper.down_backward import down_backward as down_backward
-from pallas_kernels.hopper.down_projection import down_projection as down_projection
-from pallas_kernels.hopper.support import unsupported as unsupported
-from pallas_kernels.hopper.up_backward import up_backward as up_backward
+from pallas_kernels.hopper.limits import unsupported as unsupported
+from pallas_kernels.hopper.limits import why_kernels_spill as why_kernels_spill
 from pallas_kernels.hopper.up_projection import up_projection as up_projection
 from pallas_kernels.hopper.weight_gradients import down_weight_gradients as down_weight_gradients
 from pallas_kernels.hopper.weight_gradients import up_weight_gradients as up_weight_gradients
-from pallas_kernels.mosaic.early_assembly import assemble_early
 from pallas_kernels.mosaic.interpreter import interpreted as interpreted
 from pallas_kernels.routing.combine import combine as combine
 from pallas_kernels.routing.dispatch import dispatch as dispatch
@@ -24,5 +22,4 @@ from pallas_kernels.routing.token_selection import experts_added as experts_adde
 from pallas_kernels.routing.token_selection import token_cutoffs as token_cutoffs
 from pallas_kernels.xla.router import router_backward as router_backward
 
-remember_assembler_version()
-assemble_early()
+transformable = False

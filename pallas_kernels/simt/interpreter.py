@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from scipy import special
 
-from pallas_kernels.compat import unchecked
+from pallas_kernels.compat import kernel_launch
 from pallas_kernels.simt.races import Memory, Threads
 from pallas_kernels.simt.values import WARP
 
@@ -46,7 +46,7 @@ def launch(run, inputs, *, name, results, blocks, warpgroups, shared, updated):
             return jax.pure_callback(interpret, results, *inputs, vmap_method="sequential")
         return [jax.numpy.asarray(a) for a in interpret(*inputs)]
 
-    return unchecked(call)(*inputs)
+    return kernel_launch(call)(*inputs)
 
 
 class _Pointer(NamedTuple):

@@ -187,4 +187,11 @@ def test_the_program_runs_from_a_checkpoint_to_a_saved_file_on_one_device_and_on
     assert all((trained[path] != fresh[path]).any() for path in fresh)
     mesh = ["--checkpoint", str(folder), "--out", str(over_mesh), "--mesh", "fsdp=2,expert=2"]
     assert main([*mesh, *OPTIONS.split()]) == 0
-    assert_close(tensors_of(over_mesh / "model"), tensors_of(out / "model"))
+    # Both sum in other orders. Adam's first step has the gradient's sign, so where that is as small as its rounding
+    # (1 of 512 elements, of 8e-9 and some 6e-8), weights part by twice the learning rate: 1.6% of a matrix's change.
+    others = read_metrics(over_mesh / "metrics.jsonl")
+    np.testing.assert_allclose(others[0]["gradient_norm"], records[0]["gradient_norm"], rtol=1e-5)
+    np.testing.assert_allclose([o["loss"] for o in others], [one["loss"] for one in records], rtol=1e-4)
+    begin, end, end_over_mesh = (tensors_of(path) for path in (folder, out / "model", over_mesh / "model"))
+    change, change_over_mesh = ({name: x[name] - begin[name] for name in begin} for x in (end, end_over_mesh))
+    assert_close(change_over_mesh, change, 0.05)
