@@ -5,8 +5,8 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
+from fnmatch import fnmatchcase
 from pathlib import Path
-from zlib import crc32
 
 import hypothesis
 import jax
@@ -47,7 +47,7 @@ hypothesis.settings.load_profile("library")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run every test with every parameter set, as CI does")
+    parser.addoption("--all", action="store_true", help="run every case of every test, as CI does")
 
 
 def pytest_runtest_teardown():
@@ -67,6 +67,30 @@ def pytest_runtest_setup(item):
     jax.config.update("jax_disable_most_optimizations", little)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem():
+    """Marks as slow what `default_cases` leaves out of a test's cases; where it names none, all but the first.
+
+    Each family of kernels has a first case, and so has what needs a GPU or a compiler for it, or is skipped.
+    """
+    cases = yield
+    if not isinstance(cases, list) or not cases or not hasattr(cases[0], "callspec"):
+        return cases
+    kinds, named = defaultdict(list), set()
+    for case in cases:
+        if not case.get_closest_marker("slow"):
+            kinds[kind_of(case)].append(case)
+    for marker in cases[0].iter_markers("default_cases"):
+        for pattern in marker.args:
+            if not (found := {case for case in cases if fnmatchcase(case.callspec.id, pattern)}):
+                raise pytest.Collector.CollectError(f"{cases[0].originalname} has no default case {pattern!r}")
+            named |= found
+    for alike in kinds.values():
+        for case in set(alike) - (named.intersection(alike) or {alike[0]}):
+            case.add_marker("slow")
+    return cases
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """A worker for each core, which is what xdist takes for None; no other process where they would share a GPU."""
@@ -79,7 +103,7 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skips what needs a GPU, or a compiler for it, where there is none; leaves sets to `--all`; sorts."""
+    """Skips what needs a GPU, or a compiler for it, where there is none; leaves slow cases to `--all`; sorts."""
     reasons = {}
     if not on_nvidia_gpu():
         reasons["gpu"] = "needs an NVIDIA GPU since Ampere"
@@ -89,31 +113,18 @@ def pytest_collection_modifyitems(config, items):
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-    if not config.getoption("--all"):
-        by_test = defaultdict(list)
-        for item in items:
-            skipped = any(item.iter_markers("skip")) or any(mark.args[0] for mark in item.iter_markers("skipif"))
-            by_test[item.nodeid.partition("[")[0], kernels_of(item), skipped].append(item)
-        kept = {item for sets in by_test.values() for item in sorted(sets, key=by_hash_of_name)[: by_default(sets[0])]}
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+    # A case named on the command line, with its brackets, runs in any case.
+    if not config.getoption("--all") and "[" not in "".join(config.args):
+        slow = {item for item in items if item.get_closest_marker("slow")}
+        config.hook.pytest_deselected(items=list(slow))
+        items[:] = [item for item in items if item not in slow]
     # The longest first: no worker is left alone with them at the end.
     items.sort(key=lambda item: not any(name in item.nodeid for name in ("tests/train_example", "test_every_gpu")))
 
 
-def by_default(item) -> int:
-    """How many parameter sets of the item's test run without `--all`, of each kind of kernels."""
-    marker = item.get_closest_marker("default_sets")
-    return marker.args[0] if marker else 1
-
-
-def kernels_of(item) -> str | None:
-    """Which kernels the test is of, if it is one of those that face several; both portable forms count as one."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    name = next((str(parameters[name]) for name in ("kernels", "implementation") if name in parameters), None)
-    return name and name.removesuffix("_batched")
-
-
-def by_hash_of_name(item) -> int:
-    """An order without a pattern, the same on every run and worker."""
-    return crc32(item.nodeid.encode())
+def kind_of(case) -> tuple:
+    """The family of kernels, if the test faces several, and marks; both portable forms are one family."""
+    given = case.callspec.params
+    family = next((str(given[name]) for name in ("kernels", "implementation") if name in given), "")
+    marks = {mark.name for mark in case.iter_markers() if mark.name != "skipif" or mark.args[0]}
+    return family.removesuffix("_batched"), *sorted(marks & {"gpu", "compile_only", "skip", "skipif"})

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from blaze_jax import checkpoints
-from blaze_jax.checkpoints.json_file import read_json
+from blaze_jax.json_file import read_json
 from train_example.attention import QKNorm
 from train_example.config import ModelConfig
 from train_example.errors import UserError

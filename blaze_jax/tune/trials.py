@@ -19,7 +19,7 @@ from jax import lax
 from blaze_jax.benchmark.inputs import expert_inputs, forward_and_backward
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import Timing, time_calls
-from blaze_jax.column_blocks import block_width
+from blaze_jax.token_sums import block_width
 from blaze_jax.experts import expert_ffn
 from pallas_kernels.tuning.parameters import (
     KINDS,

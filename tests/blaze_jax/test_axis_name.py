@@ -91,7 +91,7 @@ def test_gradient_is_that_of_one_device(axis_name, check_vma):
 
 
 @pytest.mark.parametrize("form", ["linen", "nnx"])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_selection_bias_of_every_device_is_that_of_all_tokens(form):
     params, x = random_parameters(CONFIG), random_tokens(32)
     _, routing = layer(x, params, CONFIG, selection_bias=jnp.zeros(6))

@@ -84,7 +84,7 @@ def test_collectives_and_their_bytes(axes, options, kinds, backward):
 
 
 @pytest.mark.parametrize("parallel", [None, Parallelism(data=("seq", "data"))], ids=["", "roles"])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 def test_tokens_split_by_batch_and_sequence_stay_where_they_are(parallel):
     mesh = make_mesh({"data": 2, "seq": 4}, AxisType.Explicit)
 
@@ -98,7 +98,7 @@ def test_tokens_split_by_batch_and_sequence_stay_where_they_are(parallel):
     assert not COLLECTIVE.findall(str(text))
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_ragged_exchange_lowers_for_gpus():
     mesh, parallel = make_mesh({"expert": 4}), Parallelism(expert="expert", exchange="all_to_all")
     with jax.set_mesh(mesh):

@@ -111,7 +111,7 @@ MISUSES = [
     ("make", "name", "value", "message"),
     [(make, name, value, message) for make, names, values, message in MISUSES for name in names for value in values],
 )
-@pytest.mark.default_sets(99)
+@pytest.mark.default_cases("*")
 def test_wrong_value_is_named(make, name, value, message):
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} {message}")):
         make(**{name: value})
@@ -129,7 +129,7 @@ def test_wrong_value_is_named(make, name, value, message):
         ({"capacity_factor": 1.0, "token_rounding": "up"}, "capacity_factor=1.0 and token_rounding='up' exclude each"),
     ],
 )
-@pytest.mark.default_sets(4)
+@pytest.mark.default_cases("*")
 def test_options_that_exclude_each_other_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         of_router(**options)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from blaze_jax import EMPTY_SLOT, build_dispatch
-from pallas_kernels.simt import language as simt
+from pallas_kernels import simt
 from pallas_kernels.xla.dispatch import tile_pairs
 from tests.numerics import assert_same_bits
 from tests.routings import ROUTINGS, experts_of_shape, random_experts, reference_dispatch, routings
@@ -73,13 +73,13 @@ def test_sizes_around_a_tile(num_experts, tiles, more):
     assert_is_reference(random_experts(pairs, 1, range(num_experts)), num_experts)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @hypothesis.given(experts_of_shape((100, 3), 7))
 def test_generated_routings(experts):
     assert_is_reference(experts, 7, row_alignment=8)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(routings(max_tokens=300))
 def test_generated_shapes(case):
@@ -100,7 +100,7 @@ def test_any_integer_dtype(dtype):
     assert_same_bits(out, ref)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_experts_times_tokens_beyond_int32():
     tokens, num_experts = 2**21 + 8, 1024
     experts = (np.arange(tokens, dtype=np.int32) * 7919 % num_experts)[:, None]
@@ -169,7 +169,7 @@ def test_memory_is_linear_in_pairs_and_tiles():
         ([[0]], 1.5, {}, "num_experts=1.5 must be an integer"),
     ],
 )
-@pytest.mark.default_sets(10)
+@pytest.mark.default_cases("*")
 def test_misuse_is_named(experts, num_experts, options, message):
     with pytest.raises(ValueError, match=message):
         build_dispatch(jnp.array(experts), num_experts, **options)

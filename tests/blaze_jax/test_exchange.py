@@ -12,7 +12,7 @@ from jax import P
 from blaze_jax import MoEConfig, Parallelism
 from blaze_jax.activations import get_activation
 from blaze_jax.exchange import HERE, Transport
-from blaze_jax.expert_rows import Settings, Tokens
+from blaze_jax.plan import Plan, Tokens
 from pallas_kernels import xla
 from tests.blaze_jax.test_parallelism import make_mesh
 from tests.pallas_kernels.rows import portable_dispatch
@@ -55,7 +55,7 @@ def test_parts_leave_for_where_they_came_from():
 
 
 @pytest.mark.parametrize("mesh", ORDERS, ids=str)
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases("*")
 def test_parts_arrive_in_the_order_of_the_group_on_any_mesh(mesh):
     """Each device's number among those of the group, with axes that the mesh declares in any order."""
     transport = Transport(expert=("expert", "more"), tensor=("tensor",), exchange="permute", own_first=True)
@@ -82,7 +82,7 @@ def test_a_device_counts_its_own_experts_first():
 
 
 @pytest.mark.parametrize(("devices", "split"), [(4, True), (5, False)])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 def test_experts_come_in_blocks_only_where_a_device_has_whole_ones(devices, split):
     config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=8)
     specs = Parallelism(fsdp="fsdp").specs(config, 10, sizes={"fsdp": devices})
@@ -91,13 +91,13 @@ def test_experts_come_in_blocks_only_where_a_device_has_whole_ones(devices, spli
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 def test_turns_take_all_rows_with_the_gaps_between_groups(known):
     experts, num_experts = ROUTINGS["random"]
     dispatch = portable_dispatch(experts, num_experts, row_alignment=8)
-    settings = Settings(get_activation("swiglu"), "inputs", xla, HERE, row_budget=16)
+    plan = Plan(get_activation("swiglu"), "inputs", xla, HERE, row_budget=16)
     part = Tokens(jnp.zeros((37, 8)), jnp.ones((37, 2)), jnp.asarray(experts), dispatch)
-    _, turns = settings.turns(part._replace(most_pairs=jnp.int32(experts.size)) if known else part)
+    _, turns = plan.turns(part._replace(most_pairs=jnp.int32(experts.size)) if known else part)
     assert turns is not None
     further = np.asarray(dispatch.expert_token_offsets)[-1] - 16
-    assert experts.size - 16 < further <= turns * settings.turn_rows
+    assert experts.size - 16 < further <= turns * plan.turn(part, 0).all.num_rows

@@ -41,14 +41,14 @@ def test_matches_oracle_for_any_routing(kernels, routing, dtype):
 @pytest.mark.parametrize(
     ("activation", "biases"), [*((name, True) for name in ACTIVATION_NAMES), ("swiglu", False), ("gelu", False)]
 )
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("geglu_tanh-True", "clamped_swiglu-True")
 def test_matches_oracle_for_any_activation(activation, biases):
     problem = make_problem(*ROUTINGS["empty_slots"], activation=activation, biases=biases)
     assert_matches_oracle(problem, TOLERANCE["float32"], activation=activation)
 
 
 @pytest.mark.parametrize(("d", "n"), [(1, 1), (3, 1), (1, 3), (65, 7), (513, 2)])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("1-3", "513-2")
 def test_matches_oracle_for_any_width(d, n):
     # Blocks of the combine overlap where they do not divide d.
     assert_matches_oracle(make_problem(*ROUTINGS["empty_slots"], d=d, n=n), TOLERANCE["float32"])
@@ -59,7 +59,7 @@ def test_matches_oracle_for_generated_routings(experts):
     assert_matches_oracle(make_problem(experts, 5), TOLERANCE["float32"])
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(routings(), st.integers(1, 24), st.integers(1, 24), st.sampled_from(DTYPES))
 def test_matches_oracle_for_generated_shapes(case, d, n, dtype):
@@ -120,7 +120,7 @@ def test_no_tokens():
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu"])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences(activation):
     with jax.enable_x64(True):
         experts = random_experts(5, 2, range(3))

@@ -96,7 +96,7 @@ def test_inside_shard_map(check_vma, split):
     assert_close(found, expected, 2e-3)
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(("dtype", "mesh"), [("float32", nullcontext), ("bfloat16", set_mesh)])
 def test_forward_and_backward_lower_for_cuda(dtype, mesh):
     with mesh():

@@ -9,7 +9,7 @@ from jax import P, lax
 
 from blaze_jax import expert_ffn
 from blaze_jax.oracle import dense_expert_ffn
-from pallas_kernels.xla.row_groups import Turn, turns_of
+from pallas_kernels.xla.loops import Turn, turns_of
 from tests.expert_problems import RAGGED, apply, batched, lowered, make_problem, results
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 from tests.routings import ROUTINGS
@@ -36,7 +36,7 @@ def test_what_buffers_hold_at_first_does_not_matter(monkeypatch, traced_anew, ro
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_inside_shard_map(check_vma):
     problem = make_problem(*ROUTINGS["every_expert"])
     first = {name: getattr(problem, name)[:8] for name in ("x", "weights", "experts", "dy")}

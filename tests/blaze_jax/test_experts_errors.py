@@ -88,7 +88,7 @@ def test_misuse_is_named(changes, message):
 
 
 @pytest.mark.parametrize(("name", "axis"), [(name, axis) for name in SHAPES for axis in range(len(SHAPES[name]))])
-@pytest.mark.default_sets(30)
+@pytest.mark.default_cases("*")
 def test_wrong_shape_is_named(name, axis):
     shape = SHAPES[name]
     wrong = tuple(size + (i == axis) for i, size in enumerate(shape))
@@ -97,7 +97,7 @@ def test_wrong_shape_is_named(name, axis):
 
 
 @pytest.mark.parametrize(("name", "shape"), SHAPES.items())
-@pytest.mark.default_sets(8)
+@pytest.mark.default_cases("*")
 def test_wrong_rank_is_named(name, shape):
     with pytest.raises(ValueError, match=re.escape(f"{name} has shape {shape[1:]}, must be (")):
         call(**{name: zeros(*shape[1:])})
@@ -117,7 +117,7 @@ def test_implementation_that_cannot_run_this():
 
 
 @pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist], ids=["numpy", "lists"])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_whatever_makes_an_array(convert):
     problem = make_problem(random_experts(6, 2, range(3)), 3, d=4, n=2)
     arrays = {"x": problem.x, **problem.params, "weights": problem.weights, "experts": problem.experts}

@@ -53,7 +53,7 @@ def assert_matches_oracle(problem, **options):
         ("relu", "float32", True),
     ],
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_forward_and_backward_lower_for_cuda(activation, param_dtype, biases):
     problem = problem_of(ROUTINGS["random"], activation=activation, param_dtype=param_dtype, biases=biases)
     text = lowered("cuda", problem, activation=activation, implementation="mosaic_gpu")
@@ -93,7 +93,7 @@ def scanned(x, *rest):
         pytest.param(mapped, id="vmap"),
     ],
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_transformations_lower_for_cuda(function):
     problem = problem_of(ROUTINGS["random"])
     text = lowered_for_cuda(function, problem.x, problem.params, problem.weights, problem.experts)
@@ -108,7 +108,7 @@ def test_no_kernel_writes_through_the_pointer_of_an_operand():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_shard_map_lowers_for_cuda(check_vma):
     problem = problem_of(Case(random_experts(40, 2, range(6)), 6))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -31,7 +31,7 @@ def residuals(problem, **options):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("activation", "projections"), [("swiglu", 2), ("gelu", 1)])
 @pytest.mark.parametrize("save", ["pre_activations", "inputs"])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("pre_activations-swiglu-2-bfloat16", "inputs-swiglu-2-bfloat16")
 def test_kept_bytes_follow_the_formula(save, activation, projections, dtype):
     problem = make_problem(*ROUTINGS["random"], activation=activation, dtype=dtype, param_dtype="float32")
     kept, own = residuals(problem, activation=activation, save=save)
@@ -62,7 +62,7 @@ def names_of(lines: list[str]) -> set[str]:
         ("inputs", RESIDUAL_NAMES, {"moe_indices"}),
     ],
 )
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 def test_policy_keeps_exactly_the_named(capsys, save, allowed, kept):
     x, params, weights, experts, _ = make_problem(*ROUTINGS["random"])
     policy = jax.checkpoint_policies.save_only_these_names(*allowed)
@@ -121,7 +121,7 @@ def test_no_buffer_of_routed_tokens(save, dtype):
     assert temporary_bytes(8, save, dtype) < routed_tokens
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_temporaries_do_not_grow_with_the_number_of_experts():
     few, many = (temporary_bytes(num_experts, "pre_activations", "float32") for num_experts in (8, 256))
     counts = 4 * (1024 * 4 // tile_pairs(256)) * 256  # the dispatch's, by tile and expert

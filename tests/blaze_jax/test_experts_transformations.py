@@ -30,21 +30,14 @@ def squared_error(x, params, weights, experts, target, **options):
     return jnp.square(apply(expert_ffn, x, params, weights, experts, **options) - target).mean()
 
 
-@pytest.mark.default_sets(0)
-def test_without_jit():
-    problem = make_problem(*ROUTINGS["empty_slots"])
-    gradient = jax.value_and_grad(squared_error, argnums=(0, 1, 2))
-    assert_close(gradient(*problem), jax.jit(gradient)(*problem))
-
-
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_vmap_over_tokens_and_weights():
     problems = batch_of_problems()
     out = jax.jit(jax.vmap(partial(results, expert_ffn)))(problems)
     assert_close(out, results_one_by_one(problems))
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_vmap_over_tokens_with_shared_weights():
     problems = batch_of_problems()
     shared = jax.tree.map(lambda a: a[0], problems.params)
@@ -59,17 +52,6 @@ def test_vmap_over_tokens_with_shared_weights():
 
     out, ref = (jax.jit(jax.value_and_grad(f))(shared) for f in (loss, loss_of_flattened))
     assert_close(out, ref)
-
-
-@pytest.mark.default_sets(0)
-def test_vmap_of_grad_is_grad_of_vmap():
-    problems = batch_of_problems()
-    gradients = jax.vmap(jax.grad(squared_error, argnums=(0, 1, 2)))
-
-    def total(*args):
-        return jax.vmap(squared_error)(*args).sum()
-
-    assert_close(jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*problems), jax.jit(gradients)(*problems))
 
 
 def layers_loss(params, problems, *, scan, remat=lambda f: f):
@@ -89,7 +71,7 @@ def layers_loss(params, problems, *, scan, remat=lambda f: f):
     return jnp.square(x).mean()
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat",
     [

@@ -12,8 +12,7 @@ from flax.nnx import Param, Rngs
 from blaze_jax import MoE, MoEConfig, Router, expert_ffn, moe, nnx
 from blaze_jax.experts import compute_experts
 from blaze_jax.routing import route_and_group
-from pallas_kernels import hopper
-from pallas_kernels.simt import language as simt
+from pallas_kernels import hopper, simt
 from tests.numerics import assert_same_bits
 
 T, E, K, D, N = 300, 12, 3, 256, 256
@@ -83,7 +82,7 @@ def test_two_launches_from_logits_to_rows(layer):
     assert launches(layer) == [1, 0, 1]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_experts_of_somebody_else_group_what_they_are_given():
     def experts(*arguments, b_gate, b_up, b_down, activation, save, implementation):
         return expert_ffn(*arguments, activation=activation, save=save, implementation=implementation)

@@ -41,7 +41,7 @@ def test_a_family_that_is_demanded():
     assert kernels_of("mosaic_gpu") is hopper
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("family", [ampere, hopper], ids=lambda family: family.__name__)
 def test_all_families_offer_the_same_operations(family):
     operations, own = ({n for n, value in vars(kernels).items() if callable(value)} for kernels in (xla, family))
@@ -95,7 +95,7 @@ def compute_on(monkeypatch, capability):
     monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA", capability)])
 
 
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
 def test_every_gpu_since_ampere_gets_its_kernels(monkeypatch, capability):
     compute_on(monkeypatch, capability)

@@ -15,7 +15,7 @@ from jax.experimental import checkify
 from blaze_jax import MoE, init, moe, route
 from blaze_jax.nnx import AuxiliaryLoss
 from blaze_jax.nnx import MoE as NnxMoE
-from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
+from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 
 PROMOTIONS = {
@@ -109,7 +109,7 @@ def test_promotion_rule(layer, config, dtype, param_dtype, mode):
         *((layer, "float32", "matmul_precision=highest") for layer in ("linen", "nnx")),
     ],
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_matmul_precision(layer, dtype, mode):
     assert_mode_changes_nothing(layer, "plain", dtype, "float32", mode=mode)  # on CPUs, which have one precision
 
@@ -135,7 +135,7 @@ def test_narrow_types_where_wide_ones_are_enabled(layer, config, dtype):
         ("nnx", "plain", "float32"),
     ],
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_float64_tokens(layer, config, param_dtype):
     _, y, (d_params, dx) = out = numbers(layer, config, "float64", param_dtype, "enable_x64")
     assert (y.dtype, dx.dtype) == ("float64", "float64")
@@ -175,7 +175,7 @@ def hopper_kernels(mode) -> list[str]:
     return [re.findall("moe_[a-z_]+", kernel)[0] if numbered else kernel for kernel in kernels]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [*PROMOTIONS, *WIDE, "enable_x64"])
 def test_hopper_kernels_are_the_same(mode):
     changed, unchanged = (hopper_kernels(m) for m in (mode, None))  # from one line: kernels have it in them
@@ -197,7 +197,7 @@ def tokens_of_size(size):
     return jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "size"),
     [("everything", "T"), ("rounded", "T"), ("limited", "T")],
@@ -206,8 +206,8 @@ def test_export_of_layer(config, size):
     config = CONFIGS[config]
     params, x = random_parameters(config, use_bias=True), random_tokens(13)
 
-    def layer(params, x):
-        y, routing = moe(x, params, config, train=True)
+    def outputs(params, x):
+        y, routing = layer(x, params, config, train=True)
         return y, routing.weights, routing.load_balancing_loss
 
     def loss(function, params, x):
@@ -215,13 +215,13 @@ def test_export_of_layer(config, size):
         return jnp.square(y).sum() + jnp.square(weights).sum() + loss, out
 
     step = jax.value_and_grad(loss, (1, 2), has_aux=True)
-    again = exported(layer, specs_of(params), tokens_of_size(size), vjp_order=1)
-    out, ref = (jax.jit(partial(step, function))(params, x) for function in (again, layer))
+    again = exported(outputs, specs_of(params), tokens_of_size(size), vjp_order=1)
+    out, ref = (jax.jit(partial(step, function))(params, x) for function in (again, outputs))
     assert_close(out, ref)
 
 
 @pytest.mark.parametrize(("leading", "shape"), [("B, 4", (3, 4)), ("B, S", (2, 5))])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_export_of_any_leading_shape(leading, shape):
     config = CONFIGS["plain"]
     params, x = random_parameters(config), random_tokens(*shape)
@@ -230,7 +230,7 @@ def test_export_of_any_leading_shape(leading, shape):
     assert_close(again(x, params), jax.jit(moe, static_argnums=2)(x, params, config)[0])
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_export_of_kernels_needs_no_gpu(dtype):
     config = dataclasses.replace(CONFIGS["plain"], implementation="mosaic_gpu")

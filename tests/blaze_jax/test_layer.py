@@ -63,7 +63,7 @@ def test_a_shared_expert_may_have_a_gate():
 
 
 @pytest.mark.parametrize("leading", [(), (2, 3), (0,), (2, 0, 3)])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_any_leading_shape(leading):
     config = CONFIGS["everything"]
     params, x = random_parameters(config), random_tokens(*leading)
@@ -195,7 +195,7 @@ BIASED = MoEConfig(num_experts=6, experts_per_token=2, expert_width=8, bias_upda
     ],
     ids=["forgotten", "unknown"],
 )
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 def test_a_selection_bias_that_the_configuration_does_not_say_is_named(config, bias, message):
     with pytest.raises(ValueError, match=message):
         moe(random_tokens(3), PARAMS, config, selection_bias=bias)

@@ -53,18 +53,18 @@ def sharded(layer):
     ],
     ids=["plain", "checkpoint", "checkpoint_by_name", "shard_map"],
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_three_layers_have_the_kernels_of_one(wrap, count):
     found = hashes(3, CONFIG, wrap)
     assert len(found) == len(set(found)) == count
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_one_layer_has_no_fewer():
     assert len(hashes(1)) == KERNELS
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_layers_of_another_activation_have_two_kernels_of_their_own():
     programs = [program(1, config) for config in (CONFIG, replace(CONFIG, activation="geglu"))]
 

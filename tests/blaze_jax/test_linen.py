@@ -129,7 +129,7 @@ def test_frozen_selection_bias():
     assert state["intermediates"]["tokens_per_expert"][0].tolist() == [30, 30, 0, 0, 0, 0]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_router_bias_is_a_parameter():
     config = replace(CONFIGS["plain"], router_bias=True)
     variables = initialised(config, bias_init=nn.initializers.normal(5.0))
@@ -250,7 +250,7 @@ class Stack(nn.Module):
         return scanned(layer(CONFIGS["plain"], name="moe"), x, None)[0]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_scanned_and_rematerialised_layers():
     x = random_tokens(12)
     variables = jax.jit(Stack(remat=False).init)(jax.random.key(0), x)

@@ -113,7 +113,7 @@ def test_nnx_tabulates_the_layer():
     assert "w_router" in nnx.tabulate(module, random_tokens(3))
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_selection_bias_moves_in_training_as_in_linen():
     config, x = CONFIGS["everything"], random_tokens(30)
     params = random_parameters(config)
@@ -153,7 +153,7 @@ def test_frozen_selection_bias():
     assert module.selection_bias[...].tolist() == [9.0, 9, 0, 0, 0, 0]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_train_as_flax_modules_are_told():
     config, x = CONFIGS["rounded"], random_tokens(30)
     params = random_parameters(config)

@@ -15,13 +15,14 @@ WAYS = {
     "each token once, further turns": ({"expert": 4}, {"exchange": "all_to_all", "row_budget": 0.3}),
     "own experts of four": ({"fsdp": 4}, {}),
     "own experts, one each": ({"fsdp": 8}, {}),
+    "own experts, further turns": ({"fsdp": 4}, {"row_budget": 0.3}),
     "both": ({"fsdp": 2, "expert": 2}, {"row_budget": 0.3}),
     "both, and the width": ({"fsdp": 2, "expert": 2, "tensor": 2}, {}),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("own tokens of four, further turns", "own experts of four")
 def test_as_one_device(way, monkeypatch, traced_anew):
     pieces = []
 

@@ -80,7 +80,7 @@ def of_nnx(parallel, _, steps=0):
     ("kind", "of", "steps"),
     [(kind, of, steps) for steps in (0, 1) for kind in (AxisType.Explicit, AxisType.Auto) for of in (of_linen, of_nnx)],
 )
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("AxisType.Auto-of_linen-0", "AxisType.Auto-of_linen-1")
 def test_each_device_keeps_a_part(kind, of, steps):
     mesh = jax.make_mesh((2, 2), ("fsdp", "expert"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from blaze_jax import route
+from pallas_kernels import simt
 from pallas_kernels.compile_only import compile_for_gpu
-from pallas_kernels.simt import language as simt
 from tests import layers
 from tests.numerics import assert_close, assert_same_bits
 
@@ -95,7 +95,7 @@ def test_checkpoint():
     assert_close(gradient, gradient_of(partial(total, on_xla), random_logits()), TOLERANCE)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(("biased", "rounded"), [(False, False), (True, True)])
 def test_vmap(biased, rounded):
     logits = random_logits(3, T, E)

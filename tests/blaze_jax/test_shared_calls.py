@@ -68,7 +68,7 @@ def nnx_step(model, x):
 
 
 @pytest.mark.parametrize("form", ["linen", "nnx"])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 def test_a_module_called_twice_moves_its_bias_once(form):
     expected = reference(X, BIAS)
     if form == "linen":
@@ -119,7 +119,7 @@ class NnxBranch(NnxTwice):
 
 
 @pytest.mark.parametrize(("form", "how"), [("linen", "cond"), ("nnx", "cond"), ("linen", "switch"), ("nnx", "switch")])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("nnx-cond", "linen-switch")
 def test_a_branch_without_the_layer(form, how):
     if form == "linen":
         run = jax.jit(partial(LinenBranch(how).apply, mutable=["losses", "intermediates", "router_state"]))
@@ -149,7 +149,7 @@ def test_a_branch_without_the_layer(form, how):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 def test_what_is_skipped_has_the_types_of_what_is_not(dtype):
     with jax.enable_x64(True):
         x, params = (jax.tree.map(lambda a: jnp.asarray(a, dtype), arrays) for arrays in (X, PARAMS))

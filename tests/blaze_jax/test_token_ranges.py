@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from blaze_jax import expert_ffn, experts
-from blaze_jax.token_ranges import TokenRanges, token_ranges
+from blaze_jax.plan import TokenRanges, token_ranges
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import portable_dispatch
@@ -23,7 +23,7 @@ def in_ranges(monkeypatch, traced_anew):
 
 
 @pytest.mark.parametrize("num_tokens", [12, 37, 38])
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 def test_ranges_cover_every_token_once(num_tokens):
     ranges = TokenRanges(num_tokens, -(-num_tokens // 3))
     first, *others = np.asarray(ranges.start(np.arange(3)))
@@ -63,7 +63,7 @@ def test_ranges_where_many_rows_meet_few_experts():
 @pytest.mark.parametrize(
     ("num_tokens", "slots", "num_experts", "n"), [(131_072, 1, 4, 2048), (32_768, 8, 128, 1024), (65_536, 4, 16, 4096)]
 )
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 def test_no_ranges_where_they_would_save_little_or_cost_much(num_tokens, slots, num_experts, n):
     assert token_ranges(num_tokens, slots, num_experts, 2 * n) is None
 
@@ -71,7 +71,7 @@ def test_no_ranges_where_they_would_save_little_or_cost_much(num_tokens, slots, 
 @pytest.mark.parametrize("save", ["pre_activations", "inputs"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("routing", ["random", "empty_slots", "all_slots_empty"])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("random-swiglu-inputs", "random-gelu-inputs")
 def test_results_are_those_of_all_tokens(in_ranges, routing, activation, save):
     problem = make_problem(*ROUTINGS[routing], activation=activation)
     compare(problem, in_ranges, activation=activation, save=save)
@@ -81,7 +81,7 @@ def test_rows_wider_than_an_expert_come_in_blocks_of_columns(in_ranges):
     compare(make_problem(*ROUTINGS["random"], d=136, n=24), in_ranges)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_rows_not_wider_than_an_expert_come_at_once(in_ranges):
     compare(make_problem(*ROUTINGS["random"], d=24, n=136), in_ranges)
 
@@ -119,7 +119,7 @@ def gradients(ffn, problem):
 
 
 @pytest.mark.parametrize("transformed", ["checkpoint", "vmap", "shard_map"])
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("vmap", "shard_map")
 def test_under_transformations(in_ranges, transformed):
     problem = make_problem(*ROUTINGS["random"], biases=False)
     grad, arguments = gradients(in_ranges, problem)

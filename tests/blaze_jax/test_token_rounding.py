@@ -53,7 +53,7 @@ def members(experts):
 @pytest.mark.parametrize("levels", [None, 1, 3])
 @pytest.mark.parametrize("tile", [1, 2, 5, 8, 64])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases("down-1-3", "down-2-3", "nearest-8-None", "nearest-8-1", "nearest-8-3", "nearest-64-None")
 def test_matches_reference(mode, tile, levels):
     scores, selected = problem(levels=levels)
     out = rounded(scores, selected, mode, tile=tile, extra_slots=E)
@@ -69,7 +69,7 @@ def test_matches_reference(mode, tile, levels):
     slots=st.integers(0, 2),
     mode=st.sampled_from(MODES),
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_rounding_within_few_slots(seed, levels, slots, mode):
     scores, selected = problem(seed, levels)
     out = rounded(scores, selected, mode, tile=8, extra_slots=slots)
@@ -97,7 +97,7 @@ def test_without_spare_slots_counts_stay_or_go_down():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 43, 44, 45])
-@pytest.mark.default_sets(8)
+@pytest.mark.default_cases("3-up", "5-down", "11-up", "15-down", "16-down", "43-up", "43-down", "44-nearest")
 def test_counts_around_every_boundary(count, mode):
     """One expert has `count` of 45 tokens, and the others share what is left."""
     scores, _ = problem()

@@ -56,7 +56,7 @@ def test_the_platforms_export_for_a_gpu_and_a_cpu(folder):
     assert_same_bits(names["y"], names["layer"](names["params"], names["x"]))
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_tutorial_trains(folder):
     names = run("tutorial", folder)
     assert names["history"][-1] < 0.75 * names["history"][0]
@@ -64,7 +64,7 @@ def test_the_tutorial_trains(folder):
     assert names["y"].shape == names["x"].shape
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_all_ways_to_shard_give_the_gradient_of_one_device(folder):
     names = run("sharding", folder)
     assert names["mesh"].size == jax.device_count() > 1
@@ -83,7 +83,7 @@ def test_all_ways_to_shard_give_the_gradient_of_one_device(folder):
         assert_close(jax.jit(jax.value_and_grad(names["whole_loss"]))(names["shared"], names["split"]), expected)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_a_checkpointed_block_has_the_same_gradient_and_a_profile(folder, capsys):
     names = run("memory", folder)
 
@@ -96,14 +96,14 @@ def test_a_checkpointed_block_has_the_same_gradient_and_a_profile(folder, capsys
     assert "gate" in capsys.readouterr().out
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_routers_page_moves_the_bias(folder):
     names = run("routers", folder)
     assert names["routing"].experts.shape == (512, 4)
     assert abs(names["bias"]).max() > 0
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_checkpoints_page_reads_and_writes_a_layer(folder):
     shutil.copytree(FIXTURES / "qwen3_moe", folder / "Qwen3-30B-A3B")
     names = run("checkpoints", folder)

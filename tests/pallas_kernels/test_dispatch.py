@@ -14,7 +14,18 @@ from tests.routings import ROUTINGS, reference_dispatch
 
 @pytest.mark.parametrize("row_alignment", [1, 8])
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases(
+    "xla-all_slots_empty-8",
+    "xla-more_experts_than_rows-1",
+    "xla-many_tiles-1",
+    "xla_batched-all_slots_empty-1",
+    "xla_batched-single_expert-1",
+    "xla_batched-many_tiles-1",
+    "mosaic_gpu-random-8",
+    "mosaic_gpu-one_expert_takes_all-8",
+    "mosaic_gpu-empty_slots-8",
+    "mosaic_gpu-every_expert-8",
+)
 def test_groups_rows_by_expert(kernels, routing, row_alignment):
     experts, num_experts = ROUTINGS[routing]
     out = dispatch(kernels, experts, num_experts, row_alignment)

@@ -48,7 +48,7 @@ def test_down_backward(kernels, rows, dtype, biases, projections):
 
 
 @pytest.mark.parametrize(("dtype", "biases", "projections"), [("bfloat16", True, 2), ("float16", False, 1)])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_down_backward_where_no_tile_reads_rows_of_the_next(kernels, dtype, biases, projections):
     rows = Rows(kernels, "whole_tiles_and_a_tail")
     check_down_backward(kernels, rows, dtype, biases, projections)

@@ -12,7 +12,7 @@ import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
 from pallas_kernels import ampere
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.tile import default_tile
 from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.compile_only.gpus import GPUS
 from pallas_kernels.contract import Rule
@@ -119,7 +119,7 @@ KERNELS = {
 
 
 @pytest.mark.compile_only
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("rtx3090", "rtx4090", "rtx5090")
 @pytest.mark.parametrize("gpu", ONE_OF_EACH)
 def test_compiles_without_spills(gpu):
     with multiprocessing.get_context("spawn").Pool(1) as process:

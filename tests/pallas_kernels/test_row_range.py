@@ -17,7 +17,14 @@ RANGE = 200
 @pytest.mark.parametrize("family", [xla, hopper])
 @pytest.mark.parametrize("routing", ["random", "empty_slots", "many_tiles", "all_slots_empty"])
 @pytest.mark.parametrize("first", [0, 64, 10_000])
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases(
+    "0-empty_slots-pallas_kernels.xla",
+    "64-random-pallas_kernels.hopper",
+    "64-empty_slots-pallas_kernels.hopper",
+    "10000-random-pallas_kernels.xla",
+    "10000-random-pallas_kernels.hopper",
+    "10000-empty_slots-pallas_kernels.xla",
+)
 def test_indices(family, routing, first):
     experts, num_experts = ROUTINGS[routing]
     spare = SPARE_ROWS if family is hopper else 0
@@ -45,7 +52,7 @@ def test_indices(family, routing, first):
         assert out.tiles.used.tolist() == [len(expected)]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_ranges_together_are_all_rows(kernels):
     rows = Rows(kernels, "whole_tiles_and_a_tail")
     dtype = "bfloat16" if kernels is hopper else "float32"

@@ -42,7 +42,7 @@ def test_up_projection(kernels, rows, dtype, biases, projections):
 
 
 @over_projections
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_activation_without_pre_activations(kernels, projections):
     rows = Rows(kernels, "whole_tiles_and_a_tail")
     x = rows.normal(rows.num_tokens, D, dtype="bfloat16")

@@ -24,7 +24,7 @@ from train_example.presets import PRESETS
 CONFIG = replace(PRESETS["tiny"], model=FULL_MODEL, steps=8, batch_size=4, sequence_length=16, dtype="float32")
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_same_parameters_outputs_and_router_state():
     ours, theirs = (
         Decoder(FULL_MODEL, FULL_MODEL.moe(), jnp.float32, "none", layer) for layer in ("blaze_jax", "sort+ragged_dot")
@@ -40,7 +40,7 @@ def test_the_same_parameters_outputs_and_router_state():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state, their_state)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_loss_curves_lie_on_top_of_each_other_and_can_be_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare_layers, "run_apart", in_this_process)
     monkeypatch.setitem(PRESETS, "tiny", CONFIG)

@@ -91,7 +91,7 @@ def test_held_out_part_is_bounded():
     assert corpus.held_out_units == 16 * MIB
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_offsets_past_two_to_the_31(tmp_path):
     end = random_bytes(1000)
     with (tmp_path / "big").open("wb") as file:  # sparse, takes no room

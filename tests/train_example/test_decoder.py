@@ -41,7 +41,7 @@ def test_the_1b_preset_is_fine_grained():
 
 
 @pytest.mark.parametrize("config", [MODEL, FULL_MODEL])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_logits_depend_on_no_later_byte(config):
     model, tokens = decoder(config), windows(2, 12)
     variables, apply = initial_variables(config), jax.jit(model.apply)
@@ -94,7 +94,7 @@ def gradients(save, remat, unroll=False):
 
 
 @pytest.mark.parametrize(("save", "remat"), [("pre_activations", "except-experts"), ("inputs", "full")])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_recomputation_changes_no_gradient(save, remat):
     (loss, grads), (expected_loss, expected) = gradients(save, remat), gradients("pre_activations", "none")
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
@@ -102,7 +102,7 @@ def test_recomputation_changes_no_gradient(save, remat):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_unrolled_blocks_compute_the_same(remat):
     (loss, grads), (expected_loss, expected) = gradients("inputs", remat, unroll=True), gradients("inputs", remat)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
@@ -132,7 +132,7 @@ def test_recomputation_saves_memory():
     assert except_experts - full >= pre_activations
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_selection_bias_moves_in_training_only():
     model, tokens = decoder(FULL_MODEL), windows(2, 12)
     variables = initial_variables(FULL_MODEL)
@@ -143,7 +143,7 @@ def test_the_selection_bias_moves_in_training_only():
     assert not jax.tree.leaves(evaluated["router_state"])[0].any()
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_bfloat16_arithmetic_keeps_float32_parameters():
     model, tokens = decoder(dtype=jnp.bfloat16), windows(2, 12)
     variables = initial_variables()

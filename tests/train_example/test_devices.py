@@ -60,7 +60,7 @@ def alone(tmp_path_factory):
 
 
 @ON_CPU
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_a_lost_process_ends_the_run_and_another_mesh_goes_on(alone, tmp_path):
     split = tmp_path / "split"
     first, second = start_two(split, *OPTIONS, "--mesh", "fsdp=2,expert=2")
@@ -86,7 +86,7 @@ def test_a_lost_process_ends_the_run_and_another_mesh_goes_on(alone, tmp_path):
 
 
 @ON_CPU
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_two_processes_train_as_one(alone, tmp_path):
     split = tmp_path / "split"
     processes = start_two(split, *OPTIONS, "--mesh", "fsdp=2,tensor=2")
@@ -145,7 +145,7 @@ def test_meshes_that_do_not_fit():
         ("--cluster", "several processes need --out FOLDER"),
     ],
 )
-@pytest.mark.default_sets(5)
+@pytest.mark.default_cases("*")
 def test_options_that_do_not_fit(options, message):
     with pytest.raises(UserError, match=message):
         parse_arguments(options.split())

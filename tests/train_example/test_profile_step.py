@@ -99,7 +99,7 @@ def as_if_run(text):
     return [Kernel(name, "jit_train_step", 30.0 * i, 20.0, name) for i, name in enumerate(names)]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_every_part_of_the_model_is_found_in_its_program(program_text):
     kernels = as_if_run(program_text)
     parts = by_part(kernels, instructions(program_text))
@@ -108,7 +108,7 @@ def test_every_part_of_the_model_is_found_in_its_program(program_text):
     assert parts[OTHER].ns < 0.1 * 20 * len(kernels)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_record_accounts_for_the_whole_step(program_text):
     kernels, ceilings = as_if_run(program_text), Ceilings(tflops=800.0, gbs=4000.0)
     record = measure.profile_record(kernels, 2, instructions(program_text), CONFIG, 10_000, ceilings)
@@ -137,7 +137,7 @@ def test_the_optimizer_reads_and_writes_parameters_and_moments():
     assert work.bytes == 100 * (2 * 4 + 4 * 4 + 2 * 2)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
     def trace(run):
         run()

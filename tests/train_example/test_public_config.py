@@ -15,7 +15,7 @@ from train_example.__main__ import main
 from train_example.arguments import new_config
 from train_example.errors import UserError
 from train_example.model import Decoder
-from train_example.public_config import public_config
+from train_example.public_config import FAMILIES, public_config
 from train_example.public_model import load_params
 
 USED = {
@@ -87,7 +87,7 @@ def changed(folder, family, **change):
     return folder
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
 def test_every_field_is_used_or_refused_or_without_effect(tmp_path, family):
     fields = json.loads((FIXTURES / family / "config.json").read_text()).keys()
@@ -109,7 +109,20 @@ def test_every_field_is_used_or_refused_or_without_effect(tmp_path, family):
             public_config(changed(tmp_path, family, rope_parameters=rotation))
 
 
-@pytest.mark.default_sets(2)
+def test_public_releases_have_no_field_that_the_decoder_does_not_know(tmp_path):
+    """The layer's own reader passes over what is of other parts; here all of it counts."""
+    releases = json.loads((FIXTURES.parent / "public_configs.json").read_text())
+    read = {}
+    for name, release in releases.items():
+        if release["config"]["model_type"] in FAMILIES and not name.endswith("FP8"):
+            (tmp_path / "config.json").write_text(json.dumps(release["config"]))
+            read[name] = public_config(tmp_path)
+    assert len(read) == 5
+    coder = read["Qwen/Qwen3-Coder-480B-A35B-Instruct"]  # which says that it has no shared experts
+    assert (coder.shared_width, coder.qk_norm, coder.head_width) == (0, "head", 128)
+
+
+@pytest.mark.default_cases("olmoe", "qwen3_moe")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_transformers_with_other_values_of_the_fields(tmp_path, name):
     family = name.strip()

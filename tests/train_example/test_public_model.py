@@ -101,7 +101,7 @@ def test_blocks_of_one_kind_are_stacked_in_runs():
     }
 
 
-@pytest.mark.default_sets(5)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
@@ -119,7 +119,7 @@ def test_models_that_the_decoder_is_not(tmp_path, family, change, message):
         public_config(tmp_path)
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -136,7 +136,7 @@ def test_tensors_that_do_not_fit(tmp_path, change, message):
 
 
 @pytest.mark.compile_only
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_memory_of_a_step_is_planned_without_weights(tmp_path, capsys):
     shutil.copy(FIXTURES / "olmoe" / "config.json", tmp_path)
     arguments = ["--checkpoint", str(tmp_path), "--compile-only", "h200", "--trained", "experts"]
@@ -148,7 +148,7 @@ def test_the_memory_of_a_step_is_planned_without_weights(tmp_path, capsys):
 OPTIONS = "--steps 4 --batch-size 4 --sequence-length 16 --learning-rate 0.01 --dtype float32 --evaluate-every 2"
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_experts_alone_are_trained(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "model", "olmoe")
     text = tmp_path / "text"
@@ -172,7 +172,7 @@ def test_the_experts_alone_are_trained(tmp_path):
     assert len(changed) > 0.9 * sum(".mlp.experts." in name for name in before)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_program_runs_from_a_checkpoint_to_a_saved_file_on_one_device_and_on_a_mesh(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "model")
     out, over_mesh = tmp_path / "out", tmp_path / "over mesh"
@@ -187,4 +187,11 @@ def test_the_program_runs_from_a_checkpoint_to_a_saved_file_on_one_device_and_on
     assert all((trained[path] != fresh[path]).any() for path in fresh)
     mesh = ["--checkpoint", str(folder), "--out", str(over_mesh), "--mesh", "fsdp=2,expert=2"]
     assert main([*mesh, *OPTIONS.split()]) == 0
-    assert_close(tensors_of(over_mesh / "model"), tensors_of(out / "model"))
+    # Both sum in other orders. Adam's first step has the gradient's sign, so where that is as small as its rounding
+    # (1 of 512 elements, of 8e-9 and some 6e-8), weights part by twice the learning rate: 1.6% of a matrix's change.
+    others = read_metrics(over_mesh / "metrics.jsonl")
+    np.testing.assert_allclose(others[0]["gradient_norm"], records[0]["gradient_norm"], rtol=1e-5)
+    np.testing.assert_allclose([o["loss"] for o in others], [one["loss"] for one in records], rtol=1e-4)
+    begin, end, end_over_mesh = (tensors_of(path) for path in (folder, out / "model", over_mesh / "model"))
+    change, change_over_mesh = ({name: x[name] - begin[name] for name in begin} for x in (end, end_over_mesh))
+    assert_close(change_over_mesh, change, 0.05)

@@ -98,7 +98,7 @@ def test_figure_sample_and_checkpoints_are_there(finished):
     assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [30, 36, 40]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_path, capsys):
     out = tmp_path / "run"
     process = start(out, *OPTIONS)
@@ -151,7 +151,7 @@ def test_a_run_is_not_overwritten_or_mixed_up(finished, tmp_path, capsys, option
     assert files(finished[0]) == before
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_resuming_a_finished_run_reports_it_again(finished, capsys):
     before = metrics(finished[0])
     assert main(["--out", str(finished[0]), "--resume"]) == 0

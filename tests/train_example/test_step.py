@@ -13,7 +13,7 @@ from train_example.optimizer import learning_rate_schedule, matrices
 from train_example.step import cross_entropy, make_evaluation, working_copy
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_accumulation_gives_what_the_whole_batch_gives():
     # The load-balancing loss is of a microbatch, not a mean over tokens, so it is left out here.
     model = decoder(replace(MODEL, load_balancing_weight=0.0))
@@ -32,7 +32,7 @@ def test_accumulation_gives_what_the_whole_batch_gives():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7), *moments)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_accumulation_carries_the_router_state_along():
     step, state = train_step(CONFIG, decoder(FULL_MODEL))
     after, metrics = step(state, windows(4, 2, 17))
@@ -42,7 +42,7 @@ def test_accumulation_carries_the_router_state_along():
     np.testing.assert_array_equal(metrics.tokens_per_expert.sum(1), [8 * 16 * MODEL.experts_per_token] * 2)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_auxiliary_losses_are_trained_on_but_reported_apart():
     def gradient_of_routers(weight):
         step, state = train_step(CONFIG, decoder(replace(MODEL, load_balancing_weight=weight)))
@@ -56,7 +56,7 @@ def test_auxiliary_losses_are_trained_on_but_reported_apart():
     assert abs(with_loss - without).max() > 0.1 * abs(with_loss).max()
 
 
-@pytest.mark.default_sets(0)  # that of a run does, too
+@pytest.mark.slow  # that of a run does, too
 def test_the_loss_falls():
     step, state = train_step(CONFIG, decoder(FULL_MODEL))
     losses = []
@@ -67,7 +67,7 @@ def test_the_loss_falls():
     assert losses[-1] < 0.4 * losses[0]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_weight_decay_is_for_matrices():
     _, state = train_step(CONFIG, decoder(FULL_MODEL))
     decayed = {
@@ -105,7 +105,7 @@ def test_products_get_a_16_bit_copy_of_their_matrices_and_routers_and_norms_do_n
     assert {"w_gate", "w_up", "w_down", "shared_w_up", "kernel", "embedding"} <= narrow
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_16_bit_arithmetic_and_momentum_learn_what_float32_learns():
     def losses(dtype, momentum_dtype):
         step, state = train_step(replace(CONFIG, momentum_dtype=momentum_dtype), decoder(FULL_MODEL, dtype=dtype))
@@ -122,7 +122,7 @@ def test_16_bit_arithmetic_and_momentum_learn_what_float32_learns():
     assert {leaf.dtype.name for leaf in jax.tree.leaves((adam.nu, state.params))} == {"float32"}
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_evaluation_is_the_mean_cross_entropy_whatever_the_microbatches():
     model = decoder(FULL_MODEL)
     _, state = train_step(CONFIG, model)

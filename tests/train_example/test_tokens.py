@@ -67,7 +67,7 @@ def test_what_the_tokenizers_last_user_cut_off_or_filled_up_is_forgotten(folder,
     assert ids(stream_of(tmp_path, TEXT[:5000])) == ids(stream_of(folder, TEXT[:5000]))
 
 
-@pytest.mark.default_sets(4)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("file", "content", "named"),
     [
@@ -84,7 +84,7 @@ def test_the_end_token_is_that_of_the_models_files(without_end, file, content, n
     assert len(stream) == 2 + 2 * (named is not None)
 
 
-@pytest.mark.default_sets(3)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

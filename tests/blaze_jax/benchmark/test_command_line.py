@@ -30,7 +30,7 @@ def measured(tmp_path):
     return run
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_table_of_kernels_and_its_json(capsys, measured):
     written = measured(f"kernels --config {SMALL} --dtype bfloat16 --repeats 2")
     out = capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_the_table_of_kernels_and_its_json(capsys, measured):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="in the interpreter")
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
     monkeypatch.setattr(studies, "sustain", lambda call, **_: Sustained(1.0, 1.0, 1))
     options = "kernels --config 8,8,8,2,1 --dtype bfloat16 --repeats 1 --implementation mosaic_gpu --family ampere"
@@ -61,7 +61,7 @@ def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
     assert "our product of one expert" in out
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_our_layer_and_every_peer_have_a_line_for_each_pass(capsys, measured, tmp_path):
     figures = tmp_path / "figures"
     written = measured(f"--config {SMALL} --config 32,8,4,3,1 --repeats 2 --float32-weights --plot {figures}")
@@ -102,7 +102,7 @@ def test_presets_and_no_peers():
         ("reading", [Sizes(1, 16, 8, 4, 2)], "reading", "layer at the file's speed"),
     ],
 )
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_other_studies(command, cases, kind, said, capsys, measured, monkeypatch):
     monkeypatch.setitem(DEFAULT_CASES, command, (cases, cases))
     records = measured(f"{command} --repeats 2")["records"]
@@ -183,7 +183,7 @@ def test_no_devices_at_all_are_a_failure(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="takes the small sizes that a CPU gets")
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_a_layer_over_devices_against_one(capsys, measured):
     (record,) = measured("mesh expert=2 --repeats 1 --layers 2 --variant chunks=2 --config 64,32,16,4,2")["records"]
     assert "T=64, d=32, n=16, E=4, K=2; expert=2; chunks=2, float32" in capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_compiling_for_another_gpu_says_what_is_missing(command, capsys, monkeyp
 
 
 @pytest.mark.compile_only
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_compile_time_and_memory_of_an_absent_gpu(capsys, monkeypatch, measured):
     monkeypatch.setattr(studies, "LAYERS", (2,))
     (record,) = measured("compile-time --config 64,64,32,4,2")["records"]

@@ -19,7 +19,7 @@ SIZES = Sizes(64, 16, 8, 4, 2)
 
 
 @pytest.mark.parametrize("name", [RAGGED_DOT, DENSE_DISPATCH])
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_same_layer(name, monkeypatch):
     monkeypatch.setattr(peers, "CAPACITY_FACTOR", float(SIZES.num_experts))  # nothing dropped
     inputs = expert_inputs(SIZES, jnp.float32)
@@ -30,7 +30,7 @@ def test_the_same_layer(name, monkeypatch):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_tokamax_is_the_same_layer():
     pytest.importorskip("tokamax", reason="tokamax is an extra of its own")
     inputs = expert_inputs(SIZES, jnp.float32)
@@ -102,7 +102,7 @@ def test_what_fails_or_drags_on_is_reported():
         first_run(lambda: jnp.zeros(()), 0.0)
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_no_peer_is_dropped(monkeypatch):
     def gone(name):
         raise ImportError(name, name="tokamax")

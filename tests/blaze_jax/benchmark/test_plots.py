@@ -9,7 +9,7 @@ from docs.write_benchmarks import RESULTS, recorded_results
 SIZES = {"num_tokens": 8, "model_width": 16, "expert_width": 8, "num_experts": 2, "experts_per_token": 1}
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_every_recorded_figure_is_drawn_of_the_recorded_files_and_is_small(tmp_path):
     recorded = draw(recorded_results(), tmp_path)
     assert sorted(file.name for file in recorded) == sorted(path.name for path in RESULTS.glob("*.png"))

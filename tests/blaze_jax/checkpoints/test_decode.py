@@ -10,7 +10,7 @@ from blaze_jax.checkpoints import decode_float8, decode_mxfp4
 VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("jit", [False, True])
 def test_every_number_of_mxfp4(jit):
     """All 16 codes in both halves of a byte, with all scales."""

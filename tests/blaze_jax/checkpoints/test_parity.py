@@ -25,7 +25,7 @@ def check(family, apply, layer):
     assert_close((y, dx, d_params), (wanted["y"], wanted["dx"], gradients), 2e-5)
 
 
-@pytest.mark.default_sets(6)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_function(family):
     described, layer = model(family), load(family)

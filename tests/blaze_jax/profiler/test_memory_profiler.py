@@ -26,7 +26,7 @@ def inputs():
     return *inputs, inputs[0]
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_a_step_that_runs_even_if_it_was_compiled_before(inputs, capsys):
     step = step_of()
     step(*inputs)
@@ -54,7 +54,7 @@ def test_a_step_that_runs_even_if_it_was_compiled_before(inputs, capsys):
         assert "peak: not known: cpu devices do not report it" in text
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_a_step_that_is_not_run(inputs):
     profiler = MemoryProfiler()
     shapes = abstract_inputs(SIZES, jnp.float32)
@@ -69,7 +69,7 @@ def test_a_step_that_is_not_run(inputs):
     assert "compiled, not run" in profiler.summary()
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_saving_the_inputs_alone_costs_products(inputs):
     profiler = MemoryProfiler()
     (report,) = profiler.examine(step_of(save="inputs"), *inputs).layers
@@ -78,7 +78,7 @@ def test_saving_the_inputs_alone_costs_products(inputs):
     assert "22% more arithmetic" in profiler.summary()
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_layers_without_a_gate_are_not_compared(inputs):
     x, _, *rest = inputs
     step = jax.jit(forward_and_backward(partial(_ungated, activation="relu")))
@@ -107,7 +107,7 @@ def test_what_is_not_known_is_said(inputs):
     assert "moe_gate" not in (profiler.result.kept or {})
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_the_figure(inputs, tmp_path):
     profiler = MemoryProfiler()
     profiler.examine(step_of(), *inputs)

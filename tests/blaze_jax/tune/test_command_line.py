@@ -76,7 +76,7 @@ def test_what_is_found_is_printed_and_written(capsys, monkeypatch, tmp_path):
         assert problems == []
 
 
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 @pytest.mark.skipif(nvidia_gpu() is not None, reason="in the interpreter")
 def test_the_whole_command_in_the_interpreter(capsys, monkeypatch, tmp_path):
     rule, other = MmaTuning(128, 32, 2), MmaTuning(128, 32, 3)

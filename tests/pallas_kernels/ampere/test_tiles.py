@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
-from pallas_kernels.ampere.panels import Panels
-from pallas_kernels.ampere.pieces import ROWS, Pieces
-from pallas_kernels.ampere.tile import Tile
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.down_backward import ROWS, Pieces
+from pallas_kernels.ampere.operands import Panels
+from pallas_kernels.ampere.tile import Tile, default_tile
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, product
 
@@ -22,7 +21,7 @@ TILES = [
 ]
 
 
-@pytest.mark.default_sets(len(TILES))
+@pytest.mark.default_cases("ampere-bfloat16-*", "ampere-float32-Tile(columns=128, *, sweep=2)")
 @pytest.mark.parametrize(
     ("dtype", "tile"), [("bfloat16", t) for t in TILES] + [("float32", t) for t in TILES if t.k_step == 64], ids=str
 )
@@ -56,7 +55,7 @@ def test_sweeps_give_the_same_bits(kernels, sweep):
     assert_same_bits(found, expected)
 
 
-@pytest.mark.default_sets(len(TILES))
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_eight_rows_of_a_matrix_are_in_all_banks(tile):
     panels = Panels.of(tile, "bfloat16")
@@ -76,7 +75,7 @@ def test_four_rows_of_eight_numbers_are_in_all_banks():
     assert len({panels.word(row, chunk) for row in range(32) for chunk in range(8)}) == 256
 
 
-@pytest.mark.default_sets(2)
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(("kind", "rows", "chunks"), [("bfloat16", 8, 1), ("float32", 4, 2)])
 def test_what_is_loaded_of_a_piece_at_once_is_in_all_banks(kind, rows, chunks):
     pieces = Pieces(1, kind, 64, LARGE)
@@ -88,7 +87,7 @@ def test_what_is_loaded_of_a_piece_at_once_is_in_all_banks(kind, rows, chunks):
     )
 
 
-@pytest.mark.default_sets(len(ACTIVATION_NAMES))
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize("name", ACTIVATION_NAMES)
 def test_every_activation_with_biases(kernels, name):
     rows = Rows(kernels, "single_token")

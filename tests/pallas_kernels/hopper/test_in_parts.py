@@ -25,7 +25,7 @@ def grouped(rng):
 
 
 @needs_interpreter
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_parts_fill_the_same_rows():
     rng = np.random.default_rng(0)
 
@@ -64,7 +64,7 @@ def test_parts_fill_the_same_rows():
 
 
 @needs_interpreter
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_blocks_of_experts_fill_the_same_rows_and_gradients():
     """The kernels that in_parts does not meet, and tokens in several arrays."""
     rng, blocks = np.random.default_rng(1), 3

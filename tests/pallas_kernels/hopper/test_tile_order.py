@@ -10,7 +10,7 @@ from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, needs_interpreter
 
 
 @needs_interpreter
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_rows_forth_in_one_column_and_back_in_the_next():
     with hopper.interpreted():
         rows = Rows(hopper, "random")

@@ -126,7 +126,7 @@ def test_the_bits_of_fixed_shares(kernel, order, counters):
 
 @needs_interpreter
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-@pytest.mark.default_sets(0)
+@pytest.mark.slow
 def test_tiles_without_rows(kernel):
     run(kernel, "all_slots_empty", blocks=2)
 

@@ -29,7 +29,6 @@ def experts(num_experts, token_ids, x, w_up, w_down):
 
 
 @pytest.mark.compile_only
-@pytest.mark.default_sets(1)
 @pytest.mark.parametrize(
     ("pairs", "d", "n", "num_experts"),
     [(2**18, 1536, 256, 128), (2**18, 4096, 1024, 128), (2**18, 1024, 4096, 16), (2**16, 512, 2048, 4)],

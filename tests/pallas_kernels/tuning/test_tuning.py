@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import hopper, xla
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.tile import default_tile
 from pallas_kernels.tuning import files as tuning_files
 from pallas_kernels.tuning.parameters import (
     H200,
@@ -259,5 +259,5 @@ def test_tiles_for_ampere_come_from_tables(user_file):
 
 def test_column_blocks():
     sizes = (1000, 2048, 256, 8, jnp.bfloat16)
-    assert xla.column_block(*sizes) == hopper.column_block(*sizes) == 512
+    assert xla.experts(*sizes) == hopper.column_block(*sizes) == 512
     assert hopper.column_block(*sizes, tuning=ColumnBlock(256)) == 256
