@@ -19,8 +19,8 @@ from jax import lax
 from blaze_jax.benchmark.inputs import expert_inputs, forward_and_backward
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import Timing, time_calls
-from blaze_jax.token_sums import block_width
 from blaze_jax.experts import expert_ffn
+from blaze_jax.token_sums import block_width
 from pallas_kernels.tuning.parameters import (
     KINDS,
     MMA,
