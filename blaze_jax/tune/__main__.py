@@ -1,4 +1,4 @@
-"""`python -m blaze_jax.tune`."""
+"""`python -m blaze_jax.tune`: finds the fastest parameters of the kernels on this GPU and writes them to a file."""
 
 import argparse
 import math
@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def _tune_all(arguments: argparse.Namespace) -> None:
 def check(sizes: Sizes, dtype) -> None:
     """Raises ValueError if the kernels cannot run such a layer."""
     tokens, d, n, num_experts, _ = sizes
-    array = jax.ShapeDtypeStruct
+    array: Any = jax.ShapeDtypeStruct
     up, down = array((num_experts, d, n), dtype), array((num_experts, n, d), dtype)
     kernels = kernels_of("mosaic_gpu", dtype=dtype)
     if reason := kernels.unsupported(array((tokens, d), dtype), (up, up, down), ()):
@@ -97,7 +98,7 @@ def check(sizes: Sizes, dtype) -> None:
 
 
 def line(kernel: str, found: Found) -> str:
-    """What was found, for people."""
+    """A kernel's outcome in a line."""
     change = found.us / found.heuristic_us - 1
     values = ", ".join(f"{name}={value}" for name, value in asdict(found.tuning).items())
     times = f"{found.heuristic_us:9.1f} us -> {found.us:9.1f} us {change:+6.1%}"

@@ -209,7 +209,7 @@ def compare(
     say: Callable,
     notes: list[str],
 ) -> dict[str, Found]:
-    """What is fastest, by kernel, among the trials with the rules' bits; adds to the notes."""
+    """The fastest parameters of each kernel among the trials with the rules' bits; adds to the notes."""
     say(f"comparing {len(programs)} programs")
     (rules, first), *others = programs
     expected, kept = first(*arguments), [programs[0]]

@@ -246,7 +246,7 @@ def shape_key(rows: int, dtype, **sizes: int) -> str:
 
     Args:
       rows: (token, expert) pairs, or rows that hold them; rounded to the nearest power of two.
-      dtype: of the rows.
+      dtype: the rows'.
       sizes: other sizes by name, taken as they are.
     """
     parts = [f"rows=2^{round(log2(max(rows, 1)))}", *(f"{name}={size}" for name, size in sizes.items())]

@@ -33,6 +33,7 @@ def texts_of_kernels(trial):
         return set(kernel_texts(run.lower(lowering_platforms=("cuda",))))
 
 
+@pytest.mark.default_cases("ampere")
 @pytest.mark.parametrize("family", FAMILY_KERNELS)
 def test_trials_of_a_layer_lower_and_every_kernel_in_them_is_another(family):
     with demanded_family(family):
@@ -46,6 +47,7 @@ def test_trials_of_a_layer_lower_and_every_kernel_in_them_is_another(family):
     assert len(rules & others) < 5  # the combine and the dispatch have nothing to tune
 
 
+@pytest.mark.slow
 @pytest.mark.compile_only
 def test_tuned_kernels_fit_shared_memory_and_registers():
     tuned = {name for name, kind in KINDS.items() if kind is TileTuning}
