@@ -23,18 +23,14 @@ import jax
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.plan import plan_of
 from blaze_jax.benchmark.results_file import command_line
-from blaze_jax.config import Save
-from train_example.attention import AttentionKernel
-from train_example.compile_step import equal_bits_options, lower_step
-from train_example.config import DType, Remat, TrainConfig
+from train_example.compile_step import jit_once, lower_step, xla_options
+from train_example.config import AttentionKernel, DType, ExpertsLayer, Remat, Save, TrainConfig, UserError
 from train_example.data import Corpus, open_text
-from train_example.errors import UserError
-from train_example.experts_layer import ExpertsLayer, experts_function
-from train_example.loop import microbatches
-from train_example.memory import allow_all_memory, peak_memory_gib
-from train_example.presets import PRESETS
-from train_example.run_once import jit_once
-from train_example.setup import make_model
+from train_example.loop import microbatches, peak_memory_gib
+from train_example.program.devices import allow_all_memory
+from train_example.program.experts_layer import experts_function
+from train_example.program.presets import PRESETS
+from train_example.program.setup import make_model
 from train_example.step import init_state
 
 _WARM_STEPS = 5
@@ -112,7 +108,7 @@ def train_briefly(config: TrainConfig) -> dict[str, Any]:
     with phase("lowering"):
         lowered = lower_step(config, model, state, batch(0))
     with phase("compiling"):
-        compiled = lowered.compile(equal_bits_options(config))
+        compiled = lowered.compile(xla_options(config))
     losses, seconds = [], []
     for step in range(config.steps):
         windows, start = batch(step), time.perf_counter()

@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.train_example.tiny_checkpoint import END, VOCABULARY, write_tiny_checkpoint
+from train_example.config import UserError
 from train_example.data import ByteStream, open_text
-from train_example.errors import UserError
-from train_example.tokens import TokenStream
+from train_example.public_models.tokens import TokenStream
 
 TEXT = "\n".join(topics[name] for name in sorted(topics)[:40])
 

@@ -12,10 +12,10 @@ from blaze_jax.benchmark.device_trace import TraceError
 from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.results_file import command_line
 from train_example.compare_layers import add_options, configuration
-from train_example.errors import UserError
-from train_example.memory import allow_all_memory
+from train_example.config import UserError
 from train_example.profile_step.measure import measure
 from train_example.profile_step.report import print_report
+from train_example.program.devices import allow_all_memory
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,17 +10,15 @@ from blaze_jax.benchmark.ceilings import CeilingCalls, Ceilings
 from blaze_jax.benchmark.device_trace import Kernel, TraceError, trace
 from blaze_jax.benchmark.plan import plan_of
 from blaze_jax.benchmark.timing import time_calls
-from train_example.compile_step import compile_step
+from train_example.compile_step import jit_once, lower_step, xla_options
 from train_example.config import TrainConfig
 from train_example.data import Corpus, open_text
-from train_example.loop import microbatches
-from train_example.memory import peak_memory_gib
+from train_example.loop import microbatches, peak_memory_gib
 from train_example.profile_step.bounds import step_work
 from train_example.profile_step.memory_floor import memory_floor
 from train_example.profile_step.parts import by_part
 from train_example.profile_step.program import Instruction, instructions
-from train_example.run_once import jit_once
-from train_example.setup import make_model
+from train_example.program.setup import make_model
 from train_example.step import init_state
 
 _WARM_STEPS, _TIMED_STEPS = 3, 30
@@ -50,7 +48,7 @@ def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     batch = jax.device_put(microbatches(config, corpus.batch(config.seed, 0, config.batch_size)))
     start = time.perf_counter()
-    compiled = compile_step(config, model, state, batch)
+    compiled = lower_step(config, model, state, batch).compile(xla_options(config))
     compile_seconds = time.perf_counter() - start
 
     def run(program: jax.stages.Compiled, steps: int) -> None:
@@ -65,7 +63,7 @@ def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
     run(compiled, _TIMED_STEPS)
     wall_ms = (time.perf_counter() - start) / _TIMED_STEPS * 1e3
     peak = peak_memory_gib()
-    profiled = compile_step(config, model, state, batch, **_WITHOUT_GRAPHS)
+    profiled = lower_step(config, model, state, batch).compile(xla_options(config) | _WITHOUT_GRAPHS)
     run(profiled, _WARM_STEPS)
     kernels = trace(lambda: run(profiled, traced))
     plan = plan_of(compiled.memory_analysis())

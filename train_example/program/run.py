@@ -5,17 +5,17 @@ from contextlib import closing
 
 import jax
 
-from train_example.arguments import Arguments
-from train_example.interrupt import Interrupt
-from train_example.loop import train
-from train_example.metrics import MetricsLog
-from train_example.plot import plot
-from train_example.progress import Progress
-from train_example.public_model import Params, save_model
-from train_example.sample import generate
-from train_example.setup import Setup, make_model, prepare
-from train_example.step import Tree
-from train_example.tokens import TokenStream
+from train_example.loop import due, train
+from train_example.program.arguments import Arguments
+from train_example.program.devices import any_process, whole
+from train_example.program.metrics import MetricsLog
+from train_example.program.plot import plot
+from train_example.program.sample import generate
+from train_example.program.setup import Setup, first_state, make_model, prepare
+from train_example.program.terminal import Interrupt, Progress
+from train_example.public_models.tokens import TokenStream
+from train_example.public_models.weights import Params, save_model
+from train_example.step import TrainState, Tree
 
 _PROMPT = 64
 _SAMPLE = 512
@@ -28,24 +28,39 @@ def run(arguments: Arguments) -> None:
       UserError: the input does not fit, or training diverged.
     """
     setup = prepare(arguments)
-    steps = setup.config.steps
-    metrics = setup.out / "metrics.jsonl" if jax.process_index() == 0 else None
+    steps, is_first_process = setup.config.steps, jax.process_index() == 0
+    metrics = setup.out / "metrics.jsonl" if is_first_process else None
     with closing(setup.checkpoints), MetricsLog(metrics, setup.first_step) as log:
         print(_introduction(setup), flush=True)
-        if jax.process_index() == 0 and setup.first_step < steps:
+        if is_first_process and setup.first_step < steps:
             _set_aside(setup)
-        with Interrupt() as interrupt, Progress(setup.first_step, steps) as progress:
-            state = train(setup, log, progress, interrupt)
+        state = _train(setup, log)
         done = int(state.step)
         if done == steps:
-            variables = setup.devices.whole({"params": state.params, "router_state": state.router_state})
-            if jax.process_index() == 0:
+            variables = whole(setup.model.parallel, {"params": state.params, "router_state": state.router_state})
+            if is_first_process:
                 _report(setup, variables, log)
                 if setup.config.checkpoint:
                     _save(setup, setup.config.checkpoint, variables["params"])
         else:
             command = f"python -m train_example --resume --out {shlex.quote(str(setup.out))}"
             print(f"stopped after step {done} of {steps}; go on with: {command}")
+
+
+def _train(setup: Setup, log: MetricsLog) -> TrainState:
+    """Takes the steps that are left, or those until the interrupt, and saves the state after the last."""
+    config, elapsed = setup.config, log.records[-1]["elapsed"] if log.records else 0.0
+    with Interrupt() as interrupt, Progress(setup.first_step, config.steps) as progress:
+        state = first_state(setup)
+        for state, record in train(config, setup.model, setup.corpus, state, elapsed):  # noqa: B020  (the next one)
+            log.write(record)
+            progress.update(record)
+            stop = any_process(interrupt.requested)
+            if stop or due(config, record["step"], config.checkpoint_every):
+                setup.checkpoints.save(record["step"], state, setup.description)
+            if stop:
+                break
+    return state
 
 
 def _set_aside(setup: Setup) -> None:
@@ -80,18 +95,14 @@ def _introduction(setup: Setup) -> str:
     return "\n".join(lines)
 
 
-def _title(setup: Setup) -> str:
-    config = setup.config
-    return (
-        f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters, "
-        f"{config.steps:,} steps of {config.batch_size} × {config.sequence_length:,} {setup.corpus.stream.unit}"
-    )
-
-
 def _report(setup: Setup, variables: Tree, log: MetricsLog) -> None:
-    """The figure, a sample, and the final line."""
-    corpus, config = setup.corpus, setup.config
-    plot(log.records, corpus.unigram_bits, _title(setup), setup.out / "training.png")
+    """Leaves the figure and a sample, and prints the sample and the final line."""
+    corpus, config, unit = setup.corpus, setup.config, setup.corpus.stream.unit
+    title = (
+        f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters, "
+        f"{config.steps:,} steps of {config.batch_size} × {config.sequence_length:,} {unit}"
+    )
+    plot(log.records, setup.unigram_bits, title, setup.out / "training.png")
 
     prompt = corpus.stream.read(corpus.training_units, min(_PROMPT, config.sequence_length))
     key = jax.random.key(config.seed)
@@ -100,5 +111,5 @@ def _report(setup: Setup, variables: Tree, log: MetricsLog) -> None:
     (setup.out / "sample.txt").write_text(text, encoding="utf-8")
 
     held_out = log.records[-1]["held_out"]
-    print(f"sample, after the first {len(prompt)} {corpus.stream.unit}:\n{text}\n")
-    print(f"final: held-out {held_out:.3f} bits/byte, unigram {corpus.unigram_bits:.3f} bits/byte")
+    print(f"sample, after the first {len(prompt)} {unit}:\n{text}\n")
+    print(f"final: held-out {held_out:.3f} bits/byte, unigram {setup.unigram_bits:.3f} bits/byte")

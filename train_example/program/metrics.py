@@ -5,11 +5,9 @@ import json
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-from train_example.errors import UserError
-
-type Record = dict[str, Any]
+from train_example.config import UserError
+from train_example.loop import Record
 
 
 class MetricsLog(AbstractContextManager):

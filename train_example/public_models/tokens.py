@@ -9,8 +9,8 @@ from jaxtyping import Int32
 
 from blaze_jax.checkpoints import CheckpointError
 from blaze_jax.checkpoints.json_file import read_json
+from train_example.config import UserError
 from train_example.data import ByteStream
-from train_example.errors import UserError
 
 _CHUNK = 2**20
 _FILE = "tokenizer.json"
@@ -22,12 +22,12 @@ class TokenStream:
 
     Args:
       text: the bytes, UTF-8.
-      folder: of the model, with `tokenizer.json`.
+      folder: the model's folder, with `tokenizer.json`.
       vocabulary: how many tokens the model knows.
 
     Attributes:
       unit: what the stream consists of.
-      bytes_per_unit: of the text, a token's share.
+      bytes_per_unit: how many bytes of text a token stands for.
       documents: how many there are.
       end: the token that ends each; None where the model's files name none.
 

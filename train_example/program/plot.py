@@ -10,7 +10,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from train_example.metrics import Record
+from train_example.loop import Record
 
 _TRAIN, _HELD_OUT, _GREY = "#3b6fb6", "#d1495b", "#6b7280"
 _LOADS = (0.25, 0.5, 1, 2, 4)
@@ -25,7 +25,7 @@ def plot(records: list[Record], unigram_bits: float, title: str, path: Path) -> 
     Args:
       records: the metrics of every step, with "held_out" and "load" where they were taken.
       unigram_bits: entropy of the byte frequencies, for comparison.
-      title: of the figure.
+      title: stands above the figure.
       path: where the PNG goes.
     """
     loads = [record for record in records if "load" in record]
