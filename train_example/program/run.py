@@ -1,24 +1,28 @@
-"""A run from start to end."""
+"""A run from start to end, which Ctrl-C stops where it can go on."""
 
+import os
 import shlex
-from contextlib import closing
+import signal
+from contextlib import ExitStack, closing
+from types import FrameType
+from typing import Self
 
 import jax
 
 from train_example.loop import due, train
 from train_example.program.arguments import Arguments
 from train_example.program.devices import any_process, whole
-from train_example.program.metrics import MetricsLog
-from train_example.program.plot import plot
-from train_example.program.sample import generate
+from train_example.program.metrics import MetricsLog, Progress
+from train_example.program.results import generate, plot
 from train_example.program.setup import Setup, first_state, make_model, prepare
-from train_example.program.terminal import Interrupt, Progress
 from train_example.public_models.tokens import TokenStream
 from train_example.public_models.weights import Params, save_model
 from train_example.step import TrainState, Tree
 
 _PROMPT = 64
 _SAMPLE = 512
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_MESSAGE = b"\nfinishing this step, then saving; once more to stop at once\n"
 
 
 def run(arguments: Arguments) -> None:
@@ -45,6 +49,23 @@ def run(arguments: Arguments) -> None:
         else:
             command = f"python -m train_example --resume --out {shlex.quote(str(setup.out))}"
             print(f"stopped after step {done} of {steps}; go on with: {command}")
+
+
+class Interrupt(ExitStack):
+    """Inside the context, the first SIGINT or SIGTERM only sets `requested`; a second one ends the program at once."""
+
+    requested = False
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            self.callback(signal.signal, number, signal.signal(number, self._request))
+        return self
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        os.write(2, _MESSAGE)  # print may be at work already when a signal comes
 
 
 def _train(setup: Setup, log: MetricsLog) -> TrainState:
