@@ -9,7 +9,7 @@ from functools import partial
 from blaze_jax.implementation import family_in_demand
 from blaze_jax.layer_observer import are_observers
 from pallas_kernels.mosaic.traced_once import traced_once
-from pallas_kernels.xla.row_groups import forced_turn
+from pallas_kernels.xla.loops import forced_turn
 
 
 def _surroundings() -> tuple | None:

@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
-from blaze_jax.expert_rows import Save
+from blaze_jax.huggingface import read_public_model
 from blaze_jax.implementation import Implementation, check_implementation
+from blaze_jax.plan import Save
 from blaze_jax.router import Router, check_router
 
 ParameterKind = Literal["router", "kernel", "bias"]
@@ -95,9 +96,7 @@ class MoEConfig:
         Raises:
           CheckpointError: a ValueError; a field is missing, unknown, or contradicts another, and the message names it.
         """
-        from blaze_jax.checkpoints.huggingface import read_model  # which makes objects of this class
-
-        return read_model(config).layer
+        return read_public_model(config, cls).layer
 
     @property
     def has_selection_bias(self) -> bool:

@@ -19,8 +19,6 @@ from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 Exchange = Literal["all_gather", "permute", "all_to_all"]
 
-type Plan = Trips | None
-
 
 class Trips(NamedTuple):
     """Which of a device's T tokens go to which of the D devices of its group, for "all_to_all".
@@ -77,22 +75,22 @@ class Transport:
         """Of the group."""
         return lax.axis_size(self.group)
 
-    def gather(self, plan: Plan, tokens: Float[Array, "T ..."]) -> Float[Array, "T_group ..."]:
+    def gather(self, trips: Trips | None, tokens: Float[Array, "T ..."]) -> Float[Array, "T_group ..."]:
         """The group's tokens: `T` of each device, in the order of the devices; zeros where one sent fewer."""
         if self.devices == 1:
             return tokens
-        if plan is not None:
-            return _send(self.group, plan, tokens)
+        if trips is not None:
+            return _send(self.group, trips, tokens)
         if self.exchange == "permute":
             return jnp.concatenate(self._rotations(tokens))
         return lax.all_gather(tokens, self.group, tiled=True)
 
-    def scatter(self, plan: Plan, tokens: Float[Array, "T_group ..."]) -> Float[Array, "T ..."]:
+    def scatter(self, trips: Trips | None, tokens: Float[Array, "T_group ..."]) -> Float[Array, "T ..."]:
         """The transpose of `gather`: each token's sum over the devices it went to, on its own device."""
         if self.devices == 1:
             return tokens
-        if plan is not None:
-            return _send_back(self.group, plan, tokens)
+        if trips is not None:
+            return _send_back(self.group, trips, tokens)
         if self.exchange == "permute":
             parts = jnp.split(tokens, self.devices)
             return reduce(jnp.add, (_rotated(part, self.group, -shift) for shift, part in enumerate(parts)))
@@ -103,15 +101,15 @@ class Transport:
         """In how many parts the group's tokens are computed with."""
         return self.devices if self.own_first else 1
 
-    def arrivals(self, plan: Plan, tokens: Float[Array, "T ..."]) -> tuple[Float[Array, "T_part ..."], ...]:
+    def arrivals(self, trips: Trips | None, tokens: Float[Array, "T ..."]) -> tuple[Float[Array, "T_part ..."], ...]:
         """The group's tokens in the parts in which they arrive: `gather`'s, if all are computed with at once."""
-        return self._rotations(tokens) if self.own_first else (self.gather(plan, tokens),)
+        return self._rotations(tokens) if self.own_first else (self.gather(trips, tokens),)
 
-    def departures(self, plan: Plan, parts: int) -> list[Callable | None]:
+    def departures(self, trips: Trips | None, parts: int) -> list[Callable | None]:
         """For each of `parts`, what brings the sums of its tokens' rows to their device; None for those that stay."""
         if parts > 1:
             return [None, *(partial(_rotated, group=self.group, shift=-shift) for shift in range(1, parts))]
-        return [partial(self.scatter, plan) if self.devices > 1 else None]
+        return [partial(self.scatter, trips) if self.devices > 1 else None]
 
     def _rotations(self, tokens):
         return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))
@@ -121,14 +119,14 @@ class Transport:
         """Those of the group that share out the experts."""
         return lax.axis_size(self.expert)
 
-    def plan(self, experts: Int[Array, "T K"], experts_per_device: int) -> Plan:
+    def trips(self, experts: Int[Array, "T K"], experts_per_device: int) -> Trips | None:
         """What `gather` and `scatter` need to know of tokens with these experts' ids."""
         if self.devices == 1 or self.exchange != "all_to_all":
             return None
         return _trips(experts, experts_per_device, self.devices, self.expert_devices)
 
     def experts_here(
-        self, plan: Plan, experts: Int[Array, "T K"], num_experts: int
+        self, trips: Trips | None, experts: Int[Array, "T K"], num_experts: int
     ) -> tuple[Int[Array, "T_group K"], Int[Array, ""] | None]:
         """Ids of the group's tokens, as this device counts its own experts: -1 for others', E for no expert at all.
 
@@ -136,12 +134,12 @@ class Transport:
         """
         if self.devices == 1:
             return experts, None
-        experts = self.gather(plan, experts + 1) - 1  # zero, where there is no token, becomes an empty slot
+        experts = self.gather(trips, experts + 1) - 1  # zero, where there is no token, becomes an empty slot
         first = lax.axis_index(self.expert) * num_experts
         mine = (experts >= first) & (experts < first + num_experts)
         unknown = experts >= num_experts * self.expert_devices
         most_pairs = None
-        if plan is None:
+        if trips is None:
             device = jnp.arange(self.expert_devices, dtype=experts.dtype)
             most_pairs = jnp.max(jnp.sum((experts // num_experts)[..., None] == device, axis=(0, 1), dtype=jnp.int32))
         return jnp.where(mine, experts - first, jnp.where(unknown, num_experts, EMPTY_SLOT)), most_pairs
@@ -186,17 +184,17 @@ class Transport:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gathered(transport: Transport, plan: Plan, tokens: Float[Array, "T ..."]) -> Float[Array, "T_group ..."]:
+def gathered(transport: Transport, trips: Trips | None, tokens: Float[Array, "T ..."]) -> Float[Array, "T_group ..."]:
     """`transport.gather`, with the transpose that it has."""
-    return transport.gather(plan, tokens)
+    return transport.gather(trips, tokens)
 
 
-def _gathered_forward(transport: Transport, plan: Plan, tokens):
-    return transport.gather(plan, tokens), plan
+def _gathered_forward(transport: Transport, trips: Trips | None, tokens):
+    return transport.gather(trips, tokens), trips
 
 
-def _gathered_backward(transport: Transport, plan: Plan, gradient):
-    return None, transport.scatter(plan, gradient)
+def _gathered_backward(transport: Transport, trips: Trips | None, gradient):
+    return None, transport.scatter(trips, gradient)
 
 
 gathered.defvjp(_gathered_forward, _gathered_backward)

@@ -19,17 +19,16 @@ from blaze_jax.checks import as_array
 from blaze_jax.compiled_once import compiled_once
 from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_experts
 from blaze_jax.exchange import HERE, Transport, gathered
-from blaze_jax.expert_rows import ROW_MULTIPLE, Parameters, Save, Settings, Tokens
 from blaze_jax.experts_vjp import INDEX_NAME, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of, takes_blocks, takes_parts
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
+from blaze_jax.plan import ROW_MULTIPLE, Parameters, Plan, Save, Tokens, token_ranges
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
-from blaze_jax.token_ranges import token_ranges
 from blaze_jax.warn import warn_once
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes, when_lowered_unsplit
-from pallas_kernels.contract import accumulator_dtype
+from pallas_kernels.contract import Kernels, accumulator_dtype
 
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
@@ -180,7 +179,7 @@ def _compute(
     """The experts' output for `tokens = (x, weights, experts)` of this device.
 
     `shards` are what this device has of the parameters, `grouped` the pairs by expert, if they are, `row_budget` the
-    rows of a buffer as a multiple of the even share, and `chunks` the parts in which the tokens travel.
+    rows of a buffer as a multiple of the even share, and `chunks` the number of those in which the tokens travel.
     """
     x, weights, experts = tokens
     params = jax.eval_shape(lambda p: transport.parameters(p, x.dtype), shards)
@@ -190,15 +189,6 @@ def _compute(
     tell_observers(TracedLayer.of(x, params.up_weights, params.w_down, experts, activation, save, implementation))
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
     num_experts = params.w_down.shape[0]
-    if transport.exchange == "permute" and takes_parts(kernels, num_experts * transport.devices):
-        transport = dataclasses.replace(transport, own_first=transport.devices > 1)
-    if (
-        takes_blocks(kernels)
-        and transport.splits_experts
-        and not transport.keep
-        and lax.axis_size(transport.fsdp) <= MOST_BLOCKS
-    ):
-        transport = dataclasses.replace(transport, own_experts_first=lax.axis_size(transport.fsdp) > 1)
     experts = int32_experts(experts, num_experts * transport.expert_devices)
 
     ranges = None
@@ -206,10 +196,11 @@ def _compute(
         experts = when_lowered_unsplit(_warn_of_unsplit, experts)
         row_bytes = params.w_down.shape[1] * x.dtype.itemsize
         ranges = token_ranges(experts.shape[0], experts.shape[1], num_experts, row_bytes)
+    transport = _as_they_arrive(transport, kernels, num_experts)
 
-    def part(x, weights, experts) -> Tokens:
-        plan = transport.plan(experts, num_experts)
-        experts, most_pairs = transport.experts_here(plan, experts, num_experts)
+    def chunk(x, weights, experts) -> Tokens:
+        trips = transport.trips(experts, num_experts)
+        experts, most_pairs = transport.experts_here(trips, experts, num_experts)
         experts = transport.by_block(experts, num_experts)
         if ranges:
             dispatch = ranges.dispatch(partial(group_by_expert, kernels, num_experts=num_experts), experts)
@@ -218,20 +209,29 @@ def _compute(
         else:
             dispatch = group_by_expert(kernels, *_with_part(experts, num_experts, transport.parts))
         dispatch, most_pairs = checkpoint_name((dispatch, most_pairs), INDEX_NAME)
-        return Tokens(x, gathered(transport, plan, weights), experts, dispatch, plan, most_pairs)
+        return Tokens(x, gathered(transport, trips, weights), experts, dispatch, trips, most_pairs)
 
-    parts = tuple(map(part, *(_in_parts(array, chunks) for array in (x, weights, experts))))
+    chunked = tuple(map(chunk, *(_in_chunks(array, chunks) for array in (x, weights, experts))))
     rows = None
     if row_budget is not None:
-        share = max(p.x.shape[0] for p in parts) * experts.shape[1] * lax.axis_size(transport.tensor)
-        rows = (
-            math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts * transport.parts
-        ) * ROW_MULTIPLE  # each group may have a gap
-    settings = Settings(activation, save, kernels, transport, rows, ranges)
+        share = max(c.x.shape[0] for c in chunked) * experts.shape[1] * lax.axis_size(transport.tensor)
+        multiples = math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts * transport.parts  # a gap for each group
+        rows = multiples * ROW_MULTIPLE
+    plan = Plan(activation, save, kernels, transport, rows, ranges)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
-    parts, shards = vary_over((parts, shards), varying_axes(parts, shards))
-    outputs = experts_output(settings, token, parts, shards)
+    chunked, shards = vary_over((chunked, shards), varying_axes(chunked, shards))
+    outputs = experts_output(plan, token, chunked, shards)
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
+
+
+def _as_they_arrive(transport: Transport, kernels: Kernels, num_experts: int) -> Transport:
+    """`transport`, with what arrives computed part by part and block by block, where the kernels can do so."""
+    own_first, blocks = False, 1
+    if transport.exchange == "permute" and takes_parts(kernels, num_experts * transport.devices):
+        own_first = transport.devices > 1
+    if takes_blocks(kernels) and transport.splits_experts and not transport.keep:
+        blocks = lax.axis_size(transport.fsdp)
+    return dataclasses.replace(transport, own_first=own_first, own_experts_first=1 < blocks <= MOST_BLOCKS)
 
 
 def _warn_of_unsplit(devices: int) -> None:
@@ -250,9 +250,9 @@ def _with_part(experts: Int[Array, "T K"], num_experts: int, parts: int) -> tupl
     return jnp.where(known, experts * parts + part, num_experts * parts), num_experts * parts
 
 
-def _in_parts(array: Array, parts: int) -> list[Array]:
-    """Of about equal lengths, none of them empty."""
-    return [array] if parts == 1 else jnp.array_split(array, min(parts, array.shape[0]))
+def _in_chunks(array: Array, chunks: int) -> list[Array]:
+    """The array in parts of about equal lengths, none of them empty."""
+    return [array] if chunks == 1 else jnp.array_split(array, min(chunks, array.shape[0]))
 
 
 def _check_closure(activation: Activation, x, up_weights) -> None:

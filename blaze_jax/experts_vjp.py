@@ -1,4 +1,4 @@
-"""The custom VJP of the experts: what is kept, what is computed again, and no buffer of routed tokens.
+"""The experts and their gradient: six kernels, what is kept, what is computed again, and no buffer of routed tokens.
 
 With rows r of pairs (token t, expert e), in the order of the experts, and g_r a row's routing weight:
 
@@ -11,25 +11,27 @@ Kept are x, the weights, the index arrays, and P or nothing. Backward, with dy t
 
 (MoEBlaze, arXiv 2601.05296). The gathers x[t] and dy[t] happen inside the kernels; H is computed from P again.
 
-Over devices, x and dy are gathered and y and dx scattered, each by the transpose of the other, and so are the weights
-and their gradients. Tokens may come in parts: their rows are computed as they arrive, into the same P, and those sums
-that leave come before those that stay. With a budget of rows, P is kept of as many rows, and the others are computed in
-further turns.
-
-On one device, tokens whose H would be most of the memory are computed a range at a time, in both passes.
+`plan.py` says in which cuts the rows are computed, `schedule.py` what waits and travels. Over devices, x and dy are
+gathered and y and dx scattered, each by the transpose of the other, and so are the weights and their gradients. With a
+budget of rows, P is kept of as many rows, and that of the others is computed again.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from blaze_jax.expert_rows import Parameters, Settings, Tokens
-from blaze_jax.experts_backward import add_trees, gradients_in_ranges, part_gradients
-from blaze_jax.experts_forward import hidden_only, output_in_ranges, part_output, pre_activations_and_hidden
+from blaze_jax.plan import Parameters, Plan, Projection, Rows, Tokens
+from blaze_jax.reverse_mode import differentiated_once
+from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, with_turns
+from blaze_jax.token_sums import token_sums
+from pallas_kernels.contract import EMPTY_SLOT, Dispatch, accumulator_dtype
+from pallas_kernels.place_values import place_values
 
 PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")
 """Names of the saved pre-activations, for `jax.checkpoint_policies.save_only_these_names`."""
@@ -42,60 +44,335 @@ RESIDUAL_NAMES = (*PRE_ACTIVATION_NAMES, INDEX_NAME)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def experts_output(settings: Settings, token, parts: tuple[Tokens, ...], shards: Parameters) -> tuple[Array, ...]:
-    """The layer's output `(T, d)` for each part; `token` raises where it is differentiated in forward mode."""
-    return tuple(y for y, *_ in _outputs(settings, parts, shards, hidden_only))
+def experts_output(plan: Plan, token, chunks: tuple[Tokens, ...], shards: Parameters) -> tuple[Array, ...]:
+    """The layer's output `(T, d)` for each chunk; `token` raises where it is differentiated in forward mode."""
+    return tuple(y for y, *_ in _outputs(plan, chunks, shards, _hidden_only))
 
 
-def _forward(settings: Settings, _, parts: tuple[Tokens, ...], shards: Parameters):
-    up_projection = pre_activations_and_hidden if settings.save == "pre_activations" else hidden_only
-    outputs, pre_activations, gathered = zip(*_outputs(settings, parts, shards, up_projection), strict=True)
-    if settings.save == "pre_activations":
+def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters):
+    up_projection = _pre_activations_and_hidden if plan.save == "pre_activations" else _hidden_only
+    outputs, pre_activations, gathered = zip(*_outputs(plan, chunks, shards, up_projection), strict=True)
+    kept = None
+    if plan.save == "pre_activations":
         names = PRE_ACTIVATION_NAMES[-len(pre_activations[0]) :]
         kept = tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)
-    else:
-        kept = None
-    parts = tuple(part._replace(experts=None) for part in parts)  # pyright: ignore[reportArgumentType]  (of no use)
-    return outputs, (parts, shards, kept, gathered if settings.transport.keep else None)
+    chunks = tuple(chunk._replace(experts=None) for chunk in chunks)
+    return outputs, (chunks, shards, kept, gathered if plan.transport.keep else None)
 
 
-def _outputs(settings: Settings, parts: tuple[Tokens, ...], shards: Parameters, up_projection: Callable):
-    """Of each part: the output, pre-activations of the first turn's rows, and what was gathered."""
-    transport = settings.transport
-    if transport.fsdp:  # XLA would gather the parameters of all layers at once
-        x, shards = lax.optimization_barrier((parts[0].x, shards))
-        parts = (parts[0]._replace(x=x), *parts[1:])
-    params = transport.parameters(shards, parts[0].x.dtype)
-    compute = partial(part_output, settings, params, up_projection)
-    for part in parts:
-        y, pre_activations, xs = output_in_ranges(settings.ranges, compute, part) if settings.ranges else compute(part)
+def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, up_projection: Callable):
+    """Yields each chunk's output, pre-activations of the first turn's rows, and what was gathered."""
+    if plan.transport.fsdp:  # or XLA would gather the parameters of all layers at once
+        x, shards = lax.optimization_barrier((chunks[0].x, shards))
+        chunks = (chunks[0]._replace(x=x), *chunks[1:])
+    params = plan.transport.parameters(shards, chunks[0].x.dtype)
+    for chunk in chunks:
+        if plan.ranges:
+            y, pre_activations, xs = _output_in_ranges(plan, params, up_projection, chunk)
+        else:
+            y, pre_activations, xs = _output(plan, params, up_projection, chunk)
         yield y, pre_activations, (xs, params)
 
 
-def _backward(settings: Settings, residuals, d_outputs):
-    parts, shards, kept, gathered = residuals
-    transport = settings.transport
-    xs = [part.x for part in parts] if gathered is None else [xs for xs, _ in gathered]
-    if kept is None or gathered is None:  # XLA would see that what follows was computed before, and keep it
+def _backward(plan: Plan, residuals, d_outputs):
+    chunks, shards, kept, gathered = residuals
+    transport = plan.transport
+    xs = [chunk.x for chunk in chunks] if gathered is None else [xs for xs, _ in gathered]
+    if kept is None or gathered is None:  # or XLA would see that what follows was computed before, and keep it
         xs, shards, d_outputs = lax.optimization_barrier((xs, shards, d_outputs))
-    params, scatter_params = jax.vjp(lambda s: transport.parameters(s, parts[0].x.dtype), shards)
+    params, scatter_params = jax.vjp(lambda s: transport.parameters(s, chunks[0].x.dtype), shards)
     params = params if gathered is None else gathered[0][1]
     dxs, d_params, d_weights = [], None, []
-    for i, part in enumerate(parts):
-        x, dy = xs[i], transport.arrivals(part.plan, d_outputs[i])
+    for i, chunk in enumerate(chunks):
+        x, dy = xs[i], transport.arrivals(chunk.trips, d_outputs[i])
         if gathered is None and (kept is None or not transport.own_first):
-            x = transport.arrivals(part.plan, lax.optimization_barrier((x, dy[-1]))[0])
-        compute = partial(part_gradients, settings, params)
-        if settings.ranges:
-            own = part._replace(x=x[0])
-            gradients = gradients_in_ranges(settings.ranges, compute, params, own, dy[0], kept and kept[i])
-        else:
-            gradients = compute(part, x, dy, kept and kept[i])
-        dxs.append(gradients[0])
-        d_weights.append(gradients[2])
-        d_params = gradients[1] if d_params is None else add_trees(d_params, gradients[1])
-    d_parts = tuple(Tokens(dx, dw, None, None) for dx, dw in zip(dxs, d_weights, strict=True))  # pyright: ignore[reportArgumentType]
-    return None, d_parts, scatter_params(d_params)[0]
+            x = transport.arrivals(chunk.trips, after(x, dy[-1]))  # or both would travel, and take memory, at once
+        gradients_of = _gradients_in_ranges if plan.ranges else _gradients
+        dx, d_params_here, d_weights_here = gradients_of(plan, params, chunk, x, dy, kept and kept[i])
+        dxs.append(dx)
+        d_weights.append(d_weights_here)
+        d_params = d_params_here if d_params is None else _sum(d_params, d_params_here)
+    d_chunks = tuple(Tokens(dx, dw, None, None) for dx, dw in zip(dxs, d_weights, strict=True))  # pyright: ignore[reportArgumentType]
+    return None, d_chunks, scatter_params(d_params)[0]
 
 
 experts_output.defvjp(_forward, _backward)
+
+
+# Forward
+
+
+def _output(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tokens):
+    """The output of a chunk of tokens, the pre-activations of the first turn's rows, and the tokens as they arrived."""
+    transport, x = plan.transport, tokens.x
+    rows, turns = plan.turns(tokens)
+    if transport.own_first:  # or XLA would send few tokens together with their weights and ids
+        x = after(x, tokens.weights)
+    xs = transport.arrivals(tokens.trips, x)
+    pre_activations, (hidden, downs) = up_projection(plan, xs, params, rows)
+    weights = _weights_of_parts(tokens, params.w_down.shape[0] * transport.blocks, len(rows.parts))
+
+    def begin():
+        y = _down_projection(plan, hidden, (params.down, *downs), tokens, rows, weights)
+        return y, partial(further, y)
+
+    def further(y):
+        xs = transport.arrivals(tokens.trips, after(tokens.x, y))  # or they would arrive, and take memory, long before
+
+        def turn(number, y):
+            rows = plan.turn(tokens, number)
+            _, (hidden, downs) = _hidden_only(plan, xs, params, rows)
+            return _down_projection(plan, hidden, (params.down, *downs), tokens, rows, weights, y)
+
+        return turn
+
+    return with_turns(turns, begin), pre_activations, xs
+
+
+def _output_in_ranges(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tokens):
+    """`_output`, a range of the tokens at a time; pre-activations are stacked."""
+    ranges = plan.ranges
+    assert ranges is not None
+
+    def step(start, dispatch):
+        weights, experts = (ranges.of(array, start) for array in (tokens.weights, tokens.experts))
+        y, pre_activations, _ = _output(plan, params, up_projection, Tokens(tokens.x, weights, experts, dispatch))
+        return y, (), pre_activations
+
+    y, _, pre_activations = one_by_one(ranges, step, (), tokens.dispatch)
+    return y, pre_activations, (tokens.x,)
+
+
+def _up_projection(keep: bool, plan: Plan, xs: tuple[Array, ...], params: Parameters, rows: Rows):
+    """`P` if it is to be kept, `H`, and the down projections of other devices' blocks of experts."""
+    transport, ups = plan.transport, params.ups
+    journeys = Journeys((*to_come(transport, ups), *to_come(transport, [params.down])))
+    options: dict[str, Any] = {"activation": plan.activation.function, "keep_pre_activations": keep}
+    into: dict[str, Any] = {}
+    for x, part in zip(xs, rows.parts, strict=True):
+        for block, pieces in enumerate(plan.pieces(part, len(ups))):
+            journeys = journeys.start_all((x, into), number=block * len(ups))
+            weights, biases = zip(*(*ups, *journeys.arrived)[block * len(ups) :][: len(ups)], strict=True)
+            biases = biases if params.up_biases else ()
+            for piece in pieces:
+                (x, into), journeys = journeys.start((x, into))
+                into = {"into": plan.kernels.up_projection(x, weights, biases, piece, **options, **into)}
+    arrived = journeys.start_all(into).arrived
+    pre_activations, hidden = in_place(into["into"], len(xs) * transport.blocks)
+    return pre_activations, (hidden, arrived[len(arrived) - transport.blocks + 1 :])
+
+
+_hidden_only = differentiated_once(partial(_up_projection, False))
+_pre_activations_and_hidden = differentiated_once(partial(_up_projection, True), partial(_up_projection, False))
+
+
+@differentiated_once
+def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weights: tuple[Array, ...], before=None):
+    """The output `y` of this device's tokens, a block of columns at a time, added to that of `before`."""
+
+    def rows_of(hidden, part: int):
+        kernel = partial(plan.kernels.down_projection, hidden)
+        return _by_block([partial(kernel, *down, unit) for down, unit in zip(downs, rows.units[part], strict=True)])
+
+    sizes = {"w_down": downs[0][0], "dtype": hidden.dtype}
+    return token_sums(plan, tokens, rows, weights, rows_of, hidden, before, **sizes)[0]
+
+
+def _weights_of_parts(tokens: Tokens, num_experts: int, parts: int) -> tuple[Array, ...]:
+    """The routing weights of each part of the tokens, as they are summed with.
+
+    They are made before the conditional on further turns, after which the device waits for every launch of the host.
+    """
+    assert tokens.experts is not None
+    # An id out of range, E, cannot raise under tracing; it must not pass for an empty slot either.
+    known = jnp.where(tokens.experts < num_experts, tokens.weights, jnp.nan)
+    weights = jnp.where(tokens.experts == EMPTY_SLOT, 0, known).astype(accumulator_dtype(tokens.x.dtype))
+    return tuple(jnp.split(weights, parts))
+
+
+# Backward
+
+
+def _gradients(plan: Plan, params: Parameters, tokens: Tokens, xs, dys, pre_activations, dtypes=None):
+    """Gradients of a chunk of tokens, of the parameters, and of the group's routing weights.
+
+    `xs` come in as many parts as `dys`, or are this device's tokens and have to travel again. `dtypes` are those of the
+    parameters' gradients; None for the parameters' own.
+    """
+    rows, turns = plan.turns(tokens)
+    if pre_activations is None:
+        pre_activations, _ = _pre_activations_and_hidden(plan, xs, params, rows)
+    return _gradients_of_turns((plan, dtypes), xs, params, tokens, rows, turns, pre_activations, dys)
+
+
+def _gradients_in_ranges(plan: Plan, params: Parameters, tokens: Tokens, xs, dys, kept):
+    """`_gradients`, a range of the tokens at a time. The sums of the parameters are wide, and rounded once."""
+    ranges, dtypes = plan.ranges, jax.tree.map(lambda array: accumulator_dtype(array.dtype), params)
+    assert ranges is not None
+
+    def step(start, dispatch, kept):
+        of_range = tokens._replace(weights=ranges.of(tokens.weights, start), dispatch=dispatch)
+        dx, d_params, d_weights = _gradients(plan, params, of_range, xs, dys, kept, dtypes)
+        return (dx, d_weights), d_params, ()
+
+    sums = jax.tree.map(lambda array, dtype: jnp.zeros(array.shape, dtype), params, dtypes)
+    (dx, d_weights), sums, _ = one_by_one(ranges, step, sums, tokens.dispatch, kept)
+    return dx, jax.tree.map(lambda total, array: total.astype(array.dtype), sums, params), d_weights
+
+
+@differentiated_once
+def _gradients_of_turns(of, xs, params: Parameters, tokens: Tokens, rows: Rows, turns, pre_activations, dys):
+    plan, dtypes = of
+    dtypes = dtypes or jax.tree.map(lambda array: array.dtype, params)
+    down = _down_backward(plan, dys, params, tokens.weights, rows, pre_activations)
+
+    def begin():
+        x = xs
+        if not isinstance(x, tuple):  # or x and dy would travel, and take memory, at once
+            x = plan.transport.arrivals(tokens.trips, after(x, down.d_row_weights[-1]))
+        return _other_gradients(plan, dtypes, x, params, tokens, rows, dys, down), partial(further, x)
+
+    def further(xs):
+        def turn(number, gradients):
+            rows = plan.turn(tokens, number)
+            pre_activations, _ = _pre_activations_and_hidden(plan, xs, params, rows)
+            down = _down_backward(plan, dys, params, tokens.weights, rows, pre_activations, further=True)
+            return _other_gradients(plan, dtypes, xs, params, tokens, rows, dys, down, gradients)
+
+        return turn
+
+    return with_turns(turns, begin)
+
+
+class _Down(NamedTuple):
+    """What the down projection's backward pass gives the other kernels.
+
+    Attributes:
+      d_pre_activations: `dP`, in the place of `P`.
+      weighted_hidden: `g · H`.
+      row_weights: `g` of each row.
+      d_row_weights: `dg` of each unit's rows, zero elsewhere.
+      journeys: parameters of the up projections of other blocks, some of which may still have to travel.
+    """
+
+    d_pre_activations: tuple[Array, ...]
+    weighted_hidden: Array
+    row_weights: Array
+    d_row_weights: list[Array]
+    journeys: Journeys
+
+
+def _down_backward(
+    plan: Plan, dys, params: Parameters, weights, rows: Rows, pre_activations, *, further: bool = False
+) -> _Down:
+    transport = plan.transport
+    row_weights = place_values(weights, rows.all.token_index_map, rows.all.num_rows)
+    pre_activations = in_place(pre_activations, len(dys) * transport.blocks)
+    journeys = Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))
+    options: dict[str, Any] = {"activation": plan.activation.function}
+    d_row_weights = []
+    for dy, units in zip(dys, rows.units, strict=True):
+        for block, unit in enumerate(units):
+            w_down, b_down = (params.down, *journeys.arrived)[block]
+            dy, journeys = journeys.start(dy, d_row_weights[-1:])
+            pre_activations, options["into"], d_weights = plan.kernels.down_backward(
+                dy, w_down, b_down, pre_activations, row_weights, unit, **options
+            )
+            d_row_weights.append(d_weights)
+    if transport.devices > 1 or further:  # token sums, and not weight gradients, come next, and take all parameters
+        journeys = journeys.start_all(d_row_weights[-1])
+    return _Down(pre_activations, options["into"], row_weights, d_row_weights, journeys)
+
+
+def _other_gradients(
+    plan: Plan, dtypes: Parameters, xs, params: Parameters, tokens: Tokens, rows: Rows, dys, down: _Down, before=None
+):
+    """Gradients of the tokens, the parameters and the routing weights, added to those of `before`."""
+    dx, d_params, d_weights = before or (None, None, None)
+    token_index_map, first_up = rows.all.token_index_map, plan.transport.blocks - 1
+    of_slots = reduce(jnp.add, down.d_row_weights).at[token_index_map].get(mode="fill", fill_value=0)
+    of_slots = of_slots.astype(tokens.weights.dtype)
+    d_weights = of_slots if d_weights is None else d_weights + of_slots
+
+    def rows_of(operands, part: int):
+        d_pre_activations, _, arrived = operands
+        weights = [w for w, _ in (*params.ups, *arrived)]
+        kernel, number = partial(plan.kernels.up_backward, d_pre_activations), len(params.ups)
+        return _by_block(
+            [partial(kernel, tuple(weights[i * number :][:number]), unit) for i, unit in enumerate(rows.units[part])]
+        )
+
+    def weight_gradients(operands):
+        *operands, _ = operands
+        d_params_here, operands, arrived = _weight_gradients(
+            plan, dtypes, _joined(xs), _joined(dys), down.row_weights, rows, operands, down.journeys, d_params
+        )
+        return d_params_here, (*operands, arrived[first_up:][: first_up * len(params.ups)])
+
+    operands = down.d_pre_activations, down.weighted_hidden, down.journeys.arrived[first_up:]
+    sizes = {"w_down": params.w_down, "dtype": xs[0].dtype}
+    dx, d_params = token_sums(plan, tokens, rows, None, rows_of, operands, dx, meanwhile=weight_gradients, **sizes)
+    return dx, d_params, d_weights
+
+
+def _weight_gradients(
+    plan: Plan, dtypes: Parameters, x, dy, row_weights, rows: Rows, operands, journeys: Journeys, before=None
+):
+    """Gradients of this device's parameters, `operands` once they are computed, and all arrays that have travelled.
+
+    `operands` are `dP` and `g · H`. Other devices' blocks come first: their gradients leave while others are computed.
+    With those of `before`, to which they are added, one matrix is computed at a time: then no others take memory.
+    """
+    transport, kernels = plan.transport, plan.kernels
+    ups = [slice(None)] if before is None else [slice(i, i + 1) for i in range(len(dtypes.up_weights))]
+
+    def down(operands, rows: Dispatch) -> list[Projection]:
+        options = {"dtype": dtypes.w_down, "bias_dtype": dtypes.b_down}
+        return [kernels.down_weight_gradients(operands[1], dy, row_weights, rows, **options)]
+
+    def up(some: slice, operands, rows: Dispatch) -> list[Projection]:
+        options = {"dtypes": dtypes.up_weights[some], "bias_dtypes": dtypes.up_biases[some]}
+        gradients, biases = kernels.up_weight_gradients(x, operands[0][some], rows, **options)
+        return list(zip(gradients, biases or (None,) * len(gradients), strict=True))
+
+    own: list[Projection] = []
+    for block, of_block in reversed(list(enumerate(rows.blocks))):
+        own = []
+        for matrices in (down, *(partial(up, some) for some in ups)):
+            operands, journeys = journeys.start(operands)
+            gradients = matrices(operands, of_block)
+            if before is not None and block == 0:
+                gradients = _sum(gradients, [before.down, *before.ups][len(own) :][: len(gradients)])
+            if before is not None or transport.blocks > 1:  # or XLA would compute several at a time
+                gradients, operands = lax.optimization_barrier((gradients, operands))
+            if block:
+                leave = (partial(transport.block_departs, pair, block) for pair in gradients)
+                journeys = journeys._replace(waiting=(*journeys.waiting, *leave))
+            own += gradients
+    operands, journeys = journeys.start(operands)
+    arrived = journeys.start_all(operands).arrived
+    others = arrived[len(arrived) - (transport.blocks - 1) * len(own) :]
+    for i, gradients in enumerate(others):
+        own[i % len(own)] = _sum(own[i % len(own)], gradients)
+    return Parameters.of(own[0], own[1:]), operands, arrived
+
+
+def _by_block(kernels: list[Callable]) -> Callable:
+    """The rows `(first_column, num_columns)` of all blocks of experts, written one block after the other."""
+
+    def rows(first_column, num_columns):
+        options: dict[str, Any] = {}
+        for kernel in kernels:
+            options["into"] = kernel(first_column, num_columns, **options)
+        return in_place(options["into"], len(kernels))
+
+    return rows
+
+
+def _sum(tree, other):
+    return jax.tree.map(jnp.add, tree, other)
+
+
+def _joined(parts: tuple[Array, ...]):
+    """All parts, as kernels that compute in parts take them, and others, which get one."""
+    return parts[0] if len(parts) == 1 else parts

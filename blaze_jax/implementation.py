@@ -51,7 +51,7 @@ def choose_implementation(
         return unasked or family.unsupported(*arrays)
 
     chosen = _choose(implementation, unsupported, arrays)
-    if chosen == "mosaic_gpu" and family is hopper and (reason := hopper.why_kernels_spill()):
+    if chosen == "mosaic_gpu" and (reason := family.why_kernels_spill()):
         warn_once(reason)
     return chosen
 
@@ -60,14 +60,14 @@ def choose_router_implementation(
     implementation: Implementation | None, logits: Array, experts_per_token: int
 ) -> Implementation:
     """The same for the router of these logits."""
-    return _choose(implementation, partial(hopper.router_unsupported, logits, experts_per_token), logits)
+    return _choose(implementation, partial(_gpu_family().router_unsupported, logits, experts_per_token), logits)
 
 
 def choose_dispatch_implementation(
     implementation: Implementation | None, experts: Array, num_experts: int
 ) -> Implementation:
     """The same for grouping rows by these experts."""
-    return _choose(implementation, partial(hopper.dispatch_unsupported, num_experts), experts)
+    return _choose(implementation, partial(_gpu_family().dispatch_unsupported, num_experts), experts)
 
 
 def _choose(implementation: Implementation | None, unsupported: Callable[[], str | None], arrays) -> Implementation:
@@ -123,7 +123,7 @@ def family_in_demand() -> str | None:
     return _demanded.get()
 
 
-def _gpu_family(dtype=jnp.bfloat16):
+def _gpu_family(dtype=jnp.bfloat16) -> Any:
     """The kernels for the GPU that jax computes on, or for an H200 elsewhere; Hopper's take 16-bit tokens alone."""
     if name := _demanded.get():
         return FAMILIES[name]
@@ -133,7 +133,7 @@ def _gpu_family(dtype=jnp.bfloat16):
 
 def takes_parts(kernels: Kernels, num_groups: int) -> bool:
     """Whether these kernels compute parts of the tokens one after the other, by so many groups of expert and part."""
-    return kernels.in_parts is not None and hopper.dispatch_unsupported(num_groups) is None
+    return kernels.in_parts is not None and kernels.dispatch_unsupported(num_groups) is None
 
 
 def takes_blocks(kernels: Kernels) -> bool:
@@ -143,4 +143,4 @@ def takes_blocks(kernels: Kernels) -> bool:
 
 def one_by_one(kernels: Kernels, function: Callable) -> Callable:
     """`function` of arrays, which under `vmap` gets one example after another unless these kernels take batches."""
-    return function if kernels is xla else sequential_vmap(function)
+    return function if kernels.transformable else sequential_vmap(function)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,17 @@ from jaxtyping import Array, Float
 from blaze_jax.checks import as_array, check_dtypes, shown
 from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
-from blaze_jax.experts import compute_experts, expert_ffn
-from blaze_jax.explicit_mesh import explicit_mesh, flatten_tokens, reshard, restore_shape, tokens_in_order
-from blaze_jax.layer_over_devices import is_inside_shard_map, moe_over_devices, over_automatic_axes
+from blaze_jax.experts import expert_ffn
+from blaze_jax.layer_program import (
+    auxiliary_losses,
+    is_inside_shard_map,
+    layer_here,
+    layer_over_devices,
+    over_automatic_axes,
+)
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.placement import own_part
-from blaze_jax.router_logits import router_logits
-from blaze_jax.routing import AxisName, Routing, route_and_group
-from blaze_jax.shared_experts import shared_experts
+from blaze_jax.routing import AxisName, Routing
 from blaze_jax.warn import warn_once
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
@@ -106,7 +109,8 @@ def moe(
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must be a floating array (..., d), got {x.dtype} of shape {x.shape}")
-    may_split = axis_name is None and experts is expert_ffn
+    other_experts = None if experts is expert_ffn else experts
+    may_split = axis_name is None and other_experts is None
     if parallel is not None and not may_split:
         raise ValueError("parallel takes the place of axis_name, and no other experts can be given with it")
     inside = parallel is not None and is_inside_shard_map(parallel)
@@ -114,80 +118,18 @@ def moe(
     _check_selection_bias(selection_bias, config)
     if parallel is None and may_split:
         parallel = over_automatic_axes(x, params)
+    options: dict[str, Any] = {"config": config, "train": train}
     if parallel is not None:
-        return _over_devices(x, params, selection_bias=selection_bias, config=config, train=train, parallel=parallel)
+        return _over_devices(x, params, selection_bias, parallel=parallel, **options)
     if train and axis_name is None:
         _warn_inside_shard_map()
-    options = {"config": config, "train": train, "axis_name": axis_name}
-    if experts is expert_ffn:
-        return _here(x, params, selection_bias, **options)
-    return _with_experts(experts, x, params, selection_bias, **options)
+    if other_experts is None:
+        return _here(x, params, selection_bias, axis_name=axis_name, **options)
+    return layer_here(x, params, selection_bias, axis_name=axis_name, experts=other_experts, **options)
 
 
-@compiled_once("config", "train", "parallel")
-def _over_devices(x, params, *, config: MoEConfig, **options) -> tuple[Float[Array, "... d"], Routing]:
-    y, routing = moe_over_devices(x, params, config, **options)
-    return y, routing._replace(weighted_losses=auxiliary_losses(routing, config))
-
-
-def _with_experts(
-    experts: Callable[..., Array], x, params, selection_bias, *, config: MoEConfig, **options
-) -> tuple[Float[Array, "... d"], Routing]:
-    """The layer with these experts. They run as they are, and not in a program of ours: they may close over arrays."""
-    in_order = not (experts is expert_ffn and config.router.for_phase(options["train"]).treats_tokens_apart())
-    tokens, routing, grouped = _routed(x, params, selection_bias, config=config, in_order=in_order, **options)
-    compute = partial(compute_experts, grouped) if experts is expert_ffn else experts
-    with jax.named_scope("experts"):  # profilers show these names
-        y = compute(
-            tokens,
-            params.get("w_gate"),
-            params["w_up"],
-            params["w_down"],
-            routing.weights,
-            routing.experts,
-            b_gate=params.get("b_gate"),
-            b_up=params.get("b_up"),
-            b_down=params.get("b_down"),
-            activation=config.activation,
-            save=config.save,
-            implementation=config.implementation,
-        )
-    return _finished(x, tokens, y, params, routing, config=config, in_order=in_order)
-
-
-@compiled_once("config", "train", "axis_name")
-def _here(x, params, selection_bias, **options) -> tuple[Float[Array, "... d"], Routing]:
-    return _with_experts(expert_ffn, x, params, selection_bias, **options)
-
-
-@compiled_once("config", "train", "axis_name", "in_order")
-def _routed(x, params, selection_bias, *, config: MoEConfig, train: bool, axis_name: AxisName, in_order: bool):
-    """The tokens in two dimensions, what the router decided, and its pairs grouped by expert if they are."""
-    mesh = explicit_mesh(x, params)
-    tokens = flatten_tokens(x, mesh, in_order)
-    with jax.named_scope("router"):
-        routing, grouped = route_and_group(
-            router_logits(tokens, params if mesh is None else reshard(params, mesh)),
-            config.experts_per_token,
-            config.router.for_phase(train),
-            selection_bias,
-            axis_name,
-            config.implementation,
-        )
-    return tokens, routing._replace(weighted_losses=auxiliary_losses(routing, config)), grouped
-
-
-@compiled_once("config", "in_order")
-def _finished(
-    x, tokens, y, params, routing: Routing, *, config: MoEConfig, in_order: bool
-) -> tuple[Float[Array, "... d"], Routing]:
-    """The experts' output with that of the shared experts added, in the shape of `x`, and the routing in its order."""
-    mesh = explicit_mesh(x, params)
-    if config.shared_width:
-        with jax.named_scope("shared_experts"):
-            y = y + shared_experts(tokens, params if mesh is None else reshard(params, mesh), config)
-    choice, weights = tokens_in_order((routing.experts, routing.weights), x, mesh, in_order)
-    return restore_shape(y, x, mesh, in_order), routing._replace(experts=choice, weights=weights)
+_over_devices = compiled_once("config", "train", "parallel")(layer_over_devices)
+_here = compiled_once("config", "train", "axis_name")(layer_here)
 
 
 def _check_selection_bias(selection_bias, config: MoEConfig) -> None:
@@ -202,16 +144,6 @@ def _check_selection_bias(selection_bias, config: MoEConfig) -> None:
             f"selection_bias={shown(selection_bias)} must be None, because {config} has none: set selection_bias=True "
             "there, or a bias_update_rate"
         )
-
-
-def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:
-    """The losses to add to the training loss, already weighted by `config`, by name; those of weight 0 are left out."""
-    losses = {}
-    if config.load_balancing_weight:
-        losses["load_balancing_loss"] = config.load_balancing_weight * routing.load_balancing_loss
-    if config.z_loss_weight:
-        losses["z_loss"] = config.z_loss_weight * routing.z_loss
-    return losses
 
 
 def statistics(routing: Routing) -> dict[str, Array]:

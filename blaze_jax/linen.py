@@ -19,7 +19,6 @@ from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losse
 from blaze_jax.placement import placement_of
 from blaze_jax.routing import AxisName
 from blaze_jax.shared_calls import bias_of_step, remember
-from pallas_kernels.compat import vary_over
 
 
 class Partitioned(nn.LogicallyPartitioned):
@@ -111,7 +110,9 @@ class MoE(nn.Module):
                 value = initial_value(initializers[parameter.kind], key, parameter, self.param_dtype, part)
                 return Partitioned(value, parameter.axes, mesh_axes=tuple(zip(parameter.axes, spec, strict=False)))
 
-            params[name] = self.param(name, init)
+            # What is there need not be drawn: flax would trace a draw to compare shapes, which the layer does itself.
+            there = self.has_variable("params", name)
+            params[name] = nn.unbox(self.get_variable("params", name)) if there else self.param(name, init)
 
         moves = bool(train and self.config.bias_update_rate and not skip)
         state, step = None, None
@@ -119,8 +120,6 @@ class MoE(nn.Module):
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
             step = bias_of_step(self if moves else None, state.value)
         x = in_common_dtype(x, self.dtype, params)
-        if self.parallel and parts:  # a constant to initialise with is the same on all devices, to jax's check
-            x = vary_over(x, frozenset(self.parallel.axes))
         if skip:
             y, routing = skipped(x, self.config)
         else:

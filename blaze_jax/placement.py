@@ -8,7 +8,7 @@ from jax import Array, P, lax
 from jax.sharding import AbstractMesh, Mesh
 
 from blaze_jax.config import MoEConfig
-from blaze_jax.layer_over_devices import is_inside_shard_map
+from blaze_jax.layer_program import is_inside_shard_map
 from blaze_jax.parallelism import Parallelism, names_of
 
 

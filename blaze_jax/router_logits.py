@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from blaze_jax.compiled_once import compiled_once
 from pallas_kernels.contract import accumulator_dtype
 
 
+@compiled_once()
 def router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> Float[Array, "T E"]:
     """The product of the tokens and the router's matrix, in float32 or wider, plus its bias if there is one."""
     wide = accumulator_dtype(tokens.dtype)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, differentiated_once
-from pallas_kernels import xla
 from pallas_kernels.compat import reverse_mode_token
 from pallas_kernels.contract import Kernels, Routed, Rule
 
@@ -16,7 +15,7 @@ def differentiable_router(
     kernels: Kernels, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule
 ) -> Routed:
     """What the router of these kernels returns; its weights, losses and probability have a gradient."""
-    if kernels is xla:
+    if kernels.transformable:
         return kernels.router(logits, bias, rule)
     return _with_gradient((kernels, rule), reverse_mode_token(REVERSE_MODE_ONLY, logits), logits, bias)
 

@@ -7,11 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
+from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig
 from pallas_kernels.contract import accumulator_dtype
 
 
-def shared_experts(tokens: Float[Array, "T d"], params: Mapping[str, Array], config: MoEConfig) -> Float[Array, "T d"]:
+@compiled_once("config")
+def shared_experts(
+    tokens: Float[Array, "T d"], params: Mapping[str, Array], *, config: MoEConfig
+) -> Float[Array, "T d"]:
     """Their output for `tokens`, in the tokens' dtype."""
     activation, dtype = get_activation(config.activation), tokens.dtype
     names = ("shared_w_gate", "shared_w_up") if activation.gated else ("shared_w_up",)

@@ -1,4 +1,7 @@
-"""The sums of the tokens' rows: those of other devices' tokens leave while this device's own are computed."""
+"""The sums of each token's rows, a block of columns at a time: rows as wide as the model exist for one block alone.
+
+Sums of other devices' tokens leave for there while this device's own are computed.
+"""
 
 from collections.abc import Callable
 from functools import reduce
@@ -8,112 +11,138 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from blaze_jax.column_blocks import column_blocks, combine_columns, empty_columns
-from blaze_jax.expert_rows import Rows, Settings, Tokens, in_place
-from pallas_kernels.compat import vary_over, varying_axes
-from pallas_kernels.contract import Dispatch
+from blaze_jax.plan import Plan, Rows, Tokens
+from blaze_jax.schedule import after, uninitialised
+from pallas_kernels.contract import Dispatch, Kernels, accumulator_dtype
+
+type RowsOf = Callable[[Any, int], Callable]
+"""Of operands and the number of a part: `rows(first_column, num_columns)`, which `combine_columns` combines."""
 
 
 class _Part(NamedTuple):
     """Rows of a part of the tokens, their weights, and what brings the sums to the tokens' device; None if here."""
 
+    number: int
     dispatch: Dispatch
     weights: Array | None
     depart: Callable | None
 
 
-class TokenSums(NamedTuple):
-    """The sums of the tokens' rows, a block of columns at a time; those of other devices' tokens leave for there."""
+def token_sums(
+    plan: Plan,
+    tokens: Tokens,
+    rows: Rows,
+    weights: tuple[Array, ...] | None,
+    rows_of: RowsOf,
+    operands,
+    before: Float[Array, "T d"] | None = None,
+    *,
+    w_down: Array,
+    dtype,
+    meanwhile: Callable = lambda operands: (None, operands),
+) -> tuple[Float[Array, "T d"], Any]:
+    """The sums of this device's tokens, added to those of `before`, and the result of `meanwhile`.
 
-    settings: Settings
-    w_down: Array
-    part: Tokens
-    rows: Rows
-    weights: tuple[Array, ...] | None
-    dtype: Any
+    A block of columns of the others' tokens leaves; then the one before it, which has arrived from other devices by
+    now, is the addend of this device's own. So two are under way at most, and nothing else is as wide as the sums.
 
-    def of(
-        self,
-        rows_of: Callable,
-        operands,
-        before: Float[Array, "T d"] | None = None,
-        *,
-        meanwhile: Callable = lambda operands: (None, operands),
-    ) -> tuple[Float[Array, "T d"], Any]:
-        """The sums of this device's tokens, added to those of `before`, and the result of `meanwhile`.
-
-        A block of columns of the others' tokens leaves; then the one before it, which has arrived from other devices by
-        now, is the addend of this device's own. So two are under way at most, and nothing else is as wide as the sums.
-
-        Args:
-          rows_of: of operands and a dispatch, the `rows` of `combine_columns`.
-          operands: what it takes.
-          before: sums to add to.
-          meanwhile: `(result, operands)` of the operands, computed while the last block travels.
-        """
-        parts = self._parts()
-        own = parts[0] if parts[0].depart is None else None  # the first part stays, if one does
-        away = [(part, part.depart) for part in parts if part.depart is not None]
-        if not away and before is None:
-            result, operands = meanwhile(operands)
-            return self._here(rows_of(operands, parts[0].dispatch), parts[0]), result
-
-        blocks = column_blocks(self.settings.kernels, self.w_down, parts[0].dispatch, self.dtype)
-        y, arriving, done = before, [], ()
-
-        def finished(y, operands, block):
-            (first, columns), addend = blocks[block], arriving[block]
-            if before is not None:
-                there = lax.dynamic_slice_in_dim(y, first, columns, axis=1)
-                addend = there if addend is None else addend + there
-            if own is None:
-                y = _empty(addend, self.w_down.shape[2]) if y is None else y
-                return lax.dynamic_update_slice_in_dim(y, addend, first, axis=1)
-            y = empty_columns(own.dispatch, self.w_down.shape[2], self.dtype) if y is None else y
-            return self._combined(rows_of(operands, own.dispatch), own, blocks[block], y, first, addend, done)
-
-        for block, (_, columns) in enumerate(blocks):
-            departed = []
-            for part, depart in away:
-                out = empty_columns(part.dispatch, columns, self.dtype)
-                done = self._combined(rows_of(operands, part.dispatch), part, blocks[block], out, 0, None, done)
-                departed.append(depart(done))
-            arriving.append(reduce(jnp.add, departed) if departed else None)
-            if block:
-                y = done = finished(y, operands, block - 1)
-        operands, _ = lax.optimization_barrier((operands, done))
+    Args:
+      plan: of the work.
+      tokens: whose sums they are.
+      rows: of this turn.
+      weights: factors `(T_part, K)` of the rows of each part; None for ones.
+      rows_of: what makes the rows.
+      operands: what it takes.
+      before: sums to add to.
+      w_down: whose shape says how wide sums and experts are.
+      dtype: of the sums.
+      meanwhile: `(result, operands)` of the operands, computed while the last block travels.
+    """
+    departures = plan.transport.departures(tokens.trips, len(rows.parts))
+    weights = weights or (None,) * len(rows.parts)
+    parts = list(map(_Part, range(len(rows.parts)), rows.parts, weights, departures))
+    own = next((part for part in parts if part.depart is None), None)
+    away = [part for part in parts if part.depart is not None]
+    if own and not away and before is None:
         result, operands = meanwhile(operands)
-        return finished(y, operands, len(blocks) - 1), result
+        options = {"at_once": plan.ranges is not None}
+        of_own = rows_of(operands, own.number)
+        return combine_columns(plan.kernels, of_own, w_down, own.dispatch, own.weights, dtype, **options), result
 
-    def _here(self, rows: Callable, part: _Part) -> Float[Array, "T d"]:
-        options = (self.w_down, part.dispatch, part.weights, self.dtype)
-        return combine_columns(self.settings.kernels, rows, *options, at_once=self.settings.ranges is not None)
+    width = w_down.shape[2]
+    block = _block(plan.kernels, w_down, rows.parts[0], dtype)
+    blocks = [(first, min(block, width - first)) for first in range(0, width, block)]
+    y, arriving, done = before, [], ()
 
-    def _combined(self, rows: Callable, part: _Part, block: tuple[int, int], out, column: int, addend, after) -> Array:
-        """`out` with the part's sums of a block. Its rows wait for `after`, or XLA would keep those of many blocks."""
-        first, columns = block
-        first_column, _ = lax.optimization_barrier((jnp.int32(first), after))
-        of_block = rows(first_column, columns)
-        return self.settings.kernels.combine(of_block, part.dispatch.token_index_map, part.weights, out, column, addend)
+    def sums(part: _Part, operands, columns: tuple[int, int], out, first_column: int, addend) -> Array:
+        # Or XLA would compute the rows of many blocks, and keep them all.
+        of_block = rows_of(operands, part.number)(after(jnp.int32(columns[0]), done), columns[1])
+        return plan.kernels.combine(of_block, part.dispatch.token_index_map, part.weights, out, first_column, addend)
 
-    def _parts(self) -> list[_Part]:
-        parts = len(self.rows.parts)
-        departures = self.settings.transport.departures(self.part.plan, parts)
-        return list(map(_Part, self.rows.parts, self.weights or [None] * parts, departures))
+    def finished(y, operands, number: int) -> Array:
+        (first, columns), addend = blocks[number], arriving[number]
+        if before is not None:
+            there = lax.dynamic_slice_in_dim(y, first, columns, axis=1)
+            addend = there if addend is None else addend + there
+        if own is None:
+            y = uninitialised((addend.shape[0], width), dtype, addend) if y is None else y
+            return lax.dynamic_update_slice_in_dim(y, addend, first, axis=1)
+        y = _empty_columns(own.dispatch, width, dtype) if y is None else y
+        return sums(own, operands, blocks[number], y, first, addend)
+
+    for number, columns in enumerate(blocks):
+        departed = []
+        for part in away:
+            done = sums(part, operands, columns, _empty_columns(part.dispatch, columns[1], dtype), 0, None)
+            departed.append(part.depart(done))  # pyright: ignore[reportOptionalCall]
+        arriving.append(reduce(jnp.add, departed) if departed else None)
+        if number:
+            y = done = finished(y, operands, number - 1)
+    result, operands = meanwhile(after(operands, done))  # or it would be computed while nothing travels
+    return finished(y, operands, len(blocks) - 1), result
 
 
-def by_block(kernels: list[Callable]) -> Callable:
-    """The rows `(first_column, num_columns)` of all blocks of experts, written one block after the other."""
+def combine_columns(
+    kernels: Kernels,
+    rows: Callable,
+    w_down: Float[Array, "E n d"],
+    dispatch: Dispatch,
+    weights: Float[Array, "T K"] | None,
+    dtype,
+    most: int | None = None,
+    at_once: bool = False,
+) -> Float[Array, "T d"]:
+    """Combines `rows(first_column, num_columns)`, blocks of at most `most` columns; None for as many as suit.
 
-    def rows(first_column, num_columns):
-        options: dict[str, Any] = {}
-        for kernel in kernels:
-            options["into"] = kernel(first_column, num_columns, **options)
-        return in_place(options["into"], len(kernels))
+    With `at_once`, rows that are not wider than an expert are a single block.
+    """
+    if at_once and w_down.shape[2] <= w_down.shape[1]:
+        num_columns = w_down.shape[2]
+        y = _empty_columns(dispatch, num_columns, dtype)
+        return kernels.combine(rows(0, num_columns), dispatch.token_index_map, weights, y, 0)
+    block, width = _block(kernels, w_down, dispatch, dtype, most), w_down.shape[2]
+    weights = None if weights is None else weights.astype(accumulator_dtype(dtype))  # once, and not in each turn
 
-    return rows
+    def turn(carry):
+        column, y = carry  # counted in columns, which saves a GPU a launch that would multiply
+        # A last narrow block reaches back over columns that are done.
+        first_column = jnp.minimum(column, width - block) if width % block else column
+        y = kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, y, first_column)
+        return column + block, y
+
+    y = _empty_columns(dispatch, width, dtype)
+    return lax.while_loop(lambda carry: carry[0] < width, turn, (jnp.int32(0), y))[1]
 
 
-def _empty(columns: Array, width: int) -> Array:
-    """As many rows as `columns`; every column has to be written."""
-    return vary_over(lax.empty((columns.shape[0], width), columns.dtype), varying_axes(columns))
+def block_width(width: int, most: int) -> int:
+    """Columns of a block of `most` at most, where there are `width` in all: never all of them, if they are many."""
+    return min(most, -(-width // 128) * 64, width)
+
+
+def _block(kernels: Kernels, w_down: Float[Array, "E n d"], dispatch: Dispatch, dtype, most: int | None = None) -> int:
+    num_experts, n, width = w_down.shape
+    return block_width(width, most or kernels.column_block(dispatch.num_rows, width, n, num_experts, dtype))
+
+
+def _empty_columns(dispatch: Dispatch, columns: int, dtype) -> Float[Array, "T columns"]:
+    return uninitialised((dispatch.token_index_map.shape[0], columns), dtype, dispatch)

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from blaze_jax.benchmark.inputs import BOTH
-from blaze_jax.benchmark.plots import draw, published_scaling, source
-from blaze_jax.benchmark.results_file import Record, read_results
-from blaze_jax.benchmark.routing import DECIDERS
-from blaze_jax.benchmark.scaling import FLAT_FROM, flatness
+from blaze_jax.benchmark.plots import draw, published
+from blaze_jax.benchmark.results import Record, read_results, source
 from blaze_jax.benchmark.sizes import GPU_SIZES
-from blaze_jax.benchmark.tables import label, milliseconds, table
+from blaze_jax.benchmark.studies import DECIDERS
+from blaze_jax.benchmark.tables import FLAT_FROM, flatness, label, milliseconds, table
 
 START = "<!-- results: {}, written by `python -m docs.write_benchmarks`, do not edit -->"
 END = "<!-- end of results -->"
@@ -103,7 +102,7 @@ def _sizes_left_out(results: Sequence[Result]) -> list[str]:
 
 
 def _scaling(records: list[Record]) -> list[str]:
-    theirs = {r["num_tokens"]: (milliseconds(r["us"]), f"{r['mb']:,.0f}") for r in published_scaling()}
+    theirs = {r["num_tokens"]: (milliseconds(r["us"]), f"{r['mb']:,.0f}") for r in published("published_scaling")}
     header, *_ = table(records[0])
     rows = [(*table(r)[1], *theirs.get(r["sizes"]["num_tokens"], ("", ""))) for r in records]
     time, memory = (flatness(records, name) for name in ("ns_per_token", "saved_bytes_per_token"))

@@ -5,7 +5,8 @@ Nothing here knows of Flax, of autodiff rules or of routing policy. `contract` s
 - `xla`: the portable family, which runs wherever XLA does and whose docstrings define every operation.
 - `hopper`: the family for NVIDIA Hopper, and its kernels with tensor cores.
 - `ampere`: the family for every NVIDIA GPU since Ampere, and its kernels with tensor cores.
-- `simt`: router, dispatch, combine and token selection, which need no tensor cores.
+- `routing`: router, dispatch, combine and token selection for every NVIDIA GPU since Ampere.
+- `simt`: the language that `routing` and `ampere` are written in, one value per thread.
 - `mosaic`: what kernels in Pallas Mosaic GPU share.
 - `tuning`: their free parameters.
 - `compile_only`: compiling for GPUs that need not be there.

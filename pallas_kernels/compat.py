@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable
-from functools import cache, wraps
-from importlib import import_module
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import jax
@@ -57,20 +57,28 @@ def vary_over(tree, axes: frozenset[str]):
     return jax.tree.map(vary, tree)
 
 
-def unchecked(launch: Callable) -> Callable:
-    """`launch`, a function of arrays, where `jax.shard_map` checks over which axes values vary: it knows no kernels.
+def kernel_launch(launch: Callable, when_lowered: Callable[[bytes, Callable[[], Any]], None] | None = None) -> Callable:
+    """`launch`, a function of arrays, as one operation of jax's: a kernel, or what interprets one.
 
-    There all results vary as the arrays do together.
+    Where `jax.shard_map` checks over which axes values vary, all results vary as the arrays do together: jax's own
+    check knows no kernels.
+
+    Args:
+      launch: from arrays in any pytrees to arrays in any.
+      when_lowered: is called with `(hash, compile)` where a program with the kernel is lowered for a GPU, not for
+        `jax.export`; `compile()` compiles the kernel in a program of its own. Waits for jaxlib to assemble the kernels
+        of a program in parallel.
     """
 
     def call(*arrays):
-        if not config._check_vma.value:
+        if when_lowered is None and not config._check_vma.value:
             return launch(*arrays)
         leaves, structure = jax.tree.flatten(vary_over(arrays, varying_axes(arrays)))
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
         with config._check_vma(False):
             jaxpr, out = jax.make_jaxpr(lambda *flat: launch(*structure.unflatten(flat)), return_shape=True)(*shapes)
-        return jax.tree.unflatten(jax.tree.structure(out), _unchecked.bind(*leaves, jaxpr=jaxpr))
+        results = _launch.bind(*leaves, jaxpr=jaxpr, when_lowered=when_lowered)
+        return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return call
 
@@ -92,51 +100,6 @@ def top_k(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         return values, ids
 
     return lax.platform_dependent(operand, cuda=in_rows, rocm=in_rows, default=as_it_is)
-
-
-def remember_assembler_version() -> None:
-    """Lets jaxlib 0.11 ask NVIDIA's assembler for its version once and not for every truth value that a kernel uses.
-
-    It starts a process for each answer, 500 of them and 4 s of 7 for the kernels of a layer. jaxlib 0.12 remembers.
-    """
-    if jaxlib.version.__version_info__ >= (0, 12):
-        return
-    try:
-        from jax._src.lib.mosaic_gpu import _mosaic_gpu_ext as extension  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError:  # without jax's CUDA plugin nothing asks
-        return
-    extension._get_ptxas_isa_version = cache(extension._get_ptxas_isa_version)
-
-
-def when_a_kernel_is_lowered(call: Callable[[bytes, Callable[[], Any]], None]) -> None:
-    """Calls `call(hash, compile)` for each Mosaic GPU kernel that jax lowers for a device; not for `jax.export`.
-
-    `compile()` compiles the kernel in a program of its own. Waits for jaxlib to assemble the kernels of a program in
-    parallel.
-    """
-    core: Any = import_module("jax.experimental.mosaic.gpu.core")  # where there is no Mosaic GPU, nobody asks
-
-    lower = core._mosaic_gpu_lowering_rule
-
-    @wraps(lower)
-    def lower_and_call(context, *operands, **options):
-        results = lower(context, *operands, **options)
-        module = context.module_context
-        client = module.backend  # where only the text was asked for, it may be of another platform
-        if client is not None and client.platform in ("gpu", "cuda") and not module.lowering_parameters.for_export:
-            operation = results[0].owner.attributes
-            kernel = {a.name: a.attr for a in operation["mhlo.backend_config"]}
-            attributes = {name: getattr(a, "value_bytes", None) or a.value for name, a in kernel.items()}
-            device = (client.local_devices() or client.devices())[0]
-            placement = jax.sharding.SingleDeviceSharding(device)
-            inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placement) for a in context.avals_in]
-            outputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in context.avals_out]
-            launch = jax.ffi.ffi_call(operation["call_target_name"].value, outputs, has_side_effect=True)
-            program = jax.jit(lambda *arrays: launch(*arrays, **attributes))
-            call(attributes["kernel_hash"], lambda: program.lower(*inputs).compile())
-        return results
-
-    core._mosaic_gpu_lowering_rule = lower_and_call
 
 
 def when_lowered_unsplit(call: Callable[[int], None], integers: jax.Array) -> jax.Array:
@@ -195,17 +158,87 @@ def _run_full(*arrays, full, reduced):
     return jaxpr_as_fun(full)(*arrays)
 
 
-def _run_unchecked(*arrays, jaxpr):
+def _run_launch(*arrays, jaxpr, when_lowered):
     return jaxpr_as_fun(jaxpr)(*arrays)
 
 
-def _results_vary(*arrays, jaxpr):
+def _results_vary(*arrays, jaxpr, when_lowered):
     of, varying = arrays[0].sharding, arrays[0].manual_axis_type
 
     def result(aval):
         return aval.update(sharding=of.update(spec=jax.P(*(None,) * aval.ndim)), manual_axis_type=varying)
 
     return [result(aval) for aval in jaxpr.out_avals], jaxpr.effects
+
+
+def _batch_launch(arrays, axes, *, jaxpr, when_lowered):
+    outs = kernel_launch(jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes), when_lowered)(*arrays)
+    return outs, [0] * len(outs)
+
+
+def _lower_launch(context, *operands, jaxpr, when_lowered):
+    with _assembler_version_remembered():
+        results = mlir.lower_fun(_run_launch)(context, *operands, jaxpr=jaxpr, when_lowered=None)
+    module = context.module_context
+    client = module.backend  # where only the text was asked for, it may be of another platform
+    if not when_lowered or client is None or client.platform not in ("gpu", "cuda"):
+        return results
+    operation = results[0].owner
+    if operation.name == "stablehlo.custom_call" and not module.lowering_parameters.for_export:
+        kernel = {a.name: a.attr for a in operation.attributes["mhlo.backend_config"]}
+        attributes = {name: getattr(a, "value_bytes", None) or a.value for name, a in kernel.items()}
+        device = (client.local_devices() or client.devices())[0]
+        inputs, outputs = (list(map(_shape_of, values)) for values in (operation.operands, operation.results))
+        launch = jax.ffi.ffi_call(operation.attributes["call_target_name"].value, outputs, has_side_effect=True)
+        program = jax.jit(lambda *arrays: launch(*arrays, **attributes))
+        placed = [a.update(sharding=jax.sharding.SingleDeviceSharding(device)) for a in inputs]
+        when_lowered(attributes["kernel_hash"], lambda: program.lower(*placed).compile())
+    return results
+
+
+def _shape_of(value) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a value of a lowered program."""
+    dtypes = {str(mlir.dtype_to_ir_type(jnp.dtype(name))): name for name in _KERNEL_DTYPES}
+    return jax.ShapeDtypeStruct(value.type.shape, dtypes[str(value.type.element_type)])
+
+
+_KERNEL_DTYPES = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint32",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+)
+
+
+@contextmanager
+def _assembler_version_remembered():
+    """Lets jaxlib 0.11 ask NVIDIA's assembler for its version once and not for every truth value that a kernel uses.
+
+    It starts a process for each answer, 500 of them and 4 s of 7 for the kernels of a layer. jaxlib 0.12 remembers.
+    """
+    try:
+        from jax._src.lib.mosaic_gpu import _mosaic_gpu_ext as extension  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError:  # without jax's CUDA plugin nothing asks
+        extension = None
+    if extension is None or jaxlib.version.__version_info__ >= (0, 12):
+        yield
+        return
+    ask = extension._get_ptxas_isa_version
+    extension._get_ptxas_isa_version = _REMEMBERED.setdefault(ask, cache(ask))
+    try:
+        yield
+    finally:
+        extension._get_ptxas_isa_version = ask
+
+
+_REMEMBERED: dict[Callable, Callable] = {}
 
 
 def _remove_unused(used_outputs, *live_inputs_and_equation):  # jax 0.11 says nothing of live inputs
@@ -263,11 +296,12 @@ mlir.register_lowering(_if_used, mlir.lower_fun(_run_full))
 batching.primitive_batchers[_if_used] = _batch_if_used
 partial_eval.dce_rules[_if_used] = _remove_unused
 
-_unchecked = Primitive("unchecked")
-_unchecked.multiple_results = True
-_unchecked.def_impl(_run_unchecked)
-_unchecked.def_effectful_abstract_eval(_results_vary)
-mlir.register_lowering(_unchecked, mlir.lower_fun(_run_unchecked))
+_launch = Primitive("kernel_launch")
+_launch.multiple_results = True
+_launch.def_impl(_run_launch)
+_launch.def_effectful_abstract_eval(_results_vary)
+mlir.register_lowering(_launch, _lower_launch)
+batching.primitive_batchers[_launch] = _batch_launch
 
 _undifferentiable = Primitive("undifferentiable")
 _undifferentiable.def_abstract_eval(lambda array, **_: array)

@@ -1,6 +1,7 @@
-"""What every family of kernels offers: the types that its operations take and return, and their signatures.
+"""What every family of kernels offers: the types that its operations take and return, their signatures and limits.
 
-`Kernels` is what a family's module looks like. The portable forms in `pallas_kernels.xla` say in their docstrings what
+`Kernels` is what a family's module looks like; who calls kernels asks what they can do there, and not which family they
+are. The portable forms in `pallas_kernels.xla` say in their docstrings what
 each operation computes; other families give the same results faster, and may differ in the last bits.
 """
 
@@ -126,8 +127,39 @@ def accumulator_dtype(*dtypes) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
+def no_limit(*_) -> None:
+    """Why an operation cannot run, or runs slowly, in a family where nothing stands against it: None."""
+
+
 class Kernels(Protocol):
-    """A family of kernels. `groups` is what its own `dispatch` makes of the experts."""
+    """What a family of kernels is: a module with these operations, and what it says of itself.
+
+    `groups` is what the family's own `dispatch` makes of the experts, or what `row_range`, `in_parts` or `of_experts`
+    makes of that. Of rows of other groups, an operation that takes `into` keeps what it finds there: the results that
+    the same call gave for those groups. Without `into` they hold anything. A family without `in_parts` and `of_experts`
+    is given neither `into` nor tokens in several arrays, and need not take them.
+    """
+
+    @property
+    def transformable(self) -> bool:
+        """Whether jax differentiates and batches the operations itself; others are called for one example at a time."""
+        ...
+
+    def unsupported(self, x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], /) -> str | None:
+        """Why experts of these arrays cannot run, or None: tokens, up weights and the down weights, all biases."""
+        ...
+
+    def router_unsupported(self, logits: Array, experts_per_token: int, /) -> str | None:
+        """Why the router cannot take these logits, or None."""
+        ...
+
+    def dispatch_unsupported(self, num_experts: int, /) -> str | None:
+        """Why rows of so many experts, or groups of experts and parts, cannot be grouped, or None."""
+        ...
+
+    def why_kernels_spill(self) -> str | None:
+        """What makes the kernels slow on this machine and how to mend it, or None."""
+        ...
 
     def router(self, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule) -> Routed: ...
 
@@ -156,12 +188,20 @@ class Kernels(Protocol):
 
     @property
     def in_parts(self) -> Callable[[Dispatch, int], tuple[Dispatch, tuple[Dispatch, ...]]] | None:
-        """What cuts rows into parts of the tokens, computed one by one with `into` of the kernels; None if nothing."""
+        """What cuts rows by part of the tokens; None where all tokens' rows are computed at once.
+
+        `in_parts(groups, parts)` takes rows that were grouped by expert and part, as id `e * parts + p`. It returns all
+        rows by expert, and for each part the rows of its tokens, by the same numbers.
+        """
         ...
 
     @property
     def of_experts(self) -> Callable[..., Dispatch] | None:
-        """What picks the rows of some experts, to compute them in the same way; None if nothing does."""
+        """What picks the rows of consecutive experts; None where all experts' rows are computed at once.
+
+        `of_experts(groups, first, experts, counted_from=None)` has the same numbers of rows, and counts experts from
+        `counted_from`, the first one whose weights the operations get; None for `first`.
+        """
         ...
 
     def up_projection(
@@ -173,6 +213,7 @@ class Kernels(Protocol):
         *,
         activation: Callable[..., Array],
         keep_pre_activations: bool = True,
+        into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
     ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]: ...
 
     def down_projection(
@@ -183,6 +224,8 @@ class Kernels(Protocol):
         groups: Dispatch,
         first_column: Int[Array, ""] | int,
         num_columns: int,
+        *,
+        into: Float[Array, "R columns"] | None = None,
     ) -> Float[Array, "R columns"]: ...
 
     def combine(
@@ -207,12 +250,13 @@ class Kernels(Protocol):
         groups: Dispatch,
         *,
         activation: Callable[..., Array],
+        into: Float[Array, "R n"] | None = None,
     ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]: ...
 
     def down_weight_gradients(
         self,
         weighted_hidden: Float[Array, "R n"],
-        dy: Float[Array, "T d"],
+        dy: Float[Array, "T d"] | tuple[Float[Array, "T_part d"], ...],
         row_weights: Float[Array, " R"],
         groups: Dispatch,
         *,
@@ -222,7 +266,7 @@ class Kernels(Protocol):
 
     def up_weight_gradients(
         self,
-        x: Float[Array, "T d"],
+        x: Float[Array, "T d"] | tuple[Float[Array, "T_part d"], ...],
         d_pre_activations: tuple[Float[Array, "R n"], ...],
         groups: Dispatch,
         *,
@@ -237,4 +281,6 @@ class Kernels(Protocol):
         groups: Dispatch,
         first_column: Int[Array, ""] | int,
         num_columns: int,
+        *,
+        into: Float[Array, "R columns"] | None = None,
     ) -> Float[Array, "R columns"]: ...

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from blaze_jax import expert_ffn
 from blaze_jax.activations import get_activation
-from pallas_kernels.xla.row_groups import Turn, turns_of
+from pallas_kernels.xla.loops import Turn, turns_of
 
 
 class Problem(NamedTuple):

@@ -43,7 +43,18 @@ def layer(x, params, config: MoEConfig, train: bool = False, selection_bias=None
     return moe(x, params, config, selection_bias=selection_bias, train=train)
 
 
+def loss(params, x, config: MoEConfig, **options):
+    """Mean square of the output and the weighted losses, while training; beside it, output and routing."""
+    bias = jnp.linspace(-0.1, 0.1, config.num_experts) if config.has_selection_bias else None
+    y, routing = moe(x, params, config, selection_bias=bias, train=True, **options)
+    return jnp.square(y).mean() + sum(routing.weighted_losses.values()), (y, routing)
+
+
 OPTIONS = ("router", "implementation", "axis_name", *(field.name for field in fields(Router)))
+gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+"""`loss` and its gradients to parameters and tokens."""
+step = jax.jit(gradients, static_argnums=2)
+
 route = jax.jit(blaze_jax.route, static_argnums=1, static_argnames=OPTIONS)
 """`blaze_jax.route`, compiled once for its options and shape: one by one, its operations take longer to compile."""
 

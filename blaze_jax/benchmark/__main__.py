@@ -1,138 +1,217 @@
-"""`python -m blaze_jax.benchmark`."""
+"""`python -m blaze_jax.benchmark [COMMAND]`: one path for every command, from cases to records, a file and tables."""
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from blaze_jax.benchmark import sizes as known
-from blaze_jax.benchmark.arguments import parse_arguments
-from blaze_jax.benchmark.compare import compare
-from blaze_jax.benchmark.compile_only import measure_memory
-from blaze_jax.benchmark.compile_time import measure_compile_time
-from blaze_jax.benchmark.environment import describe, environment
-from blaze_jax.benchmark.kernels import measure_kernels
-from blaze_jax.benchmark.mesh import default_sizes, measure_mesh, mesh_text
-from blaze_jax.benchmark.results_file import Record, ResultsFile, read_results
-from blaze_jax.benchmark.rounding import measure_rounding
-from blaze_jax.benchmark.routing import measure_routing
-from blaze_jax.benchmark.scaling import measure_scaling_point, print_flatness
-from blaze_jax.benchmark.tables import terminal
-from blaze_jax.implementation import demanded_family
-from blaze_jax.progress import Say, counted, write
+from blaze_jax.benchmark.checkpoint_reading import measure_reading
+from blaze_jax.benchmark.layers import compare, measure_memory
+from blaze_jax.benchmark.mesh import Case, measure_mesh, parse_mesh, parse_variant
+from blaze_jax.benchmark.own_process import ProcessError, run_apart
+from blaze_jax.benchmark.peers import PEERS
+from blaze_jax.benchmark.results import (
+    Record,
+    ResultsFile,
+    command_line,
+    describe,
+    environment,
+    read_results,
+    succeeded,
+)
+from blaze_jax.benchmark.studies import (
+    measure_compile_time,
+    measure_kernels,
+    measure_rounding,
+    measure_routing,
+    measure_scaling,
+)
+from blaze_jax.benchmark.tables import flatness_text, terminal
+from blaze_jax.benchmark.traffic import expected_efficiency
+from blaze_jax.implementation import FAMILIES, demanded_family
+from blaze_jax.progress import counted, write
 from pallas_kernels.compile_only import missing_compiler
+
+PROGRAM = "python -m blaze_jax.benchmark"
+DESCRIPTION = """Times the experts, forward and forward+backward, and what a JAX user would otherwise run; other
+commands measure other things. Times on a GPU are device time, by the profiler: kernels without the gaps between them,
+each run on an emptied L2 cache. On other platforms they are wall times, and the default sizes are small."""
+
+
+_COMMANDS: dict[str, Callable[..., Record]] = {
+    "layers": compare,
+    "kernels": measure_kernels,
+    "routing": measure_routing,
+    "scaling": measure_scaling,
+    "rounding": measure_rounding,
+    "memory": measure_memory,
+    "compile-time": measure_compile_time,
+    "mesh": measure_mesh,
+    "reading": measure_reading,
+    "expected": expected_efficiency,
+}
+"""`(case, dtype, **options) -> record`; a command's options are the keyword arguments of its function."""
+
+_SETTINGS = {
+    "routing": ("family",),
+    "mesh": ("mesh", "variant", "config", "preset", "tokens", "dtype"),
+    "reading": ("config",),
+    "expected": (),
+}
+"""Options that say what the cases are and how numbers are stored, where they are not those of a layer."""
+
+_OF_A_LAYER = ("config", "preset", "tokens", "dtype", "family")
+_ABSENT = ("memory", "compile-time")
+"""Commands that compile for a GPU that need not be here."""
+
+_REMOVED = {
+    "--token-rounding": "rounding",
+    "--compile-only": "memory",
+    "--recorded": "draw",
+    **{f"--{name}": name for name in ("kernels", "routing", "scaling", "compile-time", "mesh")},
+}
+
+
+def _options() -> dict[str, dict[str, Any]]:
+    """What `add_argument` takes, by the name of an option."""
+    several = {"action": "append", "default": []}
+    return {
+        "config": {"type": known.Sizes.parse, "metavar": "T,d,n,E,K", "help": "sizes; repeatable"} | several,
+        "preset": {"choices": known.PRESET_NAMES, "help": "a layer of a public model; repeatable"} | several,
+        "tokens": _number(16384, "T", "tokens of the presets"),
+        "dtype": {"choices": ("float32", "bfloat16", "float16"), "help": "(bfloat16 on a GPU, float32 elsewhere)"},
+        "family": {"choices": tuple(FAMILIES), "help": "our kernels for GPUs (those of the GPU)"},
+        "implementation": {"choices": ("mosaic_gpu", "xla"), "help": "our kernels (the best that can run)"},
+        "repeats": _number(20, "N", "timed runs, taking turns"),
+        "peers": {"nargs": "*", "choices": PEERS, "default": list(PEERS), "metavar": "PEER", "help": _PEERS_HELP},
+        "limit_seconds": _number(20.0, "S", "a peer's call that takes longer is not timed"),
+        "same_experts": {"action": "store_true", "help": "route all tokens to the same K experts"},
+        "float32_weights": {"action": "store_true", "help": "time our layer with float32 weights, too"},
+        "mesh": {"type": parse_mesh, "metavar": "ROLE=N,...", "help": "devices by role, such as fsdp=2,expert=4"},
+        "variant": {"type": parse_variant, "metavar": "NAME=VALUE,...", "help": _VARIANT_HELP} | several,
+        "layers": _number(1, "N", "layers, one after the other"),
+        "case_seconds": _number(240.0, "S", "a case that takes longer is ended"),
+        "folder": {"help": "where the file is written, and removed from again (a temporary one)"},
+    }
+
+
+_PEERS_HELP = f"{', '.join(PEERS)} (all)"
+_VARIANT_HELP = "fields of Parallelism, such as exchange=permute,chunks=2; repeatable (default)"
+
+
+def _number(default: float, metavar: str, text: str) -> dict[str, Any]:
+    """An option that takes a positive number, whole if its default is."""
+
+    def parse(written: str) -> float:
+        try:
+            value = type(default)(written)
+        except ValueError:
+            value = 0
+        if not value > 0:
+            least = "at least 1" if isinstance(default, int) else "positive"
+            raise argparse.ArgumentTypeError(f"{written} must be {least}")
+        return value
+
+    return {"type": parse, "default": default, "metavar": metavar, "help": f"{text} ({default:g})"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the program and returns its exit status."""
-    arguments = parse_arguments(argv)
+    """Runs the program and returns its exit status: 1 if a case failed, 2 if nothing could be measured."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        recorded = [read_results(path) for path in arguments.recorded or ()]
-        with demanded_family(arguments.family):
-            results = recorded or [_measure(arguments)]
+        arguments = parse_arguments(argv)
+        if arguments.command == "draw":
+            results = [read_results(path) for path in arguments.files]
+        else:
+            results = [_measure(arguments, argv)]
         if arguments.plot is not None:
             _draw(results, arguments.plot)
-    except (ValueError, NotImplementedError) as error:
-        print(f"python -m blaze_jax.benchmark: {error}", file=sys.stderr)
+    except (ValueError, NotImplementedError, ProcessError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
-    return 0 if arguments.recorded or all(map(_is_done, results[0]["records"])) else 1
+    return 0 if arguments.command == "draw" or all(map(succeeded, results[0]["records"])) else 1
 
 
-def _is_done(record: Record) -> bool:
-    """Whether all of it was measured, where the record says so, as one over a mesh."""
-    return record.get("status", "ok") == "ok"
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line; errors end the program with a message.
+
+    Raises:
+      ValueError: an option has become a command.
+    """
+    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
+        for flag in argv:
+            if command := _REMOVED.get(flag.split("=")[0]):
+                raise ValueError(f"{flag} has become a command: {PROGRAM} {command} ...")
+        argv = ["layers", *argv]
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=DESCRIPTION, allow_abbrev=False)
+    known_options, commands = _options(), parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, measure in _COMMANDS.items():
+        text = (measure.__doc__ or "").partition("\n")[0]
+        own = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        for option in (*_SETTINGS.get(name, _OF_A_LAYER), *_options_of(measure)):
+            # the one thing that devices cannot be measured without comes without dashes
+            flag = option if option == "mesh" else f"--{option.replace('_', '-')}"
+            own.add_argument(flag, **known_options[option])
+        own.add_argument("--json", type=Path, metavar="FILE", help="write all results")
+        own.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the results as PNG files")
+    draw = commands.add_parser("draw", help="figures of results that were recorded before", allow_abbrev=False)
+    draw.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results")
+    draw.add_argument("--plot", type=Path, metavar="FOLDER", required=True, help="where PNG files go")
+    return parser.parse_args(argv)
 
 
-def _draw(results: Sequence[dict[str, Any]], folder) -> None:
+def _options_of(measure: Callable) -> list[str]:
+    return [p.name for p in signature(measure).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name != "say"]
+
+
+def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """The content of a results file with a record for each case."""
+    command, values = arguments.command, vars(arguments)
+    absent, family = command in _ABSENT, values.get("family")
+    if absent and (reason := missing_compiler()):
+        raise NotImplementedError(f"{command} cannot run: {reason}")
+    about = run_apart(environment) if command == "mesh" else environment()  # its cases have the devices to themselves
+    on_gpu = about["platform"] == "gpu" or absent
+    about["device"] += ", compiled for h200" if absent else f", kernels for {family.capitalize()}" if family else ""
+    file = ResultsFile(arguments.json, about, command_line("blaze_jax.benchmark", argv))
+    print(describe(about))
+    if not on_gpu:
+        print(f"no GPU here but {about['platform']}: wall time, and small sizes unless --config or --preset says so")
+    dtype = jnp.dtype(values.get("dtype") or ("bfloat16" if on_gpu else "float32"))
+    measure = partial(_COMMANDS[command], **{name: values[name] for name in _options_of(_COMMANDS[command])})
+    with demanded_family(family):
+        for case, say in counted(_cases(arguments, on_gpu)):
+            say(str(case))
+            file.add(measure(case, dtype, say=say) if command == "layers" else measure(case, dtype))
+            write(f"{case}, {dtype.name}\n{terminal(file.content['records'][-1])}")
+    if command == "scaling":
+        print(flatness_text(file.content["records"]))
+    return file.content
+
+
+def _cases(arguments: argparse.Namespace, on_gpu: bool) -> Sequence[Any]:
+    """The command line's cases, or the default ones."""
+    values = vars(arguments)
+    presets = (known.preset(name, arguments.tokens) for name in values.get("preset", ()))
+    cases = [*values.get("config", ()), *presets] or known.DEFAULT_CASES[arguments.command][0 if on_gpu else 1]
+    if arguments.command != "mesh":
+        return cases
+    return [Case(sizes, arguments.mesh, variant) for sizes in cases for variant in arguments.variant or [{}]]
+
+
+def _draw(results: Sequence[dict[str, Any]], folder: Path) -> None:
     try:
         from blaze_jax.benchmark.plots import draw
     except ImportError as error:
         raise NotImplementedError("--plot needs matplotlib: pip install 'blaze_jax[benchmark]'") from error
     for file in draw(results, folder):
         print(f"drew {file}")
-
-
-def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.mesh:
-        return _measure_mesh(arguments)
-    target = arguments.compile_only or arguments.compile_time
-    if target and (reason := missing_compiler()):
-        mode = "--compile-only" if arguments.compile_only else "--compile-time"
-        raise NotImplementedError(f"{mode} {target} cannot run: {reason}")
-    values = environment()
-    if target:
-        values["device"] = f"{values['device']}, compiled for {target}"
-    if arguments.family:
-        values["device"] = f"{values['device']}, kernels for {arguments.family.capitalize()}"
-    file = ResultsFile(arguments.json, values)
-    print(describe(file.environment))
-    on_gpu = jax.default_backend() == "gpu"
-    if not on_gpu and not target:
-        print(
-            f"no GPU here but {jax.default_backend()}: wall time, and small sizes unless --config or --preset says so"
-        )
-    dtype = jnp.dtype(arguments.dtype or ("bfloat16" if on_gpu or target else "float32"))
-    items, measure = _plan(arguments, dtype, on_gpu)
-    for item, say in counted(items):
-        say(str(item))
-        file.add(measure(item, say))
-        heading = f"{item}, {dtype.name}" if isinstance(item, known.Sizes) else "T={}, E={}, K={}".format(*item)
-        write(f"{heading}\n{terminal(file.records[-1])}")
-    if arguments.scaling:
-        print_flatness(file.records)
-    return file.content
-
-
-def _measure_mesh(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Cases in processes of their own: this one leaves the devices to them."""
-    file = ResultsFile(arguments.json, {})
-    sizes = [*arguments.config, *(known.preset(name, arguments.tokens) for name in arguments.preset)]
-    items = [(item, variant) for item in sizes or default_sizes() for variant in arguments.variant or [{}]]
-    for item, say in counted(items):
-        say(str(item[0]))
-        values, record = measure_mesh(
-            item,
-            arguments.mesh,
-            layers=arguments.layers,
-            dtype=arguments.dtype,
-            repeats=arguments.repeats,
-            implementation=arguments.implementation,
-            limit_seconds=arguments.case_seconds,
-        )
-        if values and not file.environment:
-            file.environment = values
-            write(describe(values))
-        file.add(record)
-        write(mesh_text(record))
-    return file.content
-
-
-def _plan(arguments, dtype, on_gpu: bool) -> tuple[Sequence[Any], Callable[[Any, Say], Record]]:
-    """The items to measure, and how to measure one."""
-    common = {"repeats": arguments.repeats, "implementation": arguments.implementation}
-    chosen = [*arguments.config, *(known.preset(name, arguments.tokens) for name in arguments.preset)]
-    if arguments.routing:
-        items = known.ROUTING_SIZES if on_gpu else known.CPU_ROUTING_SIZES
-        return items, lambda item, _: measure_routing(*item, **common)
-    if arguments.scaling:
-        items = known.SCALING_SIZES if on_gpu else known.CPU_SCALING_SIZES
-        return items, lambda item, _: measure_scaling_point(item, dtype, **common)
-    if arguments.token_rounding:
-        items = chosen or [known.ROUNDING_SIZES if on_gpu else known.CPU_ROUNDING_SIZES]
-        return items, lambda item, _: measure_rounding(item, dtype, **common)
-    if arguments.compile_time:
-        return chosen or known.GPU_SIZES[:1], lambda item, _: measure_compile_time(item, dtype)
-    items = chosen or (known.GPU_SIZES if on_gpu or arguments.compile_only else known.CPU_SIZES)
-    if arguments.compile_only:
-        return items, lambda item, _: measure_memory(item, dtype, peers=arguments.peers)
-    if arguments.kernels:
-        return items, lambda item, _: measure_kernels(item, dtype, **common)
-    names = ("peers", "same_experts", "float32_weights", "limit_seconds")
-    options = common | {name: getattr(arguments, name) for name in names}
-    return items, lambda item, say: compare(item, dtype, progress=say, **options)
 
 
 if __name__ == "__main__":

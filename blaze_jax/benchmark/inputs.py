@@ -1,4 +1,4 @@
-"""Random inputs of the experts, and what is timed on them."""
+"""Random inputs of the experts, and the two passes that are timed on them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ def expert_inputs(sizes: Sizes, dtype, *, same_experts: bool = False) -> tuple:
 
 
 def abstract_inputs(sizes: Sizes, dtype, weight_dtype=None) -> tuple:
-    """Shapes and dtypes of `expert_inputs`, for a compilation without data."""
+    """The shapes and dtypes of `expert_inputs`, for a compilation without data."""
     tokens, d, n, num_experts, slots = sizes
     up, down = (num_experts, d, n), (num_experts, n, d)
     weights = (jax.ShapeDtypeStruct(shape, jnp.dtype(weight_dtype or dtype)) for shape in (up, up, down))

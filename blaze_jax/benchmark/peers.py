@@ -1,4 +1,4 @@
-"""What a JAX user would otherwise run: the same layer in three conventional forms, and our other kernels.
+"""Peers: the layer as a JAX user would otherwise have it, in three conventional forms, and our other kernels.
 
 All take `(x, w_gate, w_up, w_down, weights, experts)` as `blaze_jax.expert_ffn` does, SwiGLU, without empty slots.
 """
@@ -7,11 +7,13 @@ import importlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import demanded_family
 from pallas_kernels.mosaic.device import on_nvidia_gpu
@@ -79,12 +81,12 @@ def dense_dispatch_layer(x, w_gate, w_up, w_down, weights, experts) -> Float[Arr
 
 
 def dense_dispatch_capacity(group: int, slots: int, num_experts: int) -> int:
-    """Tokens of a group that an expert takes."""
+    """The most tokens of a group that an expert takes."""
     return math.ceil(CAPACITY_FACTOR * group * slots / num_experts)
 
 
 def _masks(experts: Int[Array, "S K"], weights: Float[Array, "S K"], *, num_experts: int, capacity: int):
-    """Which token goes to which place of which expert, `(S, E, C)`, and the same with its weight."""
+    """Marks of which token goes to which place of which expert, `(S, E, C)`, as ones and as routing weights."""
     chosen = jax.nn.one_hot(experts.reshape(-1), num_experts, dtype=jnp.int32)
     place = (jnp.cumsum(chosen, axis=0) * chosen).sum(-1).reshape(experts.shape) - 1
     spot = jax.nn.one_hot(place, capacity)  # all zeros beyond the capacity
@@ -127,35 +129,38 @@ def tokamax_ragged_dot() -> Callable[..., Array]:
         raise UnavailableError(f"{missing} (pip install 'blaze_jax[benchmark]')") from error
 
 
-def estimated_bytes(name: str, sizes, itemsize: int, *, backward: bool) -> tuple[float, str]:
-    """The least bytes that a peer needs on a GPU, and what for; 0 where only compiling tells.
+class Needs(NamedTuple):
+    """The least that a pass of a peer takes, as far as it can be told before compiling.
 
-    XLA computes `jax.lax.ragged_dot` on NVIDIA GPUs as one dense product over all experts, from a copy of the rows for
-    each, and in the backward pass from two in float32. Compiling that takes minutes: it is not tried where the copies
-    cannot fit.
+    Attributes:
+      forward_flops: floating-point operations of the forward pass.
+      num_bytes: bytes on a GPU; 0 where only compiling tells.
+      what: the arrays that take them.
     """
-    if name == RAGGED_DOT:
+
+    forward_flops: float
+    num_bytes: float = 0.0
+    what: str = ""
+
+
+def estimate(name: str, backend: str, sizes: Sizes, itemsize: int, *, backward: bool) -> Needs:
+    """The needs of a peer, or of any other layer.
+
+    XLA computes `jax.lax.ragged_dot`, which tokamax's backend "xla" is, too, on NVIDIA GPUs as one dense product over
+    all experts, from a copy of the rows for each, and in the backward pass from two in float32. Compiling that takes
+    minutes: it is not tried where the copies cannot fit.
+    """
+    flops = float(sizes.forward_flops)
+    if name == RAGGED_DOT or (name, backend) == (TOKAMAX, "xla"):
         elements = float(sizes.num_experts * sizes.pairs * max(sizes.model_width, sizes.expert_width))
+        flops *= sizes.num_experts if jax.default_backend() == "gpu" else 1
         if backward:
-            return elements * 8, "two float32 copies of all rows for each expert"
-        return elements * itemsize, "a copy of all rows for each expert"
+            return Needs(flops, elements * 8, "two float32 copies of all rows for each expert")
+        return Needs(flops, elements * itemsize, "a copy of all rows for each expert")
     if name == DENSE_DISPATCH:
-        return 2.0 * sizes.num_tokens * _places(sizes)[1] * itemsize, "the dispatch and combine masks"
-    return 0.0, ""
-
-
-def _places(sizes) -> tuple[int, int]:
-    """Tokens of a group of the dense dispatch, and what its experts take together."""
-    group = math.gcd(sizes.num_tokens, GROUP_TOKENS)
-    return group, sizes.num_experts * dense_dispatch_capacity(group, sizes.experts_per_token, sizes.num_experts)
-
-
-def estimated_flops(name: str, sizes) -> float:
-    """Floating-point operations of a peer's forward pass, where they are more than the layer's own."""
-    if name == RAGGED_DOT and jax.default_backend() == "gpu":
-        return float(sizes.forward_flops) * sizes.num_experts
-    if name == DENSE_DISPATCH:
-        group, places = _places(sizes)
+        group = math.gcd(sizes.num_tokens, GROUP_TOKENS)
+        places = sizes.num_experts * dense_dispatch_capacity(group, sizes.experts_per_token, sizes.num_experts)
         moved = 4.0 * sizes.num_tokens * places * sizes.model_width
-        return moved + 6.0 * sizes.num_tokens / group * places * sizes.model_width * sizes.expert_width
-    return float(sizes.forward_flops)
+        flops = moved + 6.0 * sizes.num_tokens / group * places * sizes.model_width * sizes.expert_width
+        return Needs(flops, 2.0 * sizes.num_tokens * places * itemsize, "the dispatch and combine masks")
+    return Needs(flops)

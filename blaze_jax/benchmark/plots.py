@@ -1,29 +1,44 @@
-"""`--plot`: results as PNG files, drawn from what the JSON files hold and nothing else."""
+"""Figures of records as PNG files, drawn from what the results files hold and nothing else; needs matplotlib."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from PIL import Image
 
 from blaze_jax.benchmark.inputs import BOTH
-from blaze_jax.benchmark.results_file import PUBLISHED, Record, read_results
-from blaze_jax.benchmark.scaling import FLAT_FROM, FLAT_WITHIN
+from blaze_jax.benchmark.results import PUBLISHED, Record, read_results, source, succeeded
 from blaze_jax.benchmark.sizes import Sizes
-from blaze_jax.benchmark.tables import label, reason
+from blaze_jax.benchmark.tables import FLAT_FROM, FLAT_WITHIN, label, reason
 
 OURS = "blaze_jax"
+BLUE, PALE, GREY, RED = "#2563a8", "#d6dbe3", "#94a3b8", "#d1495b"
+_TEXT_GREY = "#6b7280"
 _OUR_KERNELS = "moe_"
-_OURS_COLOR, _PEER_COLOR, _PUBLISHED_COLOR, _GREY = "#2563a8", "#94a3b8", "#d6dbe3", "#6b7280"
-_ACCENT = "#d1495b"
 _COLUMNS = 2
 _LEAST_SHARE = 0.005
 """Kernels that take less than that share of the time are drawn as one bar."""
 
-type Bar = tuple[str, float | None, str]
-"""Name, length, and the status of what it is of."""
+
+class Bar(NamedTuple):
+    """A bar, of pieces one after the other, and the text behind it.
+
+    Attributes:
+      name: stands at the left; bold if it is ours.
+      pieces: lengths and colors; none for a bar that could not be measured.
+      text: a number, or the reason why there is none.
+    """
+
+    name: str
+    pieces: Sequence[tuple[float, str]]
+    text: str
+
+    @property
+    def length(self) -> float:
+        """All pieces together."""
+        return sum(value for value, _ in self.pieces)
 
 
 def draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
@@ -39,28 +54,98 @@ def draw(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     Raises:
       ValueError: there is nothing to draw.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    drawers: tuple[tuple[str, str, Callable], ...] = (
-        ("compare", "speed.png", _draw_speed),
-        ("compare", "memory.png", _draw_memory),
-        ("memory", "planned_memory.png", _draw_planned_memory),
-        ("scaling", "scaling.png", _draw_scaling),
-        ("training", "training.png", _draw_training),
-        ("kernels", "kernels.png", _draw_kernels),
-    )
     drawn = []
-    for kind, name, drawer in drawers:
-        own = [(result, [r for r in result["records"] if r["kind"] == kind]) for result in results]
-        own = [(result, records) for result, records in own if records]
-        if own:
-            figure = drawer([record for _, records in own for record in records])
-            figure.text(0.995, 0.004, source(own[0][0]), ha="right", va="bottom", fontsize=8, color=_GREY)
-            _save(figure, folder / name)
-            drawn.append(folder / name)
+    for name, figure in _figures(results):
+        save(figure, folder / name)
+        drawn.append(folder / name)
     if not drawn:
         kinds = sorted({record["kind"] for result in results for record in result["records"]})
         raise ValueError(f"there is no figure of these results: {', '.join(kinds) or 'none at all'}")
     return drawn
+
+
+def draw_one(result: dict[str, Any], path: Path) -> None:
+    """Draws the first figure of a results file's content as a PNG file."""
+    save(next(_figures([result]))[1], path)
+
+
+def _figures(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Figure]]:
+    """The figures and the names of their files."""
+    for kind, name, drawer in _FIGURES:
+        own = [(result, [r for r in result["records"] if r["kind"] == kind]) for result in results]
+        if records := [record for _, some in own for record in some]:
+            figure = drawer(records)
+            first = next(result for result, some in own if some)
+            figure.text(0.995, 0.004, source(first), ha="right", va="bottom", fontsize=8, color=_TEXT_GREY)
+            yield name, figure
+
+
+def new_figure(width: float, height: float, title: str):
+    """An empty figure with room for its source at the foot."""
+    figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
+    foot = 0.2 / height
+    layout = {"rect": (0, foot, 1, 1 - foot), "h_pad": 0.08, "hspace": 0.05}
+    figure.get_layout_engine().set(**layout)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
+    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    return figure
+
+
+def save(figure, path: Path) -> None:
+    """Writes a PNG file of few colors, a third the size of matplotlib's own; makes its folder."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.open(drawn).convert("RGB").quantize(128).save(path, optimize=True)
+
+
+def draw_bars(axes, title: str, bars: Sequence[Bar], *, ceiling: float = 0.0, rows: int = 0) -> None:
+    """Draws horizontal bars, the first on top, with room for `rows` of them, and a dotted line at a dense product."""
+    limit = max([bar.length for bar in bars] + [ceiling]) or 1.0
+    lowest = max(rows, len(bars)) - 0.4
+    axes.set_title(title, fontsize=9.5, loc="left")
+    if ceiling:
+        axes.axvline(ceiling, color=_TEXT_GREY, linestyle=":", linewidth=1.2)
+        text = f"dense matmul {number(ceiling)}"
+        axes.text(ceiling, lowest, text, ha="center", va="top", fontsize=8, color=_TEXT_GREY)
+    for place, bar in enumerate(bars):
+        left = 0.0
+        for value, color in bar.pieces:
+            axes.barh(place, value, left=left, color=color, height=0.72)
+            left += value
+        color = "black" if bar.pieces else RED
+        text = axes.text(left + 0.012 * limit, place, bar.text, va="center", fontsize=8.5, color=color)
+        text.set_bbox({"facecolor": "white", "linewidth": 0, "pad": 1.5})  # the dotted line does not cross it
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=8.5)
+    for tick in axes.get_yticklabels():
+        tick.set_fontweight("bold" if tick.get_text().startswith(OURS) else "normal")
+    axes.set_xticks([])
+    axes.set_ylim(lowest, -0.6)
+    axes.set_xlim(0, 1.16 * limit)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def number(value: float) -> str:
+    """A length in few digits."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
+
+
+def published(kind: str, **same: Any) -> list[Record]:
+    """Figures of other runs that agree in `same`."""
+    wanted = {"kind": kind, **same}
+    return [r for r in read_results(PUBLISHED)["records"] if r.items() >= wanted.items()]
+
+
+def _panels(title: str, panels: Mapping[str, list[Bar]], ceilings: Sequence[float] = ()):
+    """A panel of bars for each configuration, all bars of one height."""
+    columns, entries = min(_COLUMNS, len(panels)), list(panels.items())
+    heights = [max(len(bars) for _, bars in entries[i : i + columns]) for i in range(0, len(entries), columns)]
+    figure = new_figure(5.4 * columns, 0.7 + sum(0.5 + 0.24 * height for height in heights), title)
+    grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
+    for axes in grid.flat[len(entries) :]:
+        axes.set_axis_off()
+    for i, ((name, bars), axes) in enumerate(zip(entries, grid.flat, strict=False)):
+        draw_bars(axes, name, bars, ceiling=ceilings[i] if ceilings else 0.0, rows=heights[i // columns])
+    return figure
 
 
 def _sizes(record: Record) -> str:
@@ -68,142 +153,79 @@ def _sizes(record: Record) -> str:
     return sizes.format(**record["sizes"])
 
 
-def source(result: dict[str, Any]) -> str:
-    """What the results were measured on, and when."""
-    e = result["environment"]
-    driver = f", driver {e['driver']}, CUDA {e['cuda']}" if e["platform"] == "gpu" else ""
-    return f"{e['device']}{driver}, jax {e['jax']}, {e['date']}"
+def _of_layers(title: str, value: Callable[[Record, Record], float | None], ceiling: Callable | None = None):
+    """A drawer of a bar for each layer of a record, and for each other run at the same sizes that has a value."""
+
+    def bars(record: Record) -> Iterator[Bar]:
+        for row in record["layers"]:
+            name, length = OURS if row["layer"] == OURS else label(row), value(record, row)
+            color = BLUE if name.startswith(OURS) else GREY
+            yield (
+                Bar(name, [], reason(row["status"])) if length is None else Bar(name, [(length, color)], number(length))
+            )
+        for row in published("published", sizes=record["sizes"], dtype=record["dtype"]):
+            if (length := value(record, row)) is not None:
+                yield Bar(row["layer"], [(length, PALE)], number(length))
+
+    def drawer(records: Sequence[Record]):
+        panels = {_sizes(record): list(bars(record)) for record in records}
+        return _panels(
+            f"{title} (pale: figures of other runs)", panels, [ceiling(r) for r in records] if ceiling else ()
+        )
+
+    return drawer
 
 
-def _figure(width: float, height: float, title: str):
-    figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
-    foot = 0.2 / height  # where the source stands
-    layout = {"rect": (0, foot, 1, 1 - foot), "h_pad": 0.08, "hspace": 0.05}
-    figure.get_layout_engine().set(**layout)  # pyright: ignore[reportOptionalMemberAccess, reportCallIssue]
-    figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
-    return figure
+def _tflops(record: Record, row: Record) -> float | None:
+    return 3 * Sizes(**record["sizes"]).forward_flops / row[BOTH]["us"] / 1e6 if BOTH in row else None
 
 
-def _save(figure, path: Path) -> None:
-    """Writes a PNG file of few colors, a third the size of matplotlib's own."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn)
-    Image.open(drawn).convert("RGB").quantize(128).save(path, optimize=True)
+def _planned(_: Record, row: Record) -> float | None:
+    return row.get("peak_mib") if succeeded(row) else None
 
 
-def _published(record: Record) -> list[Record]:
-    """Figures of other runs at the same sizes."""
-    same = {"kind": "published", "sizes": record["sizes"], "dtype": record["dtype"]}
-    return [r for r in read_results(PUBLISHED)["records"] if r.items() >= same.items()]
+def _draw_kernels(records: Sequence[Record]):
+    """A panel for each configuration, as last measured: the kernels' times and each one's share of its ceiling."""
+    panels = {}
+    for record in [record for record in records if record["kernels"]] or records:
+        least = _LEAST_SHARE * sum(row["us"] for row in record["kernels"])
+        small = [row["us"] for row in record["kernels"] if row["us"] < least]
+        times = [(_kernel_label(row), row["us"]) for row in record["kernels"] if row["us"] >= least]
+        times += [(f"{len(small)} others", sum(small))] if small else []
+        colored = [(name, us, BLUE if name.startswith(_OUR_KERNELS) else GREY) for name, us in times]
+        bars = [Bar(name, [(us, color)], number(us)) for name, us, color in colored]
+        panels[_sizes(record)] = bars or [Bar("", [], "no kernels")]
+    return _panels("Forward + backward by kernel, µs, and its share of what the device can do", panels)
 
 
-def published_scaling() -> list[Record]:
-    """MoEBlaze's own figures from few tokens to many."""
-    return [r for r in read_results(PUBLISHED)["records"] if r["kind"] == "published_scaling"]
-
-
-def _draw_speed(records: Sequence[Record]):
-    def tflops(record: Record, row: Record) -> float | None:
-        return 3 * Sizes(**record["sizes"]).forward_flops / row[BOTH]["us"] / 1e6 if BOTH in row else None
-
-    title = "Forward + backward, TFLOP/s (pale: figures of other runs)"
-    return _panels(records, title, _bars(tflops), lambda r: r["ceilings"][BOTH]["tflops"])
-
-
-def _draw_memory(records: Sequence[Record]):
-    title = "Kept for the backward pass in addition to the arguments, MiB (pale: figures of other runs)"
-    return _panels(records, title, _bars(lambda _, row: row.get("saved_mib")))
-
-
-def _draw_planned_memory(records: Sequence[Record]):
-    def peak(_, row: Record) -> float | None:
-        return row.get("peak_mib") if row.get("status", "ok") == "ok" else None
-
-    title = "Peak of forward + backward beyond the arguments, by XLA's plan, MiB (pale: figures of other runs)"
-    return _panels(records, title, _bars(peak))
-
-
-def _bars(value: Callable[[Record, Record], float | None]) -> Callable[[Record], list[Bar]]:
-    """A bar for each layer of a record, and for each other run at the same sizes that has a value."""
-
-    def bars(record: Record) -> list[Bar]:
-        names = [OURS if row["layer"] == OURS else label(row) for row in record["layers"]]
-        ours = [(name, value(record, row), row["status"]) for name, row in zip(names, record["layers"], strict=True)]
-        others = [(row["layer"], value(record, row), "published") for row in _published(record)]
-        return ours + [bar for bar in others if bar[1] is not None]
-
-    return bars
-
-
-def _panels(records: Sequence[Record], title: str, bars: Callable, ceiling: Callable | None = None):
-    """A panel of horizontal bars for each configuration, all bars of one height, the first on top."""
-    columns = min(_COLUMNS, len(records))
-    panels = [(record, bars(record)) for record in records]
-    heights = [max(len(entries) for _, entries in panels[i : i + columns]) for i in range(0, len(panels), columns)]
-    figure = _figure(5.4 * columns, 0.7 + sum(0.5 + 0.24 * height for height in heights), title)
-    grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_axis_off()
-    for i, ((record, entries), axes) in enumerate(zip(panels, grid.flat, strict=False)):
-        axes.set_title(_sizes(record), fontsize=9.5, loc="left")
-        most = max((value for _, value, _ in entries if value is not None), default=1.0)
-        limit = max(most, ceiling(record) if ceiling else 0.0)
-        lowest = heights[i // columns] - 0.4
-        if ceiling:
-            axes.axvline(ceiling(record), color=_GREY, linestyle=":", linewidth=1.2)
-            text = f"dense matmul {_number(ceiling(record))}"
-            axes.text(ceiling(record), lowest, text, ha="center", va="top", fontsize=8, color=_GREY)
-        for place, (name, value, status) in enumerate(entries):
-            if value is None:
-                axes.text(0.012 * limit, place, reason(status), va="center", fontsize=8.5, color=_ACCENT)
-                continue
-            axes.barh(place, value, color=_bar_color(name, status), height=0.72)
-            text = axes.text(value + 0.012 * limit, place, _number(value), va="center", fontsize=8.5)
-            text.set_bbox({"facecolor": "white", "linewidth": 0, "pad": 1.5})  # the dotted line does not cross it
-        axes.set_yticks(range(len(entries)), [name for name, _, _ in entries], fontsize=8.5)
-        for tick in axes.get_yticklabels():
-            tick.set_fontweight("bold" if tick.get_text().startswith(OURS) else "normal")
-        axes.set_xticks([])
-        axes.set_ylim(lowest, -0.6)
-        axes.set_xlim(0, 1.16 * limit)
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-    return figure
-
-
-def _bar_color(name: str, status: str) -> str:
-    if name.startswith((OURS, _OUR_KERNELS)):
-        return _OURS_COLOR
-    return _PUBLISHED_COLOR if status == "published" else _PEER_COLOR
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
+def _kernel_label(row: Record) -> str:
+    name = row["name"].split("_mosaic_gpu")[0][:40]
+    return f"{name}  {row['share_of_ceiling']:.0%}" if "share_of_ceiling" in row else name
 
 
 def _draw_scaling(records: Sequence[Record]):
     layer = "d={model_width}, n={expert_width}, E={num_experts}, K={experts_per_token}".format(**records[0]["sizes"])
-    figure = _figure(11, 4.4, f"From few tokens to many: {layer}")
+    figure = new_figure(11, 4.4, f"From few tokens to many: {layer}")
     left, right = figure.subplots(1, 2)
     tokens = [r["sizes"]["num_tokens"] for r in records]
-    shown = [r for r in published_scaling() if tokens[0] <= r["num_tokens"] <= tokens[-1]]
+    shown = [r for r in published("published_scaling") if tokens[0] <= r["num_tokens"] <= tokens[-1]]
     times = [r["us"] * 1e3 / r["num_tokens"] for r in shown]
     memory = [r["mb"] * 1e6 / r["num_tokens"] / 1024 for r in shown]
     for axes, name, unit, ours, what, theirs in (
         (left, "ns_per_token", 1.0, "blaze_jax", "forward + backward, ns per token", times),
         (right, "saved_bytes_per_token", 1024.0, "blaze_jax, kept", "memory, KiB per token", memory),
     ):
-        axes.plot(tokens, [r[name] / unit for r in records], "o-", color=_OURS_COLOR, label=ours)
+        values = [r[name] / unit for r in records]
+        axes.plot(tokens, values, "o-", color=BLUE, label=ours)
         if axes is right and all("peak_mib" in r for r in records):
             peak = [r["peak_bytes_per_token"] / unit for r in records]
-            style = {"color": _OURS_COLOR, "alpha": 0.55, "label": "blaze_jax, peak less weight gradients"}
-            axes.plot(tokens, peak, "s--", **style)
+            axes.plot(tokens, peak, "s--", color=BLUE, alpha=0.55, label="blaze_jax, peak less weight gradients")
         if shown:
-            axes.plot([r["num_tokens"] for r in shown], theirs, "D", color=_ACCENT, label=shown[0]["layer"])
-        flat = [(t, r[name] / unit) for t, r in zip(tokens, records, strict=True) if t >= FLAT_FROM]
+            axes.plot([r["num_tokens"] for r in shown], theirs, "D", color=RED, label=shown[0]["layer"])
+        flat = [(t, value) for t, value in zip(tokens, values, strict=True) if t >= FLAT_FROM]
         if len(flat) > 1:
             least = min(value for _, value in flat)
-            label_of_band = f"at most {FLAT_WITHIN:.0%} above the least"
-            band = {"color": _OURS_COLOR, "alpha": 0.12, "linewidth": 0, "label": label_of_band}
+            band = {"color": BLUE, "alpha": 0.12, "linewidth": 0, "label": f"at most {FLAT_WITHIN:.0%} above the least"}
             axes.fill_between((flat[0][0], flat[-1][0]), least, least * (1 + FLAT_WITHIN), **band)
         axes.set_xscale("log", base=2)
         axes.set_xticks(tokens, [_tokens(t) for t in tokens])
@@ -217,58 +239,72 @@ def _draw_scaling(records: Sequence[Record]):
     return figure
 
 
-def _tokens(number: int) -> str:
-    if number >= 1 << 20 and number % (1 << 20) == 0:
-        return f"{number >> 20}M"
-    return f"{number >> 10}k" if number % 1024 == 0 else str(number)
+def _tokens(count: int) -> str:
+    if count >= 1 << 20 and count % (1 << 20) == 0:
+        return f"{count >> 20}M"
+    return f"{count >> 10}k" if count % 1024 == 0 else str(count)
 
 
 def _draw_training(records: Sequence[Record]):
-    figure = _figure(11, 4.2, "The same model, trained with each layer: {}".format(records[0]["title"]))
-    curves, speed, memory = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
-    for record, color, style in zip(records, (_OURS_COLOR, _ACCENT, _GREY), ("-", "--", ":"), strict=False):
+    figure = new_figure(11, 4.2, "The same model, trained with each layer: {}".format(records[0]["title"]))
+    curves, *others = figure.subplots(1, 3, width_ratios=(1.8, 1, 1))
+    for record, color, style in zip(records, (BLUE, RED, GREY), ("-", "--", ":"), strict=False):
         steps = range(1, len(record["loss"]) + 1)
         curves.plot(steps, record["loss"], style, color=color, linewidth=1.4, label=record["layer"])
     curves.set_xlabel("step")
     curves.set_ylabel("training loss, bits per byte")
     curves.legend(frameon=False, fontsize=8)
-    names = [record["layer"] for record in records]
-    for axes, key, what in ((speed, "tokens_per_second", "tokens/s"), (memory, "peak_gib", "peak memory, GiB")):
-        values = [record[key] for record in records]
-        axes.set_title(what, fontsize=9)
-        axes.set_xticks(range(len(names)), [name.replace("+", " +\n") for name in names], fontsize=8)
-        for place, value in enumerate(values):
-            if value is None:
-                axes.text(place, 0, "not\nreported", ha="center", va="bottom", fontsize=8, color=_ACCENT)
-                continue
-            axes.bar(place, value, color=_OURS_COLOR if place == 0 else _PEER_COLOR, width=0.6)
-            axes.text(place, value, f"{value:,.0f}" if value >= 1000 else f"{value:.1f}", ha="center", va="bottom")
-        axes.set_xlim(-0.6, len(names) - 0.4)
-        axes.set_ylim(0, 1.1 * max(filter(None, values), default=1.0))
-        axes.set_yticks([])
-        axes.spines["left"].set_visible(False)
-    for axes in (curves, speed, memory):
-        axes.spines[["top", "right"]].set_visible(False)
+    curves.spines[["top", "right"]].set_visible(False)
+    for axes, key, what in zip(
+        others, ("tokens_per_second", "peak_gib"), ("tokens/s", "peak memory, GiB"), strict=True
+    ):
+        draw_bars(axes, what, [_of_training(record, key) for record in records])
     return figure
 
 
-def _draw_kernels(records: Sequence[Record]):
-    """A panel for each configuration, as last measured: the kernels' times and each one's share of its ceiling."""
-    seen = [record for record in records if record["kernels"]] or records
-    latest = {_sizes(record): record for record in seen}
-
-    def bars(record: Record) -> list[Bar]:
-        least = _LEAST_SHARE * sum(row["us"] for row in record["kernels"])
-        small = [row["us"] for row in record["kernels"] if row["us"] < least]
-        rows = [(_kernel_label(row), row["us"], "ok") for row in record["kernels"] if row["us"] >= least]
-        if small:
-            rows.append((f"{len(small)} others", sum(small), "ok"))
-        return rows or [("", None, "no kernels")]
-
-    title = "Forward + backward by kernel, µs, and its share of what the device can do"
-    return _panels(list(latest.values()), title, bars)
+def _of_training(record: Record, key: str) -> Bar:
+    value, color = record[key], BLUE if record["layer"] == OURS else GREY
+    return (
+        Bar(record["layer"], [], "not reported")
+        if value is None
+        else Bar(record["layer"], [(value, color)], f"{value:,.0f}" if value >= 1000 else f"{value:.1f}")
+    )
 
 
-def _kernel_label(row: Record) -> str:
-    name = row["name"].split("_mosaic_gpu")[0][:40]
-    return f"{name}  {row['share_of_ceiling']:.0%}" if "share_of_ceiling" in row else name
+def _draw_step(records: Sequence[Record]):
+    """The parts of a training step, and in each the least it could take."""
+    panels = {}
+    for record in records:
+        rows = [row for row in record["parts"] if row["ms"] or row["bound_ms"]]
+        bars = [
+            Bar(row["part"], [(least := min(row["ms"], row["bound_ms"]), BLUE), (row["ms"] - least, GREY)], "")
+            for row in rows
+        ]
+        bars = [bar._replace(text=f"{bar.length:.1f}") for bar in bars]
+        bars.append(Bar("gaps", [(record["gaps_ms"], RED)], f"{record['gaps_ms']:.1f}"))
+        name = "{preset}, {batch_size} × {sequence_length:,} a step: {tokens_per_second:,.0f} tokens/s".format(**record)
+        panels[name] = bars
+    return _panels("A training step by its parts, ms; blue: the least it could take", panels)
+
+
+_FIGURES: tuple[tuple[str, str, Callable], ...] = (
+    (
+        "compare",
+        "speed.png",
+        _of_layers("Forward + backward, TFLOP/s", _tflops, lambda r: r["ceilings"][BOTH]["tflops"]),
+    ),
+    (
+        "compare",
+        "memory.png",
+        _of_layers("Kept for the backward pass in addition to the arguments, MiB", lambda _, row: row.get("saved_mib")),
+    ),
+    (
+        "memory",
+        "planned_memory.png",
+        _of_layers("Peak of forward + backward beyond the arguments, by XLA's plan, MiB", _planned),
+    ),
+    ("scaling", "scaling.png", _draw_scaling),
+    ("training", "training.png", _draw_training),
+    ("kernels", "kernels.png", _draw_kernels),
+    ("step_profile", "step.png", _draw_step),
+)

@@ -1,7 +1,8 @@
 """The sizes to measure at: those of the comparison tables, of public models, and of the command line."""
 
 import argparse
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
 class Sizes(NamedTuple):
@@ -39,8 +40,24 @@ class Sizes(NamedTuple):
         """Numbers in the experts' three weight arrays."""
         return 3 * self.num_experts * self.model_width * self.expert_width
 
+    def config_fields(self) -> dict[str, int]:
+        """The sizes that `MoEConfig` takes."""
+        names = ("num_experts", "experts_per_token", "expert_width")
+        return {name: getattr(self, name) for name in names}
+
     def __str__(self) -> str:
         return "T={}, d={}, n={}, E={}, K={}".format(*self)
+
+
+class Routed(NamedTuple):
+    """T tokens, E experts, K experts per token, of which a router knows."""
+
+    num_tokens: int
+    num_experts: int
+    experts_per_token: int
+
+    def __str__(self) -> str:
+        return "T={}, E={}, K={}".format(*self)
 
 
 GPU_SIZES = tuple(
@@ -59,36 +76,6 @@ GPU_SIZES = tuple(
 )
 """Fine-grained, wide and MoEBlaze's: the rows other libraries were measured at on an H200."""
 
-MESH_SIZES = (Sizes(32768, 4096, 1024, 128, 8), Sizes(24576, 1536, 256, 128, 8))
-"""Tokens of each device: a wide layer, and a fine-grained one, where communication takes longest."""
-
-CPU_MESH_SIZES = (Sizes(512, 256, 128, 16, 4),)
-
-CPU_SIZES = (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))
-"""What two cores time in seconds."""
-
-SCALING_SIZES = tuple(Sizes(8192 << i, 512, 2048, 4, 1) for i in range(9))
-"""Tokens from 8k to 2M at MoEBlaze's smallest layer."""
-
-CPU_SCALING_SIZES = tuple(Sizes(512 << i, 64, 128, 4, 1) for i in range(5))
-
-ROUNDING_SIZES = Sizes(16384, 1536, 256, 512, 8)
-"""Few tokens for each of many experts: here the last tile of every expert is worth a look."""
-
-CPU_ROUNDING_SIZES = Sizes(2048, 128, 64, 32, 4)
-
-ROUTING_SIZES = (
-    (24576, 128, 8),
-    (32768, 128, 8),
-    (65536, 16, 4),
-    (262144, 256, 8),
-    (1048576, 64, 4),
-    (2097152, 4, 1),
-)
-"""T, E, K of the routing table."""
-
-CPU_ROUTING_SIZES = ((2048, 32, 4), (4096, 8, 2))
-
 _PRESETS = {
     "mixtral": (4096, 14336, 8, 2),
     "qwen3-30b-a3b": (2048, 768, 128, 8),
@@ -103,3 +90,35 @@ PRESET_NAMES = tuple(_PRESETS)
 def preset(name: str, num_tokens: int) -> Sizes:
     """The Mixture-of-Experts layer of a public model: Mixtral 8x7B, Qwen3-30B-A3B, DeepSeek-V3, OLMoE, gpt-oss-20b."""
     return Sizes(num_tokens, *_PRESETS[name])
+
+
+DEFAULT_CASES: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+    "layers": (GPU_SIZES, (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))),
+    "kernels": (GPU_SIZES, (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))),
+    # from 8k to 2M tokens at MoEBlaze's smallest layer
+    "scaling": (
+        [Sizes(8192 << i, 512, 2048, 4, 1) for i in range(9)],
+        [Sizes(512 << i, 64, 128, 4, 1) for i in range(5)],
+    ),
+    # few tokens for each of many experts: here the last tile of every expert is worth a look
+    "rounding": ([Sizes(16384, 1536, 256, 512, 8)], [Sizes(2048, 128, 64, 32, 4)]),
+    "routing": (
+        [
+            Routed(24576, 128, 8),
+            Routed(32768, 128, 8),
+            Routed(65536, 16, 4),
+            Routed(262144, 256, 8),
+            Routed(1048576, 64, 4),
+            Routed(2097152, 4, 1),
+        ],
+        [Routed(2048, 32, 4), Routed(4096, 8, 2)],
+    ),
+    "memory": (GPU_SIZES, ()),
+    "compile-time": (GPU_SIZES[:1], ()),
+    # tokens of each device: a wide layer, and a fine-grained one, where communication takes longest
+    "mesh": ([Sizes(32768, 4096, 1024, 128, 8), Sizes(24576, 1536, 256, 128, 8)], [Sizes(512, 256, 128, 16, 4)]),
+    # 4.8 GB in bfloat16
+    "reading": ([Sizes(1, 4096, 1536, 128, 8)], [Sizes(1, 4096, 1536, 128, 8)]),
+    "expected": (PRESET_NAMES, PRESET_NAMES),
+}
+"""The cases of a command of the benchmark on a GPU, and on a CPU, where two cores take seconds."""

@@ -1,12 +1,19 @@
-"""Results as tables: the same rows for the terminal and for the documents."""
+"""Records as tables: the same rows for the terminal and for the documents."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from blaze_jax.benchmark.inputs import BOTH, FORWARD
-from blaze_jax.benchmark.results_file import Record
+from blaze_jax.benchmark.results import Record, succeeded
 
 type Row = Sequence[str]
+
+FLAT_FROM = 65536
+FLAT_WITHIN = 0.15
+"""From that many tokens on, time and memory per token should stay within that share of each other."""
+
+_SHOWN_KERNELS, _LEAST_SHARE = 4, 0.005
+"""How many kernels of a part of a training step are shown, and the least share of the step that one of them takes."""
 
 
 def milliseconds(us: float) -> str:
@@ -15,26 +22,65 @@ def milliseconds(us: float) -> str:
 
 
 def label(layer: Record) -> str:
-    """A layer with its backend."""
+    """A layer's name with its backend."""
     return f"{layer['layer']} ({layer['backend']})" if layer.get("backend") else layer["layer"]
 
 
 def reason(status: str) -> str:
-    """What is wrong with a layer, up to the details."""
+    """Says what is wrong with a layer, up to the details."""
     head = status.split(":")[0].split(" (")[0]
     return head if head != "not run" else "not run: too slow"
 
 
-def _number(record: Record, name: str, missing: str) -> str:
-    return f"{record[name]:,.0f}" if name in record else missing
+def table(record: Record) -> list[Row]:
+    """The header and the rows of a record."""
+    return list(_TABLES[record["kind"]](record))
+
+
+def terminal(record: Record) -> str:
+    """A record as the terminal shows it: tables, what went wrong, and notes."""
+    if not succeeded(record):
+        return f"  {record['status']}"
+    tables = [table(record), *([list(_kernels(record))] if record.get("kernels") else [])]
+    lines = [line for rows in tables for line in _aligned(*rows)]
+    lines += _step_summary(record) if record["kind"] == "step_profile" else []
+    return "\n".join(f"  {line}" for line in (*lines, *_ceilings(record), *dict.fromkeys(_notes(record))))
+
+
+def flatness(records: Sequence[Record], name: str) -> float | None:
+    """Largest over smallest value of `name`, less one, from `FLAT_FROM` tokens on; None for fewer than two values."""
+    values = _of_many_tokens(records, name)
+    return max(values) / min(values) - 1 if len(values) > 1 else None
+
+
+def flatness_text(records: Sequence[Record]) -> str:
+    """Says how much time and memory per token vary where they should not grow."""
+    lines = []
+    for name in ("ns_per_token", "saved_bytes_per_token", "peak_bytes_per_token"):
+        values, flat = _of_many_tokens(records, name), flatness(records, name)
+        if flat is not None:
+            grows = any(value > (1 + FLAT_WITHIN) * min(values[: i + 1]) for i, value in enumerate(values))
+            verdict = "grows" if grows else "flat" if flat <= FLAT_WITHIN else "falls"
+            lines.append(
+                f"  {name} varies by {flat:.1%} from {FLAT_FROM} tokens on: {verdict} (within {FLAT_WITHIN:.0%})"
+            )
+    return "\n".join(lines)
+
+
+def _of_many_tokens(records: Sequence[Record], name: str) -> list[float]:
+    return [r[name] for r in records if r["sizes"]["num_tokens"] >= FLAT_FROM and name in r]
+
+
+def _number(record: Record, name: str, missing: str = "") -> str:
+    return missing if record.get(name) is None else f"{record[name]:,.0f}"
 
 
 def _comparison(record: Record) -> Iterator[Row]:
     yield "layer", "forward / both, ms", "spread", "TFLOP/s", "of dense", "saved / peak, MiB", "time to ours"
     for layer in record["layers"]:
         forward = f"{milliseconds(layer[FORWARD]['us'])} / " if FORWARD in layer else ""
-        if layer["status"] != "ok":
-            saved = f"{layer['saved_mib']:,.0f} / –" if "saved_mib" in layer else ""
+        if BOTH not in layer:
+            saved = f"{_number(layer, 'saved_mib')} / –" if "saved_mib" in layer else ""
             yield label(layer), forward + reason(layer["status"]), "", "", "", saved, ""
             continue
         both = layer[BOTH]
@@ -44,7 +90,7 @@ def _comparison(record: Record) -> Iterator[Row]:
             f"{both['spread']:.0%}",
             f"{both['tflops']:.3g}",
             f"{both['share_of_dense']:.0%}",
-            f"{layer['saved_mib']:,.0f} / {_number(layer, 'peak_mib', '?')}",
+            f"{_number(layer, 'saved_mib', '?')} / {_number(layer, 'peak_mib', '?')}",
             f"{both['ratio_to_ours']:.2f}×" if "ratio_to_ours" in both else "?",
         )
 
@@ -52,49 +98,37 @@ def _comparison(record: Record) -> Iterator[Row]:
 def _memory(record: Record) -> Iterator[Row]:
     yield "layer", "saved, MiB", "temporaries, MiB", "with results, MiB"
     for layer in record["layers"]:
-        status = reason(layer["status"])
-        planned = [_number(layer, name, "") for name in ("temporaries_mib", "peak_mib")]
-        yield layer["layer"], _number(layer, "saved_mib", ""), *(planned if status == "ok" else (status, ""))
+        planned = [_number(layer, name) for name in ("temporaries_mib", "peak_mib")]
+        yield (
+            label(layer),
+            _number(layer, "saved_mib"),
+            *(planned if succeeded(layer) else (reason(layer["status"]), "")),
+        )
 
 
 def _scaling(record: Record) -> Iterator[Row]:
     yield "tokens", "forward+backward, ms", "spread", "ns per token", "saved, MiB", "peak, MiB"
-    yield (
-        f"{record['sizes']['num_tokens']:,}",
-        milliseconds(record["us"]),
-        f"{record['spread']:.0%}",
-        f"{record['ns_per_token']:.1f}",
-        f"{record['saved_mib']:,.0f}",
-        _number(record, "peak_mib", "?"),
-    )
+    tokens, spread = f"{record['sizes']['num_tokens']:,}", f"{record['spread']:.0%}"
+    memory = _number(record, "saved_mib"), _number(record, "peak_mib", "?")
+    yield tokens, milliseconds(record["us"]), spread, f"{record['ns_per_token']:.1f}", *memory
 
 
 def _rounding(record: Record) -> Iterator[Row]:
     yield "routing", "experts, ms", "pairs", "rows of whole tiles", "TFLOP/s", "speed-up", "with router, ms", "speed-up"
     for name, row in record["routings"].items():
-        yield (
-            name,
-            milliseconds(row["us"]),
-            f"{row['pairs']:,}",
-            f"{row['rows_of_tiles']:,}",
-            f"{row['tflops']:.3g}",
-            f"{row['speedup']:.2f}×",
-            milliseconds(row["us_with_router"]),
-            f"{row['speedup_with_router']:.2f}×",
-        )
+        sizes = _number(row, "pairs"), _number(row, "rows_of_tiles"), f"{row['tflops']:.3g}"
+        routed = milliseconds(row["us_with_router"]), f"{row['speedup_with_router']:.2f}×"
+        yield name, milliseconds(row["us"]), *sizes, f"{row['speedup']:.2f}×", *routed
 
 
 def _passes(record: Record) -> Iterator[Row]:
     yield "pass", "burst, ms (TFLOP/s)", "of dense", "back to back, ms (TFLOP/s)", "of dense"
     for name, timed in record["passes"].items():
-        sustained = timed["sustained"]
-        yield (
-            name,
-            f"{milliseconds(timed['us'])} ({timed['tflops']:.3g})",
-            f"{timed['share_of_dense']:.0%}",
-            f"{milliseconds(sustained['us'])} ({sustained['tflops']:.3g})",
-            f"{sustained['tflops'] / record['ceilings']['sustained_tflops']:.0%}",
-        )
+        cells = []
+        for run, dense in ((timed, "tflops"), (timed["sustained"], "sustained_tflops")):
+            share = run["tflops"] / record["ceilings"][dense]
+            cells += [f"{milliseconds(run['us'])} ({run['tflops']:.3g})", f"{share:.0%}"]
+        yield name, *cells
 
 
 def _kernels(record: Record) -> Iterator[Row]:
@@ -110,8 +144,7 @@ def _kernels(record: Record) -> Iterator[Row]:
 def _calls(record: Record) -> Iterator[Row]:
     yield "call", "µs", "spread", "separate call, µs", "kernels"
     for name, row in record["calls"].items():
-        times = f"{row['us']:.1f}", f"{row['spread']:.0%}", f"{row['wall_us']:.1f}"
-        yield name, *times, str(row["kernels"])
+        yield name, f"{row['us']:.1f}", f"{row['spread']:.0%}", f"{row['wall_us']:.1f}", str(row["kernels"])
 
 
 def _compile_time(record: Record) -> Iterator[Row]:
@@ -123,6 +156,76 @@ def _compile_time(record: Record) -> Iterator[Row]:
         yield *(str(model[name]) for name in ("layers", "kernels", "different_kernels")), *times
 
 
+def _mesh(record: Record) -> Iterator[Row]:
+    yield (
+        *("pass", "one device, ms", "mesh, ms", "of linear", "received, MiB"),
+        *("communication, ms", "hidden", "temporaries + results, MiB (one device)", "largest error"),
+    )
+    for name, row in record["passes"].items():
+        times = f"{row['one_ms']:.3f}", f"{row['mesh_ms']:.3f}", f"{row['share_of_linear']:.3f}"
+        travel = ("", "")
+        if row.get("communication_ms"):
+            rate = f"{row['communication_ms']:.3f} at {row['received_gb_per_s']:.0f} GB/s"
+            travel = rate, f"{row['hidden_share']:.0%}"
+        plans = {which: f"{m['temporaries']:.0f} + {m['outputs']:.0f}" for which, m in row["memory_mib"].items() if m}
+        memory = f"{plans['mesh']} ({plans['one']})" if len(plans) == 2 else ""
+        worst = max(row["errors"], key=row["errors"].__getitem__)
+        error = f"{row['errors'][worst]:.1e} ({worst})"
+        yield name, *times, _number(row, "received_mib"), *travel, memory, error
+
+
+def _reading(record: Record) -> Iterator[Row]:
+    yield "read", "s, by turn", "GB/s, fastest"
+    for what, seconds in record["seconds"].items():
+        yield what, ", ".join(f"{s:.2f}" for s in seconds), f"{record['bytes'] / min(seconds) / 1e9:.2f}"
+    yield "layer at the file's speed", f"{record['share_of_file']:.0%} by medians", ""
+
+
+def _expected(record: Record) -> Iterator[Row]:
+    yield "GPUs", "communication, ms", "of linear, exposed", "hidden"
+    for devices, (ms, exposed, hidden) in record["devices"].items():
+        yield devices, f"{ms:.1f}", f"{exposed:.2f}", f"{hidden:.2f}"
+
+
+def _training(record: Record) -> Iterator[Row]:
+    yield "layer", "tokens/s", "peak memory, GiB", "by XLA's plan", "final loss, bits/byte", "compiled in, s"
+    memory = ("not reported" if record[name] is None else f"{record[name]:.1f}" for name in ("peak_gib", "planned_gib"))
+    loss = f"{record['final_loss']:.4f}", f"{record['compile_seconds']:.0f}"
+    yield record["layer"], _number(record, "tokens_per_second"), *memory, *loss
+
+
+def _step_profile(record: Record) -> Iterator[Row]:
+    yield "part", "ms", "of step", "bound, ms", "reached", "launches", "bound by"
+    step = record["step_ms"]
+    for row in record["parts"]:
+        reached = f"{row['bound_ms'] / row['ms']:.0%}" if row["ms"] and row["bound_ms"] else ""
+        bound = f"{row['bound_ms']:.2f}", reached, f"{row['launches']:.0f}", row["bound"] or ""
+        yield row["part"], f"{row['ms']:.2f}", f"{row['ms'] / step:.1%}", *bound
+        for kernel in row["kernels"][:_SHOWN_KERNELS]:
+            if kernel["ms"] >= _LEAST_SHARE * step:
+                yield f"    {kernel['name'][:66]}", f"{kernel['ms']:.2f}", *[""] * 5
+    yield "gaps", f"{record['gaps_ms']:.2f}", f"{record['gaps_ms'] / step:.1%}", *[""] * 4
+    yield "step", f"{step:.2f}", "", f"{record['bound_ms']:.2f}", f"{record['bound_ms'] / step:.0%}", "", ""
+
+
+def _step_summary(record: Record) -> Iterator[str]:
+    """A training step in whole: its model, memory and speed."""
+    peak = "not reported" if record["peak_gib"] is None else f"{record['peak_gib']:.1f} GiB"
+    yield (
+        f"{record['preset']}: {record['batch_size']} x {record['sequence_length']} bytes a step, remat "
+        f"{record['remat']}, {record['parameters'] / 1e6:,.0f}M parameters; peak memory {peak}, "
+        f"compiled in {record['compile_seconds']:.0f} s"
+    )
+    floor = ", ".join(f"{name} {gib:.1f}" for name, gib in record["floor_gib"].items())
+    yield f"memory that no step does without: {sum(record['floor_gib'].values()):.1f} GiB ({floor})"
+    tflops = record["model_tflop"] / record["wall_ms"] * 1e3
+    yield (
+        f"in CUDA graphs and without the profiler {record['wall_ms']:.2f} ms: {record['tokens_per_second']:,.0f} "
+        f"tokens/s, {tflops:.0f} TFLOP/s of the model's own arithmetic, "
+        f"{tflops / record['ceilings']['tflops']:.0%} of dense"
+    )
+
+
 _TABLES = {
     "compare": _comparison,
     "memory": _memory,
@@ -131,19 +234,12 @@ _TABLES = {
     "kernels": _passes,
     "routing": _calls,
     "compile_time": _compile_time,
+    "mesh": _mesh,
+    "reading": _reading,
+    "expected": _expected,
+    "training": _training,
+    "step_profile": _step_profile,
 }
-
-
-def table(record: Record) -> list[Row]:
-    """The header and the rows of a record."""
-    return list(_TABLES[record["kind"]](record))
-
-
-def terminal(record: Record) -> str:
-    """A record as the terminal shows it: tables, what went wrong, and notes."""
-    tables = [table(record), *([list(_kernels(record))] if record.get("kernels") else [])]
-    lines = [line for rows in tables for line in _aligned(*rows)]
-    return "\n".join(f"  {line}" for line in (*lines, *_ceilings(record), *dict.fromkeys(_notes(record))))
 
 
 def _aligned(*rows: Row) -> Iterator[str]:
@@ -154,7 +250,7 @@ def _aligned(*rows: Row) -> Iterator[str]:
 
 
 def _ceilings(record: Record) -> Iterator[str]:
-    """What the device reached, of each pass if they were timed apart."""
+    """The device's rates, of each pass if they were timed apart."""
     found = record.get("ceilings", {})
     for rates in [found] if "gbs" in found else found.values():
         one_expert = rates.get("one_expert_tflops")
@@ -170,7 +266,7 @@ def _notes(value: Any) -> Iterator[str]:
         for part in value:
             yield from _notes(part)
     if isinstance(value, dict):
-        if value.get("status", "ok") != "ok":
+        if not succeeded(value):
             yield f"{label(value)}: {value['status']}"
         if value.get("note"):
             yield f"note: {value['note']}"

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from blaze_jax.benchmark.device_trace import Kernel, TraceError, busy_ns, split, trace
+from blaze_jax.benchmark.trace import Kernel, TraceError, busy_ns, split, trace
 
 Clock = Literal["device", "wall"]
 type Call = Callable[[], Any]
@@ -23,7 +23,7 @@ _FLUSH_MODULE = "empty_l2_cache"
 
 
 class KernelTotal(NamedTuple):
-    """One kernel's part of a call, all its launches together.
+    """A kernel's part of a call, all its launches together.
 
     Attributes:
       launches: per call.
@@ -62,30 +62,24 @@ class Timing:
         return (max(self.samples_us) - min(self.samples_us)) / self.us if self.us else 0.0
 
     def record(self) -> dict[str, Any]:
-        """As it goes into the JSON file."""
+        """The values for a results file, without the samples."""
         return {name: getattr(self, name) for name in ("clock", "us", "spread", "note")}
 
 
-@dataclass(frozen=True)
-class Sustained:
+class Sustained(NamedTuple):
     """Times of a call repeated without a pause, in the clocks and temperatures of a long run.
 
     Attributes:
-      calls: how many were measured.
+      us: microseconds per call in which a kernel ran; wall time where the device's clock is not to be had.
       wall_us: wall time per call, in microseconds.
-      device_us: time per call in which a kernel ran; None where the device's clock is not to be had.
+      calls: how many were measured.
       note: as in `Timing`.
     """
 
-    calls: int
+    us: float
     wall_us: float
-    device_us: float | None
+    calls: int
     note: str = ""
-
-    @property
-    def us(self) -> float:
-        """Time per call by the best clock there is."""
-        return self.wall_us if self.device_us is None else self.device_us
 
 
 def time_calls(calls: Mapping[str, Call], *, repeats: int = 20) -> dict[str, Timing]:
@@ -131,39 +125,34 @@ def sustain(call: Call, *, seconds: float = 1.0, warm_seconds: float = 0.3) -> S
     jax.block_until_ready(call())
     one = max(_seconds(call, 2), 1e-6)
     warm, measured = (max(1, round(s / one)) for s in (warm_seconds, seconds))
-    wall_us, reason = [], f"{jax.default_backend()}: wall time only"
+    wall_us = 0.0
 
     def both() -> None:
+        nonlocal wall_us
         _seconds(call, warm)
-        wall_us.append(_seconds(call, measured) * 1e6)
+        wall_us = _seconds(call, measured) * 1e6
 
-    if jax.default_backend() == "gpu":
-        try:
-            device_ns, note = _last_share(trace(both), warm + measured, measured)
-            return Sustained(measured, wall_us[-1], device_ns / measured / 1e3, note)
-        except TraceError as error:
-            reason = f"wall time only, because {error}"
-    else:
+    if jax.default_backend() != "gpu":
         both()
-    return Sustained(measured, wall_us[-1], None, reason)
+        return Sustained(wall_us, wall_us, measured, f"{jax.default_backend()}: wall time only")
+    try:
+        kernels = trace(both)
+    except TraceError as error:
+        return Sustained(wall_us, wall_us, measured, f"wall time only, because {error}")
+    each, rest = divmod(len(kernels), warm + measured)
+    if rest:
+        note = f"{len(kernels)} kernels of {warm + measured} calls: the warm-up is in the device time"
+        return Sustained(busy_ns(kernels) / (warm + measured) / 1e3, wall_us, measured, note)
+    return Sustained(busy_ns(kernels[-each * measured :]) / measured / 1e3, wall_us, measured)
 
 
 def _seconds(call: Call, number: int) -> float:
-    """Seconds of a call, of so many in a row."""
+    """Seconds per call, so many in a row."""
     start, result = time.perf_counter(), None
     for _ in range(number):
         result = call()  # drops the last one: work is queued, and memory holds one or two results
     jax.block_until_ready(result)
     return (time.perf_counter() - start) / number
-
-
-def _last_share(kernels: list[Kernel], calls: int, measured: int) -> tuple[float, str]:
-    """Busy nanoseconds of the last `measured` of `calls` equal calls, and what there is to say about it."""
-    each, rest = divmod(len(kernels), calls)
-    if not rest:
-        return busy_ns(kernels[-each * measured :]), ""
-    note = f"{len(kernels)} kernels of {calls} calls: the warm-up is in the device time"
-    return busy_ns(kernels) * measured / calls, note
 
 
 def _device_times(calls: Mapping[str, Call], repeats: int) -> dict[str, Timing]:

@@ -1,12 +1,16 @@
-"""Public Mixture-of-Experts checkpoints: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, Kimi-K2, GLM-4.5, gpt-oss."""
+"""Public Mixture-of-Experts checkpoints: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, Kimi-K2, GLM-4.5, gpt-oss.
+
+`read_model` reads a model's `config.json`, `load` the parameters of a layer, and `save` writes layers. On the way lie
+`folder` (files and their headers), `layouts` (which tensor is which parameter), `decode` and `matrices` (numbers,
+brought to devices), and `writing`.
+"""
 
 from blaze_jax.checkpoints.decode import decode_float8, decode_mxfp4
-from blaze_jax.checkpoints.errors import CheckpointError, MissingExtraError
-from blaze_jax.checkpoints.folder import Folder
-from blaze_jax.checkpoints.huggingface import PublicModel, read_model
-from blaze_jax.checkpoints.layer import Layer
-from blaze_jax.checkpoints.loading import load
+from blaze_jax.checkpoints.folder import Folder, MissingExtraError
+from blaze_jax.checkpoints.loading import Layer, load, read_model
 from blaze_jax.checkpoints.saving import save
+from blaze_jax.huggingface import PublicModel
+from blaze_jax.json_file import CheckpointError
 
 __all__ = [
     "CheckpointError",

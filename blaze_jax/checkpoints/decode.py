@@ -1,9 +1,11 @@
-"""Compressed formats of public checkpoints, and what their numbers are. Pure functions of arrays, for any device."""
+"""Numbers of the compressed formats of public checkpoints: pure functions of arrays, for any device."""
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
+
+from blaze_jax.huggingface import FLOAT8_BLOCK
 
 MXFP4_BLOCK = 32
 """Values of MXFP4 that share a scale."""
@@ -11,14 +13,11 @@ MXFP4_BLOCK = 32
 MXFP4_NAN = 255
 """The scale of MXFP4 that is not a number."""
 
-FLOAT8_BLOCK = 128
-"""Rows, and columns, of float8 that share a scale in DeepSeek-V3's files."""
-
 
 def decode_mxfp4(
     blocks: UInt8[Array, "bytes n"], scales: UInt8[Array, "blocks n"], dtype: DTypeLike = jnp.bfloat16
 ) -> Float[Array, "values n"]:
-    """The numbers of MXFP4, exactly: two 4-bit numbers (E2M1) a byte, the lower bits first, times 2^(scale - 127).
+    """Returns numbers of MXFP4, exactly: two of 4 bits (E2M1) in a byte, the lower bits first, times 2^(scale - 127).
 
     A scale of 255 is NaN, as the Open Compute Project defines it. bfloat16 has room for every such number, also those
     smaller than its normal ones. They are put together from bits, because devices may take such small ones for zero.
@@ -26,7 +25,7 @@ def decode_mxfp4(
     Args:
       blocks: 16 bytes, 32 numbers, for each scale, along the first axis.
       scales: the exponents.
-      dtype: of the result; bfloat16 and float32 are exact.
+      dtype: the result's type; bfloat16 and float32 are exact.
     """
     pairs = jnp.stack([blocks & 15, blocks >> 4], axis=1)
     codes = pairs.reshape(-1, MXFP4_BLOCK, *blocks.shape[1:]).astype(jnp.int32)
@@ -48,7 +47,7 @@ def decode_mxfp4(
 def decode_float8(
     values: Float[Array, "rows columns"], scales: Float[Array, "row_blocks column_blocks"], dtype: DTypeLike
 ) -> Float[Array, "rows columns"]:
-    """`values · scale` of each block of 128 × 128, computed in float32 and rounded once to `dtype`."""
+    """Returns `values · scale` of each block of 128 × 128, computed in float32 and rounded once to `dtype`."""
     for axis, size in enumerate(values.shape):
         scales = jnp.repeat(scales, FLOAT8_BLOCK, axis)
         scales = lax.slice_in_dim(scales, 0, size, axis=axis)

@@ -1,5 +1,10 @@
-"""The tensors of a folder: which file holds each, its type and shape, and parts of it."""
+"""Tensors of a folder in the format safetensors: which file holds each, its type and shape, and parts of it.
 
+`Folder` opens every file that is there and checks its header in full, before a byte of a tensor is read. Files are
+mapped into memory, and `Stored.read` copies a part of a tensor out of them.
+"""
+
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -8,41 +13,49 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from blaze_jax.checkpoints.errors import CheckpointError, import_safetensors
-from blaze_jax.checkpoints.header import read_header
-from blaze_jax.checkpoints.json_file import read_json
+from blaze_jax.checks import shown
+from blaze_jax.json_file import LARGEST, CheckpointError, parse_json, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
-    "U8": np.dtype(np.uint8),
-}
-"""Names of safetensors for the types that public checkpoints use."""
+METADATA = "__metadata__"
+_MOST_AXES = 64
+
+BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
+BITS |= dict.fromkeys(["BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"], 8)
+BITS |= {kind + str(bits): bits for kind in ("U", "I", "F") for bits in (16, 32, 64)} | {"BF16": 16}
+"""Bits of a number, for each type of the format."""
+
+DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+DTYPES |= {"F8_E4M3": jnp.float8_e4m3fn, "U8": np.uint8}
+DTYPES = {name: np.dtype(dtype) for name, dtype in DTYPES.items()}
+"""Types that public checkpoints use, by the format's names."""
+
+
+class MissingExtraError(ImportError):
+    """Kept for programs that catch it: reading needed the package safetensors once, and needs none today."""
 
 
 class Stored(NamedTuple):
     """A tensor in a file, not read yet.
 
     Attributes:
-      name: of the tensor.
-      dtype: its type, by the name that safetensors gives it: "BF16".
+      name: the tensor's name.
+      dtype: its type, by the name that the format gives it: "BF16".
       shape: its shape.
-      file: the file that holds it.
+      path: the file that holds it.
+      raw: its bytes, mapped.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    file: "TensorFile"
+    path: Path
+    raw: np.ndarray
 
     def __str__(self):
-        return f"{self.file.path}: tensor {self.name!r}"
+        return f"{self.path}: tensor {self.name!r}"
 
     def require(self, dtypes: Sequence[str], shape: Sequence[int]) -> None:
         """Raises CheckpointError unless the tensor has that shape and one of those types."""
@@ -51,17 +64,15 @@ class Stored(NamedTuple):
         if self.dtype not in dtypes:
             raise CheckpointError(f"{self} has dtype {self.dtype}, must have {' or '.join(dtypes)}")
 
-    def raw(self) -> np.ndarray:
-        """The bytes, mapped."""
-        return self.file.bytes_of(self.name)
-
     def read(self, *index: int | slice) -> np.ndarray:
-        """A part of the tensor, `tensor[index]`, with whole slices for the axes not named; only it is read."""
-        return self.file.read(self, index)
+        """Reads a part of the tensor, `tensor[index]`, with whole slices for the axes not named, and nothing else."""
+        dtype = DTYPES[self.dtype]
+        bits = self.raw.view(f"u{dtype.itemsize}").reshape(self.shape)  # numpy copies runs of these, not single numbers
+        return np.array(bits[index]).view(dtype)
 
 
 class TensorFile:
-    """One file of safetensors, whose header this module and that library have found sound.
+    """One file of tensors, whose header is sound: each has the bytes that its type and shape need, for itself.
 
     Args:
       path: the file.
@@ -72,38 +83,40 @@ class TensorFile:
       metadata: what else its header says.
 
     Raises:
-      CheckpointError: no such file, or none of safetensors; the message names the tensor where one is wrong.
-      MissingExtraError: safetensors is not installed.
+      CheckpointError: no such file, it cannot be read or is cut, its header is none, or a tensor's bytes are not there,
+        are another's, too, or not as many as its type and shape say; the message names the file and the tensor.
     """
 
     def __init__(self, path: Path):
         self.path = path
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
-        self._entries, self.metadata = read_header(path)
-        self._open = _guarded(path, import_safetensors().safe_open, path, framework="numpy")
-        self.tensors = {name: Stored(name, entry.dtype, entry.shape, self) for name, entry in self._entries.items()}
-
-    def read(self, tensor: Stored, index: tuple[int | slice, ...]) -> np.ndarray:
-        if tensor.dtype == "F8_E4M3":
-            return self._read_float8(tensor, index)
-        part = self._open.get_slice(tensor.name)
-        # Slices of older releases ignore steps: numpy takes those.
-        runs = tuple(slice(i.start, i.stop) if isinstance(i, slice) else i for i in index)
-        steps = tuple(slice(None, None, i.step) for i in index if isinstance(i, slice))
-        return _guarded(self.path, lambda: part[runs or slice(None)])[steps]
-
-    def _read_float8(self, tensor: Stored, index: tuple[int | slice, ...]) -> np.ndarray:
-        """Slices of safetensors know no type that numpy does not have: these bytes are mapped here."""
-        values = self.bytes_of(tensor.name).view(DTYPES[tensor.dtype]).reshape(tensor.shape)
-        return np.array(values[index])
-
-    def bytes_of(self, name: str) -> np.ndarray:
-        """The bytes of a tensor of any type, mapped."""
-        entry = self._entries[name]
-        if entry.start == entry.stop:  # which cannot be mapped
-            return np.zeros(0, np.uint8)
-        return np.memmap(self.path, np.uint8, mode="r", offset=entry.start, shape=(entry.stop - entry.start,))
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                length = int.from_bytes(file.read(8), "little")
+                if size < 8 or length > min(size - 8, LARGEST):
+                    raise CheckpointError(f"{path}: has {size} bytes, and no whole header")
+                header = parse_json(file.read(length), f"{path}: its header")
+                content = np.memmap(file, np.uint8, mode="r")
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        self.metadata = header.pop(METADATA, {})
+        if not isinstance(self.metadata, dict):
+            raise CheckpointError(f"{path}: {METADATA} must be an object")
+        body = 8 + length
+        entries = [(*_entry(entry, f"{path}: tensor {name!r}"), name) for name, entry in header.items()]
+        self.tensors: dict[str, Stored] = {}
+        at = body
+        for start, stop, dtype, shape, name in sorted(entries):
+            if body + start != at:
+                raise CheckpointError(f"{path}: tensor {name!r} begins at byte {body + start}, must begin at {at}")
+            at = body + stop
+            if at > size:
+                raise CheckpointError(f"{path}: tensor {name!r} ends at byte {at}, but the file has {size}")
+            self.tensors[name] = Stored(name, dtype, shape, path, content[body + start : at])
+        if at != size:
+            raise CheckpointError(f"{path}: has {size} bytes, must have {at} for the tensors of its header")
 
 
 class Folder:
@@ -130,24 +143,22 @@ class Folder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such folder")
-        has_file, has_index = (self.path / SINGLE_FILE).exists(), (self.path / INDEX).exists()
-        if has_file and has_index:
-            raise CheckpointError(f"{self.path}: holds {SINGLE_FILE} and {INDEX}: which one counts?")
-        if not has_file and not has_index:
+        origins = [self.path / name for name in (SINGLE_FILE, INDEX) if (self.path / name).exists()]
+        if not origins:
             raise CheckpointError(f"{self.path}: holds neither {SINGLE_FILE} nor {INDEX}")
-        self.origin = self.path / (SINGLE_FILE if has_file else INDEX)
-        if has_file:
+        if len(origins) > 1:
+            raise CheckpointError(f"{self.path}: holds {SINGLE_FILE} and {INDEX}: which one counts?")
+        self.origin = origins[0]
+        if self.origin.name == SINGLE_FILE:
             self.files = {SINGLE_FILE: TensorFile(self.origin)}
             self.file_of = dict.fromkeys(self.files[SINGLE_FILE].tensors, SINGLE_FILE)
-        else:
-            self.file_of = self._index()
-            files = sorted(set(self.file_of.values()))
-            self.files = {file: TensorFile(self.path / file) for file in files if os.path.exists(self.path / file)}
-            for name, file in self.file_of.items():
-                if file in self.files and name not in self.files[file].tensors:
-                    raise CheckpointError(
-                        f"{self.path / file}: tensor {name!r} is missing, which {INDEX} says is there"
-                    )
+            return
+        self.file_of = self._index()
+        files = sorted(set(self.file_of.values()))
+        self.files = {file: TensorFile(self.path / file) for file in files if os.path.exists(self.path / file)}
+        for name, file in self.file_of.items():
+            if file in self.files and name not in self.files[file].tensors:
+                raise CheckpointError(f"{self.path / file}: tensor {name!r} is missing, which {INDEX} says is there")
 
     @property
     def names(self) -> list[str]:
@@ -166,32 +177,46 @@ class Folder:
         return self.files[file].tensors[name]
 
     def read_config(self) -> dict[str, Any]:
-        """The content of `config.json`."""
+        """Reads the content of `config.json`."""
         return read_json(self.path / "config.json")
 
     def _index(self) -> dict[str, str]:
-        path = self.path / INDEX
-        names = read_json(path).get("weight_map")
+        names = read_json(self.origin).get("weight_map")
         if not isinstance(names, dict):
-            raise CheckpointError(f"{path}: weight_map must be an object from tensors to files")
+            raise CheckpointError(f"{self.origin}: weight_map must be an object from tensors to files")
         for file in set(map(str, names.values())):
             if not _stays_inside(file):
-                raise CheckpointError(f"{path}: names the file {file!r}, must be a .safetensors inside the folder")
+                raise CheckpointError(
+                    f"{self.origin}: names the file {file!r}, must be a .safetensors inside the folder"
+                )
         return {name: str(file) for name, file in names.items()}
 
 
+def has_tensors(folder: Path) -> bool:
+    """Tells whether the folder has tensors, or a file that should say where they are."""
+    return (folder / INDEX).exists() or (folder / SINGLE_FILE).exists()
+
+
+def _entry(value: Any, where: str) -> tuple[int, int, str, tuple[int, ...]]:
+    """Returns first byte, end, type and shape of a header's entry."""
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]}:
+            if len(shape) <= _MOST_AXES and all(
+                type(number) is int and number >= 0 for number in (*shape, start, stop)
+            ):
+                if dtype not in BITS:
+                    raise CheckpointError(f"{where} has dtype {shown(dtype)}, must have one of {', '.join(BITS)}")
+                if (stop - start) * 8 != math.prod(shape) * BITS[dtype]:
+                    raise CheckpointError(
+                        f"{where} has {stop - start} bytes, not those of {dtype} and shape {tuple(shape)}"
+                    )
+                return start, stop, dtype, tuple(shape)
+    raise CheckpointError(f"{where} must have a dtype, a shape, and data_offsets from one byte to another")
+
+
 def _stays_inside(file: str) -> bool:
-    """Whether a name of an index stays in its folder, on any system. Links are the user's: caches are full of them."""
+    """Tells whether an index's name stays in its folder on any system. Links are the user's: caches consist of them."""
     for path in (PurePosixPath(file), PureWindowsPath(file)):
         if path.is_absolute() or path.drive or path.root or ".." in path.parts:
             return False
     return file.endswith(".safetensors") and "\0" not in file
-
-
-def _guarded(path: Path, function, *arguments, **options):
-    """The result of a function of safetensors, whose errors become those of the file."""
-    errors = (import_safetensors().SafetensorError, OSError, ValueError)
-    try:
-        return function(*arguments, **options)
-    except errors as error:
-        raise CheckpointError(f"{path}: safetensors cannot read it: {error}") from error

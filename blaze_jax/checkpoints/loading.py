@@ -1,30 +1,99 @@
-"""`load`: the parameters of one layer of a public checkpoint."""
+"""Public models, read: their description, and the parameters of one layer, as functions, linen and nnx take them.
+
+`load` checks a layer's tensors by `layouts`, and `matrices` brings each expert's matrices to the devices that hold
+them.
+"""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from blaze_jax.checkpoints.block import Block, Source, find_block
 from blaze_jax.checkpoints.folder import DTYPES, Folder
-from blaze_jax.checkpoints.layer import Layer
-from blaze_jax.checkpoints.layouts import SELECTION_BIAS
-from blaze_jax.checkpoints.pieces import pieces, read_piece
-from blaze_jax.checkpoints.shards import Shards
+from blaze_jax.checkpoints.layouts import SELECTION_BIAS, Block, Source, find_block
+from blaze_jax.checkpoints.matrices import Shards, cut, read_slices
 from blaze_jax.checks import check_integers
 from blaze_jax.config import MoEConfig, Parameter, check_config
+from blaze_jax.huggingface import PublicModel, read_public_model
+from blaze_jax.nnx import MoE
 from blaze_jax.progress import counted
 
 READERS = 2
 """Threads that read, each a matrix at most, and its copy that is turned: together less than two experts."""
 
 type Shardings = Sharding | Mapping[str, Sharding] | None
+
+
+class Layer(NamedTuple):
+    """One layer of a checkpoint.
+
+    Attributes:
+      params: arrays by name, what `blaze_jax.moe` takes.
+      selection_bias: `(E,)` float32, the layer's other argument; None where it has none.
+      layout: the public format, in which `save` writes the layer.
+    """
+
+    params: dict[str, Array]
+    selection_bias: Float[Array, " E"] | None = None
+    layout: str = "by_expert"
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables for `apply` of the linen module `blaze_jax.MoE`."""
+        if self.selection_bias is None:
+            return {"params": self.params}
+        return {"params": self.params, "router_state": {"selection_bias": self.selection_bias}}
+
+    def put_into(self, module: MoE) -> MoE:
+        """Sets the variables of a `blaze_jax.nnx.MoE`, also of one from `nnx.eval_shape`, and returns it.
+
+        Raises:
+          ValueError: the module's parameters are others, by name or shape.
+        """
+        values = values_of(self)
+        names = {*module.parameter_names, *((SELECTION_BIAS,) if module.config.has_selection_bias else ())}
+        if names != values.keys():
+            raise ValueError(f"the module has {', '.join(sorted(names))}; the layer has {', '.join(sorted(values))}")
+        for name, value in values.items():
+            if getattr(module, name).shape != value.shape:
+                raise ValueError(f"the module's {name} has shape {getattr(module, name).shape}, must be {value.shape}")
+            getattr(module, name).set_value(value)
+        return module
+
+    @classmethod
+    def of(cls, module: MoE, layout: str = "by_expert") -> "Layer":
+        """Returns the layer that a `blaze_jax.nnx.MoE` holds now."""
+        bias = module.selection_bias[...] if module.config.has_selection_bias else None
+        return cls({name: getattr(module, name)[...] for name in module.parameter_names}, bias, layout)
+
+
+def values_of(layer: Layer) -> dict[str, Array]:
+    """Returns the parameters, and the selection bias where there is one, by name."""
+    bias = {} if layer.selection_bias is None else {SELECTION_BIAS: layer.selection_bias}
+    return dict(layer.params) | bias
+
+
+def read_model(config: Mapping[str, Any] | str | Path) -> PublicModel[MoEConfig]:
+    """Reads a `config.json` of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, Kimi-K2, GLM-4.5 or gpt-oss.
+
+    Auxiliary losses have the weights of the file where transformers would add them, which `output_router_logits` says,
+    and no weight otherwise; the selection bias is frozen. `dataclasses.replace(model.layer, ...)` sets what else
+    training should do.
+
+    Args:
+      config: what the file holds, the file, or its folder.
+
+    Raises:
+      CheckpointError: a field is missing, unknown, of another type, or contradicts another; the message names it.
+    """
+    return read_public_model(config, MoEConfig)
 
 
 def load(
@@ -56,7 +125,6 @@ def load(
     Raises:
       CheckpointError: a tensor is missing, unknown, or of another shape or type, or a file is broken.
       ValueError: an argument does not fit.
-      MissingExtraError: safetensors is not installed.
     """
     check_config(config)
     check_integers(layer=layer)
@@ -79,7 +147,7 @@ def load(
 
 
 def place(values: np.ndarray, sharding: Sharding) -> Array:
-    """An array of the host on the devices."""
+    """Returns an array of the host on the devices."""
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
@@ -87,39 +155,34 @@ def _load_kernels(block: Block, shardings: dict[str, Sharding], dtypes: dict[str
     kernels = {name: parameter for name, parameter in block.entries.items() if parameter.kind == "kernel"}
     shards = {name: Shards(parameter.shape, dtypes[name], shardings[name]) for name, parameter in kernels.items()}
     # An expert's matrices lie together in the file, and its gate and up projection may lie in one another.
-    steps = sorted(
+    matrices = sorted(
         (expert, name)
         for name, parameter in kernels.items()
         for expert in range(parameter.shape[0] if len(parameter.shape) == 3 else 1)
     )
 
-    def load_matrix(step: tuple[int, str]) -> None:
-        expert, name = step
-        _load_matrix(block.sources[name], name, kernels[name], expert, shards[name], dtypes[name])
+    def load_matrix(matrix: tuple[int, str]) -> None:
+        expert, name = matrix
+        sources = block.sources[name]
+        source = sources[expert if len(sources) > 1 else 0]
+        for bounds, part, device in shards[name].wanted(expert):
+            for slices in cut(source, part):
+                values = read_slices(source, name, kernels[name], expert, slices, dtypes[name], device)
+                shards[name].store(bounds, expert, slices, values)
 
     with ThreadPoolExecutor(READERS) as pool:
-        done = pool.map(load_matrix, steps)
-        for _ in counted(steps, "matrix"):
+        done = pool.map(load_matrix, matrices)
+        for _ in counted(matrices, "matrix"):
             next(done)
     return {name: shards.pop(name).array() for name in kernels}
 
 
-def _load_matrix(
-    sources: list[Source], name: str, parameter: Parameter, expert: int, shards: Shards, dtype: np.dtype
-) -> None:
-    source = sources[expert if len(sources) > 1 else 0]
-    for bounds, part in shards.wanted(expert):
-        for piece in pieces(source, part):
-            values = read_piece(source, name, parameter, expert, piece, dtype, shards.first_device(bounds))
-            shards.store(bounds, expert, piece, values)
-
-
 def _read_whole(source: Source, name: str, parameter: Parameter) -> np.ndarray:
-    """A small entry: the router's matrix, or a bias."""
-    *leading, width = parameter.shape
-    outputs = source.tensor.outputs(name, width, slice(0, width))
+    """Reads a small entry: the router's matrix, or a bias."""
     if parameter.kind == "router":
         return source.values.read().T
+    *leading, width = parameter.shape
+    outputs = source.tensor.outputs(name, width, slice(0, width))
     return source.values.read(*(slice(0, size) for size in leading), outputs)
 
 
@@ -135,11 +198,10 @@ def _dtype(sources: list[Source], name: str, dtype: DTypeLike | None) -> np.dtyp
 def _shardings(sharding: Shardings, names: list[str]) -> dict[str, Sharding]:
     if isinstance(sharding, Sharding):
         return dict.fromkeys(names, sharding)
-    default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
-    if sharding is None:
-        return dict.fromkeys(names, default)
-    if not isinstance(sharding, Mapping):
+    if sharding is not None and not isinstance(sharding, Mapping):
         raise ValueError(f"{sharding=} must be a Sharding, a mapping from names to them, or None")
-    if unknown := sharding.keys() - set(names):
+    chosen = sharding or {}
+    if unknown := chosen.keys() - set(names):
         raise ValueError(f"sharding names {', '.join(sorted(unknown))}, must name some of {', '.join(names)}")
-    return {name: sharding.get(name, default) for name in names}
+    default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
+    return {name: chosen.get(name, default) for name in names}

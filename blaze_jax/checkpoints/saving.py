@@ -1,6 +1,6 @@
-"""`save`: layers of Mixture-of-Experts in a public format."""
+"""Layers in public formats: `save` checks them, and has their tensors written, an expert's matrix at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from warnings import warn
@@ -12,11 +12,20 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from blaze_jax.checkpoints.block import PLAIN, PREFIXES, SCALES, block_names
-from blaze_jax.checkpoints.folder import DTYPES, Folder
-from blaze_jax.checkpoints.layer import Layer
-from blaze_jax.checkpoints.layouts import LAYOUTS, SELECTION_BIAS, Layout, Tensor, entries
-from blaze_jax.checkpoints.writing import NewTensor, has_tensors, write_tensors
+from blaze_jax.checkpoints.folder import DTYPES, Folder, has_tensors
+from blaze_jax.checkpoints.layouts import (
+    LAYOUTS,
+    PLAIN,
+    PREFIXES,
+    SCALES,
+    SELECTION_BIAS,
+    Layout,
+    Tensor,
+    block_names,
+    entries,
+)
+from blaze_jax.checkpoints.loading import Layer, values_of
+from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from blaze_jax.checks import check_booleans, check_integers
 from blaze_jax.config import MoEConfig, Parameter, check_config
 
@@ -42,8 +51,8 @@ def save(
     Args:
       folder: to write into; made where it is missing.
       layers: by their numbers in the model.
-      config: what they are. A selection bias of zeros is left out of a layout that has no place for one.
-      dtype: of the tensors, float32, float16 or bfloat16; None for that of each array. A selection bias stays float32.
+      config: the layers' configuration. A selection bias of zeros is left out of a layout that has no place for one.
+      dtype: the tensors' type, float32, float16 or bfloat16; None for each array's own. A selection bias stays float32.
       overwrite: whether the layers take the place of those that are there, whatever their layout; files that hold other
         tensors, too, are written anew without them. Otherwise a layer that is there is an error.
 
@@ -78,11 +87,11 @@ def save(
 def layer_tensors(
     number: int, layer: Layer, config: MoEConfig, dtype: DTypeLike | None = None, prefix: str = PREFIXES[0]
 ) -> list[NewTensor]:
-    """The tensors of one layer, as `save` writes them; for the arguments and errors see there."""
-    layout = _layout(layer.layout)
-    values = dict(layer.params)
-    if layer.selection_bias is not None:
-        values[SELECTION_BIAS] = layer.selection_bias
+    """Returns the tensors of one layer, as `save` writes them; for the arguments and errors see there."""
+    writable = [name for name, layout in LAYOUTS.items() if not any(tensor.mxfp4 for tensor in layout.tensors)]
+    if layer.layout not in writable:
+        raise ValueError(f"layout={layer.layout!r} must be one of {', '.join(writable)}")
+    layout, values = LAYOUTS[layer.layout], values_of(layer)
     expected = _checked_entries(values, layout, config)
     if SELECTION_BIAS in expected and not layout.of([SELECTION_BIAS]):
         if np.any(np.asarray(values[SELECTION_BIAS])):
@@ -98,14 +107,14 @@ def layer_tensors(
         kind = _dtype(arrays[0], tensor, dtype)
         for expert in range(config.num_experts if tensor.of_one_expert else 1):
             name = prefix.format(layer=number) + f"{layout.block}." + tensor.name.format(expert=expert)
-            experts = [expert] if tensor.of_one_expert else list(range(config.num_experts))
+            experts = [expert] if tensor.of_one_expert else range(config.num_experts)
             parts = partial(_parts, arrays, experts, tensor, parameter, kind)
             tensors.append(NewTensor(name, kind, tensor.shape(parameter), parts))
     return tensors
 
 
 def _parts(
-    arrays: tuple[Array, ...], experts: list[int], tensor: Tensor, parameter: Parameter, dtype: np.dtype
+    arrays: tuple[Array, ...], experts: Sequence[int], tensor: Tensor, parameter: Parameter, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
     turned = tensor.outputs_first and parameter.kind != "bias"
     of_experts = parameter.kind == "kernel" and len(parameter.shape) == 3
@@ -115,7 +124,7 @@ def _parts(
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _as_stored(arrays: tuple[Array, ...], expert, turned: bool, alternating: bool, dtype: np.dtype) -> Array:
-    """The matrix of one expert, or the whole entry, joined and turned as the file has it."""
+    """Returns the matrix of one expert, or the whole entry, joined and turned as the file has it."""
     if expert is not None:
         arrays = tuple(lax.dynamic_index_in_dim(array, expert, keepdims=False) for array in arrays)
     if alternating:
@@ -125,15 +134,8 @@ def _as_stored(arrays: tuple[Array, ...], expert, turned: bool, alternating: boo
     return (joined.T if turned else joined).astype(dtype)
 
 
-def _layout(name: str) -> Layout:
-    writable = [name for name, layout in LAYOUTS.items() if not any(tensor.mxfp4 for tensor in layout.tensors)]
-    if name not in writable:
-        raise ValueError(f"layout={name!r} must be one of {', '.join(writable)}")
-    return LAYOUTS[name]
-
-
 def _checked_entries(values: Mapping[str, Array], layout: Layout, config: MoEConfig) -> dict[str, Parameter]:
-    """What the layer must have; ValueError unless it has that, and the layout has room for it."""
+    """Returns the entries that the layer must have; ValueError unless it has them, and the layout has room for them."""
     if getattr(values.get("w_router"), "ndim", 0) != 2:
         raise ValueError("the layer has no matrix 'w_router'")
     expected = entries(config, values["w_router"].shape[0], "b_down" in values)

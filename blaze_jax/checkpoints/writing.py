@@ -1,92 +1,65 @@
-"""Writing files of safetensors a tensor's part at a time, with the index that names them."""
+"""Files of safetensors, written a tensor's part at a time, with the index that names them.
+
+A reader may come at any moment: files get their names when they are on the disk, and the index comes after them.
+Writers that meet in one folder take turns by a lock on it.
+"""
 
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from types import MappingProxyType
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
 
-from blaze_jax.checkpoints.errors import CheckpointError
-from blaze_jax.checkpoints.folder import DTYPES, INDEX, SINGLE_FILE, Folder, Stored, TensorFile
-from blaze_jax.checkpoints.header import METADATA
-from blaze_jax.checkpoints.locked import locked
+from blaze_jax.checkpoints.folder import BITS, DTYPES, INDEX, METADATA, SINGLE_FILE, Folder, TensorFile, has_tensors
+from blaze_jax.json_file import CheckpointError
 from blaze_jax.progress import counted
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOCK = ".blaze_jax.lock"
 
 LARGEST_FILE = 5 << 30
 """Bytes of tensors after which another file begins."""
 
 COPIED_BYTES = 64 << 20
-"""What is copied at a time of a tensor that stays."""
+"""Bytes that are copied at a time of a tensor that stays."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class Parts(Protocol):
-    """What gives a tensor's values, first to last, in arrays whose bytes follow one another."""
-
-    def __call__(self) -> Iterable[np.ndarray]: ...
 
 
 class NewTensor(NamedTuple):
     """A tensor to be written.
 
     Attributes:
-      name: of the tensor.
-      dtype: of its values.
-      shape: of the whole.
-      parts: gives the values, when they are written.
+      name: the tensor's name.
+      dtype: the type of its values; the format's name for it where the values are bytes.
+      shape: the whole shape.
+      parts: gives the values when they are written, first to last, in arrays whose bytes follow one another.
     """
 
     name: str
-    dtype: np.dtype
+    dtype: np.dtype | str
     shape: tuple[int, ...]
-    parts: Parts
+    parts: Callable[[], Iterable[np.ndarray]]
 
     @property
     def type_name(self) -> str:
-        return _NAMES[self.dtype]
+        return self.dtype if isinstance(self.dtype, str) else _NAMES[self.dtype]
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Copied(NamedTuple):
-    """A tensor of a file that is written anew, of any type: its bytes."""
-
-    stored: Stored
-
-    @property
-    def name(self) -> str:
-        return self.stored.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(np.uint8)
-
-    @property
-    def type_name(self) -> str:
-        return self.stored.dtype
-
-    @property
-    def bytes(self) -> int:
-        return len(self.stored.raw())
-
-    def parts(self) -> Iterator[np.ndarray]:
-        raw = self.stored.raw()
-        for start in range(0, len(raw), COPIED_BYTES):
-            yield raw[start : start + COPIED_BYTES]
+        return math.prod(self.shape) * BITS[self.type_name] // 8
 
 
 def write_tensors(
@@ -127,12 +100,6 @@ def write_tensors(
     def replaced(name: str) -> bool:
         return name in names or name.startswith(taken)
 
-    def check() -> Folder | None:
-        current = Folder(folder) if any((folder / file).exists() for file in (INDEX, SINGLE_FILE)) else None
-        if current and not overwrite and (there := [name for name in current.names if replaced(name)]):
-            raise CheckpointError(f"{folder}: has the tensor {there[0]!r} already")
-        return current
-
     def checked() -> Folder | None:
         current = Folder(folder) if has_tensors(folder) else None
         if current and not overwrite and (there := [name for name in current.names if replaced(name)]):
@@ -150,7 +117,8 @@ def write_tensors(
                 return [file.path]
     groups = list(_groups(tensors))
     with ExitStack() as stack:
-        written = [stack.enter_context(_written(folder / stem, group)) for group in groups]
+        contents = [_content(group, {"format": "pt"}) for group in groups]
+        written = [stack.enter_context(_written(folder / stem, content)) for content in contents]
         stack.enter_context(locked(folder))
         current = checked()
         if current and SINGLE_FILE in current.files:
@@ -171,13 +139,8 @@ def write_tensors(
     return paths
 
 
-def has_tensors(folder: Path) -> bool:
-    """Whether the folder has tensors, or what should say where they are."""
-    return (folder / INDEX).exists() or (folder / SINGLE_FILE).exists()
-
-
 def _free_paths(start: Path, groups: list[list[NewTensor]], current: Folder | None) -> list[Path]:
-    """Where the files go: to free names, or those of files that a writer left who was stopped before the index."""
+    """Returns where files go: to free names, or those of files that a writer left who was stopped before the index."""
     paths = []
     names = {tensor.name for group in groups for tensor in group}
     for number, _ in enumerate(groups):
@@ -202,10 +165,7 @@ def _was_left(path: Path, names: set[str], current: Folder | None) -> bool:
 def _write_index(folder: Path, index: dict[str, str]) -> None:
     sizes = [(folder / file).stat().st_size for file in set(index.values()) if (folder / file).exists()]
     content = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(index.items()))}
-    with _unfinished(folder / INDEX) as unfinished:
-        with unfinished.open("wb") as file:
-            file.write(json.dumps(content, indent=1).encode())
-            _to_disk(file)
+    with _written(folder / INDEX, [json.dumps(content, indent=1).encode()]) as unfinished:
         unfinished.replace(folder / INDEX)
 
 
@@ -222,53 +182,98 @@ def _groups(tensors: list[NewTensor]) -> Iterator[list[NewTensor]]:
         yield group
 
 
-def _kept(file: TensorFile, replaced: Callable[[str], bool]) -> list[Copied]:
-    return [Copied(tensor) for name, tensor in file.tensors.items() if not replaced(name)]
+def _kept(file: TensorFile, replaced: Callable[[str], bool]) -> list[NewTensor]:
+    """Returns the tensors of a file that stay, of any type: their bytes."""
+
+    def copied(raw: np.ndarray) -> Iterator[np.ndarray]:
+        return (raw[start : start + COPIED_BYTES] for start in range(0, len(raw), COPIED_BYTES))
+
+    return [
+        NewTensor(name, tensor.dtype, tensor.shape, partial(copied, tensor.raw))
+        for name, tensor in file.tensors.items()
+        if not replaced(name)
+    ]
 
 
-def _rewrite(file: TensorFile, tensors: Sequence[NewTensor | Copied]) -> None:
-    """Another content for the file, whose name it gets when it is on the disk."""
-    with _written(file.path, tensors, file.metadata) as written:
-        written.replace(file.path)
+def _rewrite(file: TensorFile, tensors: Sequence[NewTensor]) -> None:
+    """Gives the file another content, which gets its name when it is on the disk."""
+    with _written(file.path, _content(tensors, file.metadata)) as unfinished:
+        unfinished.replace(file.path)
 
 
-@contextmanager
-def _written(
-    path: Path, tensors: Sequence[NewTensor | Copied], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
-) -> Iterator[Path]:
-    """A file beside `path` that holds the tensors, for the caller to give it a name; removed where it gets none."""
-    tensors = sorted(tensors, key=lambda tensor: (-tensor.bytes // max(math.prod(tensor.shape), 1), tensor.name))
+def _content(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a file of the tensors."""
+    tensors = sorted(tensors, key=lambda tensor: (-BITS[tensor.type_name], tensor.name))  # so that all are aligned
     header: dict[str, object] = {METADATA: dict(metadata)}
     offset = 0
-    for tensor in tensors:  # in an order that aligns them all
+    for tensor in tensors:
         offsets = [offset, offset + tensor.bytes]
         header[tensor.name] = {"dtype": tensor.type_name, "shape": tensor.shape, "data_offsets": offsets}
         offset += tensor.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _unfinished(path) as unfinished:
-        with unfinished.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor, _ in counted(tensors, "tensor"):
-                start = file.tell()
-                for part in tensor.parts():
-                    file.write(np.ascontiguousarray(part, tensor.dtype).reshape(-1).view(np.uint8).data)
-                if file.tell() - start != tensor.bytes:
-                    raise ValueError(f"{tensor.name} has {file.tell() - start} bytes, must have {tensor.bytes}")
-            _to_disk(file)
-        yield unfinished
+    yield len(text).to_bytes(8, "little") + text
+    for tensor, _ in counted(tensors, "tensor"):
+        dtype, size = np.uint8 if isinstance(tensor.dtype, str) else tensor.dtype, 0
+        for part in tensor.parts():
+            part = np.ascontiguousarray(part, dtype)
+            size += part.nbytes
+            yield part.reshape(-1).view(np.uint8).data
+        if size != tensor.bytes:
+            raise ValueError(f"{tensor.name} has {size} bytes, must have {tensor.bytes}")
 
 
 @contextmanager
-def _unfinished(path: Path) -> Iterator[Path]:
-    """A name beside `path` that nobody else has; what has it at the end is removed."""
+def _written(path: Path, content: Iterable[bytes | memoryview]) -> Iterator[Path]:
+    """Writes a file beside `path`, under a name that nobody else has, for the caller to rename; else it is removed."""
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")
     try:
+        with unfinished.open("wb") as file:
+            for part in content:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
         yield unfinished
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Waits until nobody else is in this block with the folder. The lock's file is there only meanwhile.
+
+    Where the system or the folder's disk has no such locks, a warning says so, and only one process may write.
+    """
+    if fcntl is None:
+        _warn(folder, "this system has no flock")
+        yield
+        return
+    path = folder / LOCK
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            while not _is_at(path, file):
+                os.close(file)
+                file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            _warn(folder, str(error))
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(file)
+
+
+def _warn(folder: Path, reason: str) -> None:
+    warnings.warn(f"{folder} cannot be locked ({reason}): let one process at a time write into it", stacklevel=4)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Tells whether the open file has that name still: who had the lock removed it, and another may have a new one."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False

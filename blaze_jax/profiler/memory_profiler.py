@@ -1,4 +1,4 @@
-"""Where the memory of a training step goes, and what a conventional layer would take."""
+"""The profiler of a training step's memory: what it keeps, by name, and what a conventional layer would take."""
 
 import itertools
 from collections import Counter
@@ -12,25 +12,22 @@ from typing import Any
 import jax
 from jax.experimental import xla_metadata
 
-from blaze_jax.benchmark.plan import MemoryPlan, plan_of
-from blaze_jax.benchmark.residuals import kept_by_name
+from blaze_jax.benchmark.memory import MIB, MemoryPlan, kept_by_name, plan_of
 from blaze_jax.layer_observer import TracedLayer, observed_layers
-from blaze_jax.profiler.layer_report import LayerReport, report_on
-from blaze_jax.profiler.plot import draw_layers
-from blaze_jax.profiler.text import render
+from blaze_jax.profiler.layer_memory import LayerMemory, LayerReport, report_on
 
 _numbers = itertools.count()
 
 
 @dataclass
 class Profile:
-    """What is known of a step.
+    """A step's memory, as far as it is known.
 
     Attributes:
-      device: its kind.
+      device: kind of the device.
       ran: whether the step was run, or only traced and compiled.
       peak: bytes in use at most, None where it is not known.
-      peak_note: what the peak is of, or why it is not known.
+      peak_note: whose peak it is, or why it is not known.
       plan: XLA's plan of the compiled step, None where there is none.
       kept: bytes that live from the forward to the backward pass, by `checkpoint_name`, over all layers; None where
         the program was not seen.
@@ -49,6 +46,48 @@ class Profile:
     def layers(self) -> list[LayerReport]:
         """A report on each kind of layer, made when it is asked for: it traces and compiles."""
         return [report_on(layer, times) for layer, times in Counter(self.traced).items()]
+
+    def __str__(self) -> str:
+        """All of it in words, a line for each figure."""
+        lines = [f"memory of a step on {self.device}, {'run' if self.ran else 'compiled, not run'}"]
+        lines.append(f"  peak: {'not known' if self.peak is None else _mib(self.peak)}: {self.peak_note}")
+        if self.plan is not None:
+            arguments, results, temporaries = map(_mib, self.plan)
+            lines.append(f"  plan: arguments {arguments}, results {results}, temporaries {temporaries}")
+        if self.kept is None:
+            lines.append("  kept over all layers: not known of a step that runs; `examine` counts it")
+        elif self.kept:
+            lines.append(f"  kept from forward to backward, by name, over all layers: {_listed(self.kept)}")
+        else:
+            lines.append("  kept from forward to backward: nothing with a name; is the backward pass in this function?")
+        if not self.traced:
+            lines.append("  no blaze_jax layer was traced: a program compiled ahead of time does not show its layers")
+        return "\n".join([*lines, *(line for report in self.layers for line in _layer_lines(report))])
+
+
+def _layer_lines(report: LayerReport) -> Iterator[str]:
+    times = "" if report.traced == 1 else f", traced {report.traced} times"
+    yield f"layer {report.layer}{times} (a loop over layers is traced once, however long it is)"
+    both = {"blaze_jax": report.ours, "conventional (sort + lax.ragged_dot)": report.conventional}
+    for name, memory in both.items():
+        if memory is None:
+            yield "  conventional: not compared, the conventional layer here is gated"
+            return
+        transient = f"not known: {memory.note}" if memory.transient is None else _mib(memory.transient)
+        gflop, share = memory.recomputed_flops / 1e9, memory.recomputed_flops / max(1, report.total_flops)
+        yield f"  {name} keeps {_mib(memory.kept_bytes)}: {_listed(memory.kept)}"
+        yield f"  {name} transient buffers: {transient}"
+        yield f"  {name} recomputes {gflop:,.2f} GFLOP of products, {share:.0%} more arithmetic"
+    ratio = both.popitem()[1].kept_bytes / max(1, report.ours.kept_bytes)  # pyright: ignore[reportOptionalMemberAccess]
+    yield f"  the conventional layer keeps {ratio:.2f} times as much"
+
+
+def _listed(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} {_mib(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:,.2f} MiB"
 
 
 class MemoryProfiler:
@@ -114,7 +153,7 @@ class MemoryProfiler:
 
     def summary(self) -> str:
         """Prints the last profile, and returns what it printed."""
-        text = render(self.result)
+        text = str(self.result)
         print(text)
         return text
 
@@ -124,7 +163,40 @@ class MemoryProfiler:
         Raises:
           ValueError: no layer was seen.
         """
-        return draw_layers(self.result.layers, Path(path))
+        from blaze_jax.benchmark.plots import Bar, draw_bars, new_figure, save  # needs matplotlib
+
+        reports = self.result.layers
+        if not reports:
+            raise ValueError("no layer was seen, there is nothing to draw")
+        figure = new_figure(10, 1.0 + 1.7 * len(reports), "Kept for the backward pass, and alive for a moment: MiB")
+        colors: dict[str, str] = {}
+        for report, axes in zip(reports, figure.subplots(len(reports), 1, squeeze=False).flat, strict=True):
+            bars = []
+            for name, memory in (("blaze_jax", report.ours), ("conventional", report.conventional)):
+                if memory is not None:
+                    parts = memory.kept | ({} if memory.transient is None else {"transient": memory.transient})
+                    for part in memory.kept:
+                        colors.setdefault(part, _COLORS[len(colors) % len(_COLORS)])
+                    pieces = [(size / MIB, colors.get(part, _TRANSIENT)) for part, size in parts.items()]
+                    bars.append(Bar(name, pieces, _kept_and_transient(memory)))
+            draw_bars(axes, str(report.layer), bars)
+        handles = [figure.axes[0].bar([0], [0], color=color) for color in (*colors.values(), _TRANSIENT)]
+        names = [*colors, "transient"]
+        figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+        save(figure, Path(path))
+        return Path(path)
+
+
+_COLORS = (
+    *("#2563a8", "#7fb3e0", "#d1495b", "#e8a33d", "#6aa56f", "#8f7bb5"),
+    *("#4b5563", "#14b8a6", "#f0abc0", "#a16207", "#84cc16", "#c4b5fd"),
+)
+_TRANSIENT = "#e5e7eb"
+
+
+def _kept_and_transient(memory: LayerMemory) -> str:
+    transient = "transient, not known" if memory.transient is None else f"{memory.transient / MIB:,.1f}"
+    return f"{memory.kept_bytes / MIB:,.1f} + {transient}"
 
 
 def _traced_anew():

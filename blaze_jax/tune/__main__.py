@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from blaze_jax.benchmark.environment import describe, environment
 from blaze_jax.benchmark.inputs import expert_inputs
+from blaze_jax.benchmark.results import describe, environment
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.implementation import FAMILIES, kernels_of
 from blaze_jax.progress import counted, write

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
-from blaze_jax.column_blocks import block_width, combine_columns
+from blaze_jax.token_sums import block_width, combine_columns
 from pallas_kernels import ampere, hopper
 from pallas_kernels.contract import Dispatch, Kernels
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule

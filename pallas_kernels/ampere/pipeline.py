@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.ampere.panels import Sums, add_products, copied, no_sums
+from pallas_kernels import simt
+from pallas_kernels.ampere.operands import Sums, add_products, copied, no_sums
 from pallas_kernels.ampere.tile import Tile
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import branch, loop
 from pallas_kernels.simt.matrices import commit_copies, wait_for_copies
+from pallas_kernels.simt.threads import branch, loop
 from pallas_kernels.simt.values import Int, Pointer, minimum
 
 
@@ -58,20 +58,6 @@ class Operands(NamedTuple):
     right: Callable
     state: Callable = lambda step: []
     behind: Callable = lambda step: None
-
-
-class ColumnTiles(NamedTuple):
-    """A block's column tiles, from `first` below `end`."""
-
-    first: Int
-    end: Int
-
-    @classmethod
-    def of(cls, tile: Tile, sweep: Int, column_tiles: int) -> "ColumnTiles":
-        """Those of a sweep by its number."""
-        if tile.sweep == 1:
-            return cls(sweep, sweep + 1)
-        return cls(sweep * tile.sweep, minimum((sweep + 1) * tile.sweep, column_tiles))
 
 
 def start_copies(ring: Ring, operands: Operands) -> list[Int]:
@@ -123,33 +109,36 @@ def sum_products(ring: Ring, operands: Operands, steps, state: Sequence[Int]) ->
 
 
 def sweep_columns(
-    ring: Ring, columns: ColumnTiles, of_column: Callable, finish: Callable, *, ring_is_free: bool
+    ring: Ring, sweep: Int, column_tiles: int, of_column: Callable, finish: Callable, *, ring_is_free: bool
 ) -> None:
     """Multiplies a block's column tiles, one after the other; the next one's first slots arrive while one ends.
 
     Args:
-      ring: of the block.
-      columns: its column tiles.
+      ring: the block's.
+      sweep: which column tiles are the block's.
+      column_tiles: how many there are for all blocks.
       of_column: `(column)` gives a tile's operands and their number of steps.
       finish: `(column, sums)`, the end of a tile.
-      ring_is_free: at the end of a tile; else the next one's slots wait for it.
+      ring_is_free: whether the next tile's copies may start before this one's end; else they wait for it.
     """
+    each = ring.tile.sweep
+    first, end = (sweep, sweep + 1) if each == 1 else (sweep * each, minimum((sweep + 1) * each, column_tiles))
 
     def turn(column, *state):
         operands, steps = of_column(column)
         sums = sum_products(ring, operands, steps, state)
-        if not ring_is_free or ring.tile.sweep == 1:
+        if not ring_is_free or each == 1:
             finish(column, sums)
-        if ring.tile.sweep == 1:
+        if each == 1:
             return []
         simt.block_barrier()  # all have left the slots that the next tile starts with
-        state = branch(column + 1 < columns.end, lambda: start_copies(ring, of_column(column + 1)[0]), state)
+        state = branch(column + 1 < end, lambda: start_copies(ring, of_column(column + 1)[0]), state)
         if ring_is_free:
             finish(column, sums)
         return state
 
-    state = start_copies(ring, of_column(columns.first)[0])
-    if ring.tile.sweep == 1:
-        turn(columns.first, *state)
+    state = start_copies(ring, of_column(first)[0])
+    if each == 1:
+        turn(first, *state)
     else:
-        loop(columns.first, columns.end, 1, turn, state)
+        loop(first, end, 1, turn, state)

@@ -12,15 +12,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ampere.operands import Columns, Copy, Steps, copy_columns, copy_panels, copy_rows
-from pallas_kernels.ampere.panels import Panels, Sums, load_columns
-from pallas_kernels.ampere.pipeline import ColumnTiles, Operands, Ring, sweep_columns
-from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart, abreast
+from pallas_kernels import simt
+from pallas_kernels.ampere.operands import (
+    Columns,
+    Panels,
+    Steps,
+    Sums,
+    copy_columns,
+    copy_panels,
+    copy_rows,
+    load_columns,
+)
+from pallas_kernels.ampere.pipeline import Operands, Ring, sweep_columns
+from pallas_kernels.ampere.tile import WARPGROUPS, Tile, WarpPart, abreast
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import when
-from pallas_kernels.simt.matrices import commit_copies, load_matrices, tensor_operand
-from pallas_kernels.simt.values import Int, Pointer
+from pallas_kernels.simt.matrices import CHUNK, commit_copies, load_matrices, pack, tensor_operand
+from pallas_kernels.simt.threads import shuffle_xor, when
+from pallas_kernels.simt.values import Float, Int, Long, Pointer, minimum, select
 
 
 class Where(NamedTuple):
@@ -98,20 +106,11 @@ def row_matmul(
     sweeps = tile.sweeps(column_tiles)
     kind = jnp.dtype(lhs[0].dtype).name
     panels = Panels.of(tile, kind)
-    right_operand = Columns(kind, tile) if transposed else panels
+    right = Columns(kind, tile) if transposed else panels
     k = Steps(kind, depth, panels.rows, len(lhs))
     steps = k.number
 
-    def place(column: int) -> tuple[int, int]:
-        """The projection of a column of the tile, and its place in that projection's part."""
-        return divmod(column, width)
-
-    def copy_weights(weights, expert, offset: Int, column: Int) -> list[Copy]:
-        """Of this thread; `column` is the tile's first one of those wanted."""
-        wanted = (weight_columns, expert, offset, column, num_columns)
-        if transposed:
-            return copy_columns(weights, *wanted, tile, k)
-        return copy_panels(weights, *wanted, panels, tile, k)
+    copy_weights = copy_columns if transposed else copy_panels
 
     def load_rows(slot: Pointer, part: WarpPart, product: int) -> list[list[Int]]:
         own_row, side = part.lane % 16, part.lane // 16  # of the 16 rows and two chunks that a warp loads at a time
@@ -125,16 +124,13 @@ def row_matmul(
         row_tile, sweep = abreast(simt.block(), row_tiles, sweeps, tile.abreast)
         expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in schedule)
         with when(valid_rows > 0):
-            offset = first_column[0] if first_column else Int(0)
+            wanted = weight_columns, expert, first_column[0] if first_column else Int(0)
             row_copies = copy_rows(lhs, num_lhs_rows, token_indices, first_row, valid_rows, tile, k)
             part = WarpPart.of(tile)
 
             def where(column_tile: Int) -> Where:
-                halves = []
-                for half in range(2):
-                    projection, first = place(half * (tile.columns // 2))
-                    halves.append((projection, column_tile * width + first + part.panel * PANEL + part.half * HALF))
-                return Where(expert, first_row + part.row, valid_rows - part.row, tuple(halves), part.lane)
+                halves = part.halves(tile, column_tile, width)
+                return Where(expert, first_row + part.row, valid_rows - part.row, halves, part.lane)
 
             def start_piece(column_tile: Int, piece: Int):
                 if isinstance(end, RingEnd):
@@ -145,9 +141,9 @@ def row_matmul(
                 multiplied = Operands(
                     kind,
                     panels.steps,
-                    row_copies + copy_weights(weights, expert, offset, column_tile * width),
+                    row_copies + copy_weights(weights, *wanted, column_tile * width, num_columns, right, tile, k),
                     lambda slot, product: load_rows(slot, part, product),
-                    lambda slot, *place: load_columns(right_operand, slot.at(tile.lhs_words), tile, part, *place),
+                    lambda slot, *place: load_columns(right, slot.at(tile.lhs_words), tile, part, *place),
                     behind=lambda step: start_piece(column_tile, step - steps),
                 )
                 # A number that the assembler does not know: it would unroll a few steps whole, and registers run out.
@@ -166,10 +162,9 @@ def row_matmul(
                     commit_copies()
                     end.finish(begun, out, own, sums, piece, ring.slot(Int(steps + piece)))
 
-            columns = ColumnTiles.of(tile, sweep, column_tiles)
-            sweep_columns(ring, columns, of_column, finish, ring_is_free=not isinstance(end, RingEnd))
+            sweep_columns(ring, sweep, column_tiles, of_column, finish, ring_is_free=not isinstance(end, RingEnd))
 
-    return simt.simt_kernel(
+    return simt.kernel(
         body,
         name=name,
         outputs=results,
@@ -178,3 +173,95 @@ def row_matmul(
         shared=[tile.stages * tile.slot_words],
         updated=len(in_place),
     )(schedule.arrays, tuple(lhs), token_indices, tuple(weights), first_column, extra, *in_place)
+
+
+def biases_of(biases: Sequence[Pointer], where: Where, num_columns: int) -> list:
+    """The thread's biases in each half panel, two of each 8 columns; None without any.
+
+    Args:
+      biases: `(E, num_columns)` in float32, one for each projection, or none.
+      where: the warp's part.
+      num_columns: width of a bias.
+    """
+
+    def half(bias: Pointer, column: Int) -> list[list[Float]]:
+        own = [minimum(column + where.lane % 4 * 2 + i * CHUNK, num_columns - 2) for i in range(4)]
+        return [bias.load_vector(Long(where.expert) * num_columns + c, 2).elements() for c in own]
+
+    return [half(biases[projection], column) if biases else None for projection, column in where.halves]
+
+
+def add_bias(sums: list[list[Float]], bias: list[list[Float]] | None) -> list[list[Float]]:
+    """The thread's sums of half a panel plus what `biases_of` has for it."""
+    if bias is None:
+        return sums
+    return [[s + own[i % 2] for i, s in enumerate(of_columns)] for of_columns, own in zip(sums, bias, strict=True)]
+
+
+def store_sums(results: Sequence[Pointer], where: Where, sums: Sums, num_columns: int, biases: Sequence = (None, None)):
+    """Stores the warp's part of a tile, each half panel to its projection's result, after adding its bias."""
+
+    def end_rows(first, of_rows):
+        for values, bias, (projection, column) in zip(of_rows, biases, where.halves, strict=True):
+            store_half(results[projection], where, first, column, add_bias(values, bias), num_columns)
+
+    for_rows(where, sums, end_rows)
+
+
+def for_rows(where: Where, sums: Sums, end: Callable) -> None:
+    """Calls `end(first_row, sums)` for every 16 rows of the warp's part, in the warps where the tile has such rows.
+
+    The branch has another use: the assembler does not mix the ends of several 16 rows, for which registers are few.
+    """
+    for m, of_rows in enumerate(sums):
+        with when(where.rows > 16 * m):
+            end(16 * m, of_rows)
+
+
+def store_half(
+    output: Pointer, where: Where, first_row: int, column: Int, values: list[list[Float]], num_columns: int
+) -> None:
+    """Stores 16 rows, from the warp's `first_row` on, of half a panel at `output[where.row :, column :]`.
+
+    Args:
+      output: `(R, num_columns)`.
+      where: the warp's part.
+      first_row: of the warp's.
+      column: of the half panel, in the output.
+      values: by 8 columns and register, as `matrices.multiply` has its sums.
+      num_columns: of the output.
+    """
+    for i in range(2):
+        of_rows = [v[2 * i : 2 * i + 2] for v in values]
+        store_rows(output, where, first_row + 8 * i, column, of_rows, num_columns)
+
+
+def store_rows(
+    output: Pointer, where: Where, first_row: int, column: Int, values: list[list[Float]], num_columns: int
+) -> None:
+    """Stores 8 rows of half a panel, as `store_half` does: of each 8 columns, the two numbers that the thread has."""
+    quad = where.lane % 4
+    row = where.lane // 4 + first_row
+    if output.kind == "float32":  # four lanes have 32 bytes of a row, as many as memory moves at once
+        own = column + quad * 2
+        for i, numbers in enumerate(values):
+            with when((row < where.rows) & (own + i * CHUNK < num_columns)):
+                words = [x.bits() for x in numbers]
+                output.store_words(Long(where.row + row) * num_columns + (own + i * CHUNK), words)
+        return
+    words = _transposed([pack(low, high, output.kind) for low, high in values], quad)  # 8 columns of one row, 16 bytes
+    own = column + quad * CHUNK
+    with when((row < where.rows) & (own < num_columns)):
+        output.store_words(Long(where.row + row) * num_columns + own, words)
+
+
+def _transposed(words: list[Int], quad: Int) -> list[Int]:
+    """Word j of lane i of four neighbours becomes word i of lane j."""
+    for bit in (1, 2):
+        upper = (quad & bit).equals(bit)
+        for i in range(4):
+            if not i & bit:
+                low, high = words[i], words[i + bit]
+                other = shuffle_xor(select(upper, low, high), bit)
+                words[i], words[i + bit] = select(upper, other, low), select(upper, high, other)
+    return words

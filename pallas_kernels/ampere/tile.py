@@ -1,13 +1,17 @@
-"""The shape of a tile, where its operands lie in shared memory, and which part of it is whose."""
+"""The shape of a tile and which one a call gets, where its operands lie in shared memory, and which part is whose."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from pallas_kernels.mosaic.row_groups import TILE_ROWS
-from pallas_kernels.simt import language as simt
+import jax
+from jaxtyping import Array
+
+from pallas_kernels import simt
+from pallas_kernels.contract import Dispatch
+from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.simt.matrices import CHUNK
 from pallas_kernels.simt.values import Int, minimum
-from pallas_kernels.tuning.parameters import MmaTuning
+from pallas_kernels.tuning.parameters import MMA, MmaTuning, find_tuning, mma_heuristic, shape_key
 
 WARPGROUPS = 2
 THREADS = WARPGROUPS * 128
@@ -86,6 +90,15 @@ class WarpPart(NamedTuple):
         """Which 32 columns the first half is."""
         return self.panel * 2 + self.half
 
+    def halves(self, tile: Tile, column_tile: Int, width: int) -> tuple[tuple[int, Int], tuple[int, Int]]:
+        """Each half's array and first column there, of several arrays with `width` columns of the tile each."""
+
+        def half(first: int) -> tuple[int, Int]:
+            array, later = divmod(first, width)
+            return array, column_tile * width + later + self.panel * PANEL + self.half * HALF
+
+        return half(0), half(tile.columns // 2)
+
 
 def abreast(number: Int, row_tiles: int, column_tiles: int, rows: int) -> tuple[Int, Int]:
     """Row and column of a tile by its number: `rows` row tiles at a time, which are taken column by column."""
@@ -95,3 +108,17 @@ def abreast(number: Int, row_tiles: int, column_tiles: int, rows: int) -> tuple[
     across = minimum(Int(row_tiles) - first, rows)
     of_stripe = number % (rows * column_tiles)
     return first + of_stripe % across, of_stripe // across
+
+
+def tuned_tile(
+    kernel: str, own: MmaTuning | None, rows: Array | jax.ShapeDtypeStruct, d: int, groups: Dispatch[TileSchedule]
+) -> Tile:
+    """The tile of a kernel for rows `(R, n)` of tokens of width d: `own`, or as tables have it, or the heuristic's."""
+    num_rows, n = rows.shape
+    shape = shape_key(num_rows, rows.dtype, d=d, n=n, E=groups.num_experts)
+    return Tile(**asdict(find_tuning(MmaTuning, MMA + kernel, own, shape)))
+
+
+def default_tile(capability: str | None = None, *, kernel: str = "up_projection", kind: str = "bfloat16") -> Tile:
+    """The heuristic's tile of a kernel for a compute capability such as "8.6", of operands of `kind`."""
+    return Tile(**asdict(mma_heuristic(kernel, kind, capability)))

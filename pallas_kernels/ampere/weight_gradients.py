@@ -12,25 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.ampere.operands import all_or_none
-from pallas_kernels.ampere.panels import (
-    CHUNKS,
-    ROW_WORDS,
-    UNIT,
-    Panels,
-    Sums,
-    load_columns,
-)
-from pallas_kernels.ampere.pipeline import ColumnTiles, Operands, Ring, sweep_columns
-from pallas_kernels.ampere.row_matmul import Where
-from pallas_kernels.ampere.store import for_rows, store_half
-from pallas_kernels.ampere.tile import HALF, PANEL, WARPGROUPS, Tile, WarpPart, abreast
-from pallas_kernels.ampere.tuning import tuned_tile
+from pallas_kernels import simt
+from pallas_kernels.ampere.bias_gradients import expert_sums
+from pallas_kernels.ampere.operands import CHUNKS, ROW_WORDS, UNIT, Panels, Sums, all_or_none, load_columns
+from pallas_kernels.ampere.pipeline import Operands, Ring, sweep_columns
+from pallas_kernels.ampere.row_matmul import Where, store_sums
+from pallas_kernels.ampere.tile import WARPGROUPS, Tile, WarpPart, abreast, tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.expert_sums import expert_sums
 from pallas_kernels.simt.matrices import chunk_size, start_copy
 from pallas_kernels.simt.values import Int, Long, Pointer, minimum
 from pallas_kernels.tuning.parameters import MmaTuning
@@ -222,23 +212,14 @@ def _row_contraction(
             return multiplied, steps
 
         def finish(column_tile: Int, sums: Sums):
-            halves = []
-            for half in range(2):
-                result, later = divmod(half * (tile.columns // 2), width)
-                halves.append((result, column_tile * width + later + part.panel * PANEL + part.half * HALF))
+            halves = part.halves(tile, column_tile, width)
             row = row_tile * TILE_ROWS + part.row
-            where = Where(expert, expert * shape[0] + row, Int(shape[0]) - row, tuple(halves), part.lane)
+            where = Where(expert, expert * shape[0] + row, Int(shape[0]) - row, halves, part.lane)
+            store_sums(results, where, sums, shape[1])
 
-            def end_rows(first, of_rows):
-                for values, (result, column) in zip(of_rows, where.halves, strict=True):
-                    store_half(results[result], where, first, column, values, shape[1])
+        sweep_columns(Ring(ring, tile), sweep, column_tiles, of_column, finish, ring_is_free=True)
 
-            for_rows(where, sums, end_rows)
-
-        columns = ColumnTiles.of(tile, sweep, column_tiles)
-        sweep_columns(Ring(ring, tile), columns, of_column, finish, ring_is_free=True)
-
-    return simt.simt_kernel(
+    return simt.kernel(
         body,
         name=name,
         outputs=[jax.ShapeDtypeStruct((groups.num_experts, *shape), t) for t in dtypes],

@@ -1,28 +1,25 @@
 """Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`."""
 
-from pallas_kernels.compat import remember_assembler_version
-from pallas_kernels.hopper.assembler import why_kernels_spill as why_kernels_spill
-from pallas_kernels.hopper.column_block import column_block as column_block
+from pallas_kernels.hopper.column_blocks import column_block as column_block
+from pallas_kernels.hopper.column_blocks import down_projection as down_projection
+from pallas_kernels.hopper.column_blocks import up_backward as up_backward
 from pallas_kernels.hopper.down_backward import down_backward as down_backward
-from pallas_kernels.hopper.down_projection import down_projection as down_projection
-from pallas_kernels.hopper.support import unsupported as unsupported
-from pallas_kernels.hopper.up_backward import up_backward as up_backward
+from pallas_kernels.hopper.limits import unsupported as unsupported
+from pallas_kernels.hopper.limits import why_kernels_spill as why_kernels_spill
 from pallas_kernels.hopper.up_projection import up_projection as up_projection
 from pallas_kernels.hopper.weight_gradients import down_weight_gradients as down_weight_gradients
 from pallas_kernels.hopper.weight_gradients import up_weight_gradients as up_weight_gradients
-from pallas_kernels.mosaic.early_assembly import assemble_early
 from pallas_kernels.mosaic.interpreter import interpreted as interpreted
-from pallas_kernels.simt.combine import combine as combine
-from pallas_kernels.simt.dispatch import dispatch as dispatch
-from pallas_kernels.simt.dispatch import dispatch_unsupported as dispatch_unsupported
-from pallas_kernels.simt.dispatch import in_parts as in_parts
-from pallas_kernels.simt.dispatch import of_experts as of_experts
-from pallas_kernels.simt.dispatch import row_range as row_range
-from pallas_kernels.simt.router import router as router
-from pallas_kernels.simt.router import router_unsupported as router_unsupported
-from pallas_kernels.simt.token_selection import experts_added as experts_added
-from pallas_kernels.simt.token_selection import token_cutoffs as token_cutoffs
+from pallas_kernels.routing.combine import combine as combine
+from pallas_kernels.routing.dispatch import dispatch as dispatch
+from pallas_kernels.routing.dispatch import dispatch_unsupported as dispatch_unsupported
+from pallas_kernels.routing.dispatch import in_parts as in_parts
+from pallas_kernels.routing.dispatch import of_experts as of_experts
+from pallas_kernels.routing.dispatch import row_range as row_range
+from pallas_kernels.routing.router import router as router
+from pallas_kernels.routing.router import router_unsupported as router_unsupported
+from pallas_kernels.routing.token_selection import experts_added as experts_added
+from pallas_kernels.routing.token_selection import token_cutoffs as token_cutoffs
 from pallas_kernels.xla.router import router_backward as router_backward
 
-remember_assembler_version()
-assemble_early()
+transformable = False

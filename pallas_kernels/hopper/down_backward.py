@@ -13,10 +13,9 @@ from jaxtyping import Array, Float
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.ragged_store import ragged_copy
+from pallas_kernels.hopper.panels import load_columns, store_columns
 from pallas_kernels.hopper.ring import PANELS
-from pallas_kernels.hopper.row_matmul import RingEnd, row_matmul
-from pallas_kernels.hopper.stores import load_columns, store_columns
+from pallas_kernels.hopper.row_matmul import PanelEnd, RowMatmul, ragged_copy
 from pallas_kernels.mosaic.bias_part import bias_part
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, rows_of_tiles
 from pallas_kernels.mosaic.sum_in_order import sum_in_order
@@ -54,25 +53,25 @@ def down_backward(
     column_tiles = -(-n // TILE_COLUMNS)
     shape = shape_key(num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
 
-    def load(refs, where, k, slot):
+    def load(refs, tile, k, slot):
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
-            columns = pl.ds(where.column_tile * TILE_COLUMNS + first, TILE_ROWS)
-            block = refs.w_down.at[where.expert, columns, pl.ds(k * K_STEP, K_STEP)]
+            columns = pl.ds(tile.column_tile * TILE_COLUMNS + first, TILE_ROWS)
+            block = refs.w_down.at[tile.expert, columns, pl.ds(k * K_STEP, K_STEP)]
             slot.fetch(block, slot.rhs.at[pl.ds(first, TILE_ROWS)])
 
-    def load_panel(refs, where, panel, slot):
-        columns = pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
+    def load_panel(refs, tile, panel, slot):
+        columns = pl.ds(tile.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
         for i, pre in enumerate((refs.pre[0], refs.pre[-1])):  # an ungated one twice
-            slot.fetch(pre.at[pl.ds(where.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
+            slot.fetch(pre.at[pl.ds(tile.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
 
-    def begin(refs, where):
-        row_weight = plgpu.load(refs.row_weights.at[pl.ds(where.row, GROUP_ROWS)], layout=ROWS, optimized=False)
-        return partial(end_panel, refs, where, row_weight)
+    def begin(refs, part):
+        row_weight = plgpu.load(refs.row_weights.at[pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
+        return partial(end_panel, refs, part, row_weight)
 
-    def end_panel(refs, where, row_weight, accumulator, panel, slot):
-        own = [slot.rhs.at[pl.ds(i * TILE_ROWS + where.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
+    def end_panel(refs, part, row_weight, accumulator, panel, slot):
+        own = [slot.rhs.at[pl.ds(i * TILE_ROWS + refs.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
         # The results leave from where the pre-activations were, and from the left operand's part of the slot.
-        leaving = (*own, slot.lhs.at[pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)])
+        leaving = (*own, slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)])
         weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PIECE), (0,))
         d_weight = plgpu.layout_cast(jnp.zeros((GROUP_ROWS,), jnp.float32), ROWS)
         for first in range(0, PANEL, PIECE):
@@ -84,31 +83,33 @@ def down_backward(
             for buffer, result in zip(leaving, (*d_pre, weight * hidden), strict=True):
                 store_columns(buffer, first, result.astype(dtype))
         plgpu.commit_smem()
-        columns = pl.ds(where.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
+        columns = pl.ds(part.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
         for buffer, output in zip(leaving, (*refs.d_pre, refs.weighted_hidden), strict=True):
-            ragged_copy(buffer, output, where, columns)
+            ragged_copy(buffer, output, part, columns)
         plgpu.commit_smem_to_gmem_group()
-        rows = pl.ds(where.warpgroup * GROUP_ROWS, GROUP_ROWS)
-        refs.d_row_weights.at[where.row_tile, where.column_tile * PANELS + panel, rows][...] = d_weight
+        rows = pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)
+        refs.d_row_weights.at[part.row_tile, part.column_tile * PANELS + panel, rows][...] = d_weight
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
     gathered = {"tokens": dy, "token_indices": groups.expert_token_indices}
-    out = row_matmul(
-        "moe_down_backward",
+    kernel = RowMatmul(
         groups.tiles,
-        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
-        results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
-        # A tile has read its pre-activations before it writes their gradients.
-        aliases=[("pre", "d_pre"), *([] if into is None else [("into", "weighted_hidden")])],
+        {**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
         column_tiles=column_tiles,
         k_steps=-(-dy.shape[1] // K_STEP),
         load=load,
-        copies=COPIES,
-        end=RingEnd(load_panel, begin),
-        transposed_weights=True,
-        registers=(88, 208),
+        end=PanelEnd(load_panel, begin),
         tuning=find_tuning(TileTuning, "down_backward", tuning, shape),
+        transposed_weights=True,
+    )
+    out = kernel.run(
+        "moe_down_backward",
+        results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
+        # A tile has read its pre-activations before it writes their gradients.
+        aliases=[("pre", "d_pre"), *([] if into is None else [("into", "weighted_hidden")])],
+        copies=COPIES,
+        registers=(88, 208),
     )
     d_row_weights = rows_of_tiles(sum_in_order(out.d_row_weights.swapaxes(0, 1)), groups.tiles, num_rows)
     if b_down is not None:

@@ -1,6 +1,6 @@
 """What inline code is made of: operands in shared memory, and the few words that its instructions need.
 
-Inline code is what Pallas has no public form for on Hopper. `gather`, `wgmma` and `stores` emit a handful of
+Inline code is what Pallas has no public form for on Hopper. `gather` and `panels` emit a handful of
 instructions each through `plgpu.inline_mgpu`, and the kernels read as Pallas code on top. All of it leans on what jax
 does not document, so look there first when a release breaks a kernel. Pallas's interpreter cannot run inline code:
 `inline_interpreter` has the same functions for it.

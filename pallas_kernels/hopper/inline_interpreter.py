@@ -1,7 +1,7 @@
-"""What `gather`, `wgmma` and `stores` emit, made of loads, stores and Pallas barriers, for Pallas's interpreter.
+"""Inline code for Pallas's interpreter: what `gather` and `panels` emit, as loads, stores and Pallas barriers.
 
-The functions are theirs, and so are the arguments; methods of `RowGather` take the gather first. The order
-between warpgroups and copies is kept by the same barriers and fences as on a GPU, so that a missing one is a race here.
+The functions are theirs, and so are the arguments; methods of `RowGather` take the gather first. The order between
+warpgroups and copies is kept by the same barriers and fences as on a GPU, so that a missing one is a race here.
 """
 
 import jax

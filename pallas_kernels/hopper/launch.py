@@ -1,10 +1,18 @@
-"""Launches the kernels that multiply: persistent blocks, one per SM, of a producer and two consumer warpgroups."""
+"""Kernels that multiply, in persistent blocks, one per SM: a producer warpgroup that copies and two that multiply.
+
+`launch` says what all of them have in common: their memory, and each warpgroup's walk over its block's tiles. The
+producer fills the ring with a tile's operands, and gets the next tile under the last copies of one. A consumer
+multiplies what is in the ring, and stores what it holds of one tile under the products of the next. A `TileKernel` says
+what a tile is and what is copied, multiplied and stored of it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -21,12 +29,78 @@ from pallas_kernels.tuning.parameters import TileTuning
 PRODUCER = 2  # the warpgroup
 
 
+class TileKernel:
+    """What is done with each tile. The walks are the same for all kernels; the methods before them are a kernel's own.
+
+    `refs` are the operands, results and memory of the launch, each by its name, with the `ring` that operands come
+    through and the `warpgroup` that runs: 0 and 1 multiply, 2 is the producer.
+    """
+
+    tile: ClassVar[Any]
+    """The kind of named tuple of scalars that a tile is."""
+
+    def find(self, refs, number) -> Any:
+        """The tile of a number, and whether there is one; past the last it may be any."""
+
+    def first_tokens(self, refs, tile) -> Any:
+        """Which tokens the producer gathers first: what it must know before it fills the ring."""
+
+    def fill(self, refs, tile, tokens, step, ahead: Callable, known_after: Callable) -> Any:
+        """Fills the ring with a tile's operands, from `step` on, and finds the tile that follows meanwhile.
+
+        `ahead(begin)` is `TileQueue.ahead` of that tile, and `known_after()` the one after it, where shares are fixed.
+        Returns the step after the last, the tile that follows with its tokens, and what `known_after` returned.
+        """
+
+    def part(self, refs, tile) -> Any:
+        """What a consumer needs to know of its part of a tile."""
+
+    def nothing_held(self) -> Any:
+        """What a consumer holds before its first tile."""
+
+    def multiply(self, refs, turn, step, held, part, take: Callable) -> Any:
+        """Multiplies a tile's operands, from `step` on, and stores what is held of the one before.
+
+        Returns the step after the last, what is held now, and what `take()` returned, which the next tile comes from.
+        """
+
+    def store_held(self, refs, turns, held) -> None:
+        """Stores what is held after the last of `turns` tiles."""
+
+    def produce(self, refs, queue: TileQueue) -> None:
+        """The producer's walk."""
+
+        def fill_tile(carry):
+            turn, step, (tile, _), tokens, known = carry
+            ahead, known_after = partial(queue.ahead, turn + 1, known), lambda: queue.known(turn + 2)
+            step, following, known = self.fill(refs, tile, tokens, step, ahead, known_after)
+            return turn + 1, step, *following, known
+
+        zero = jnp.int32(0)
+        carry: Any = (zero, zero, *queue.first(partial(self.first_tokens, refs)), queue.known(zero + 1))
+        lax.while_loop(lambda carry: carry[2][1], fill_tile, carry)
+
+    def consume(self, refs, queue: TileQueue) -> None:
+        """A consumer's walk."""
+
+        def multiply_tile(carry):
+            turn, step, held, (tile, _) = carry
+            part = self.part(refs, tile)
+            known = queue.known(turn + 1)
+            take = partial(queue.take, turn + 1, known)
+            step, held, taken = self.multiply(refs, turn, step, held, part, take)
+            return turn + 1, step, held, known or taken
+
+        zero, held = jnp.int32(0), self.nothing_held()
+        known = queue.known(zero)
+        carry = (zero, zero, held, known or queue.take(zero, known))
+        turns, _, held, _ = lax.while_loop(lambda carry: carry[-1][1], multiply_tile, carry)
+        self.store_held(refs, turns, held)
+
+
 def launch(
     name: str,
-    kind: type,
-    find_tile: Callable,
-    produce: Callable,
-    consume: Callable,
+    kernel: TileKernel,
     *,
     tiles: int,
     operands: Mapping[str, Any],
@@ -44,10 +118,7 @@ def launch(
 
     Args:
       name: of the kernel in profiles.
-      kind: of named tuple that a tile is.
-      find_tile: `(refs, number) -> tile`; past the last tile any will do.
-      produce: `(refs, ring, queue)`, fills the ring. `refs` has all that is named here, each by its name.
-      consume: `(refs, ring, queue, warpgroup)`, reads the ring, in warpgroups 0 and 1.
+      kernel: what is done with each tile.
       tiles: how many the blocks share out.
       operands: arrays or tuples of them, by name.
       results: shapes and dtypes or tuples of them, by name.
@@ -78,30 +149,31 @@ def launch(
         **(barriers or {}),
     }
 
-    def kernel(*flat):
+    def body(*flat):
         refs = _named({**operands, **results, **memory}, flat)
-        ring = Ring(stages, gathers, refs.lhs, refs.rhs, refs.landed, refs.full, refs.empty)
-        warpgroup, block = lax.axis_index("wg"), lax.axis_index("sm")
-        queue = TileQueue(blocks, block, dynamic, kind, find_tile, refs)
+        refs.ring = Ring(stages, gathers, refs.lhs, refs.rhs, refs.landed, refs.full, refs.empty)
+        warpgroup = refs.warpgroup = lax.axis_index("wg")
+        block = lax.axis_index("sm")
+        queue = TileQueue(blocks, block, dynamic, kernel.tile, kernel.find, refs)
         if gathers:
             gather.init_landed(refs.landed, stages)
 
         @pl.when(warpgroup == PRODUCER)
         def _():
             plgpu.set_max_registers(registers[0], action="decrease")
-            produce(refs, ring, queue)
+            kernel.produce(refs, queue)
 
         @pl.when(warpgroup < PRODUCER)
         def _():
             plgpu.set_max_registers(registers[1], action="increase")
-            consume(refs, ring, queue, warpgroup)
+            kernel.consume(refs, queue)
             plgpu.wait_smem_to_gmem(0)
 
-    kernel.__name__ = name
+    body.__name__ = name
     number, result_number = (vars(_named(trees, range(len(_leaves(trees))))) for trees in (operands, results))
     pairs = [zip(jax.tree.leaves(number[a]), jax.tree.leaves(result_number[b]), strict=True) for a, b in aliases]
     flat = in_place.kernel(
-        kernel,
+        body,
         in_place={operand: result for pair in pairs for operand, result in pair},
         out_type=_leaves(results),
         scratch_types=_leaves(memory),

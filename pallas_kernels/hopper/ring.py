@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import gather, wgmma
+from pallas_kernels.hopper import gather, panels
 from pallas_kernels.hopper.inline import PANEL
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS
 
@@ -113,7 +113,7 @@ class Ring(NamedTuple):
         def several(count, products):
             return lax.fori_loop(0, count, lambda _, p: one(*p), products)
 
-        products = one(step, carry, wgmma.zero_accumulator(GROUP_ROWS, TILE_COLUMNS), first=True)
+        products = one(step, carry, panels.zero_accumulator(GROUP_ROWS, TILE_COLUMNS), first=True)
         left = count - 1
         if under:
             least, most = (max, min) if isinstance(count, int) else (jnp.maximum, jnp.minimum)
@@ -124,6 +124,6 @@ class Ring(NamedTuple):
             left = least(count - 1 - len(under) * apart, 0)
         step, _, accumulator = several(left, products)
         found = last()
-        accumulator = wgmma.finish_wgmma(accumulator)
+        accumulator = panels.finish_wgmma(accumulator)
         self.release(step + self.stages - 1)
         return step, accumulator, found

@@ -11,9 +11,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.ragged_store import store_rows
 from pallas_kernels.hopper.ring import PANELS
-from pallas_kernels.hopper.row_matmul import HeldEnd, row_matmul, tile_panel
+from pallas_kernels.hopper.row_matmul import HeldEnd, RowMatmul, store_rows, tile_panel
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TileSchedule
 from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
@@ -50,30 +49,30 @@ def up_projection(
         """The projection that a panel of a tile belongs to, and its first column there."""
         return panel // panels, column_tile * width + panel % panels * PANEL
 
-    def load(refs, where, k, slot):
+    def load(refs, tile, k, slot):
         for panel in range(PANELS):
-            projection, column = place(panel, where.column_tile)
-            block = refs.weights[projection].at[where.expert, pl.ds(k * K_STEP, K_STEP), pl.ds(column, PANEL)]
+            projection, column = place(panel, tile.column_tile)
+            block = refs.weights[projection].at[tile.expert, pl.ds(k * K_STEP, K_STEP), pl.ds(column, PANEL)]
             slot.fetch(block, slot.rhs_panel(panel))
 
-    def finish(refs, where, accumulator):
+    def finish(refs, part, accumulator):
         packed, activated = {}, []
         for panel in range(panels):
             own = range(panel, PANELS, panels)  # of each projection
-            pre = [tile_panel(refs, where, accumulator, p) for p in own]
+            pre = [tile_panel(refs, part, accumulator, p) for p in own]
             for p, values in zip(own, pre, strict=True):
                 packed[p] = values.astype(x.dtype)
             activated.append(value(activation, pre).astype(x.dtype))
             if keep_pre_activations:
-                column = place(panel, where.column_tile)[1]
-                store_rows(refs, where, panel, activated[-1], refs.written[1], column)
+                column = place(panel, part.column_tile)[1]
+                store_rows(refs, part, panel, activated[-1], refs.written[1], column)
         return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
 
-    def store(refs, where, panel, values):
-        projection, column = place(panel, where.column_tile)  # the activation's panels are those of the first
+    def store(refs, part, panel, values):
+        projection, column = place(panel, part.column_tile)  # the activation's panels are those of the first
         pre_activations, hidden = refs.written
         output = pre_activations[projection] if keep_pre_activations else hidden
-        store_rows(refs, where, panel, values, output, column)
+        store_rows(refs, part, panel, values, output, column)
 
     bias = None
     if biases:  # in the order of a tile's columns
@@ -81,24 +80,19 @@ def up_projection(
         bias = jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2)
 
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
-    out = row_matmul(
-        "moe_up_projection",
+    kernel = RowMatmul(
         groups.tiles,
-        operands={
-            "tokens": x,
-            "token_indices": groups.expert_token_indices,
-            "weights": weights,
-            "bias": bias,
-            "into": into,
-        },
-        results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
-        aliases=[("into", "written")] if into else (),
+        {"tokens": x, "token_indices": groups.expert_token_indices, "weights": weights, "bias": bias, "into": into},
         column_tiles=column_tiles,
         k_steps=-(-d // K_STEP),
         load=load,
-        copies=PANELS,
         end=HeldEnd(finish, store, columns=TILE_COLUMNS if keep_pre_activations else width),
-        registers=(88, 208),
         tuning=find_tuning(TileTuning, "up_projection", tuning, shape),
     )
-    return out.written
+    return kernel.run(
+        "moe_up_projection",
+        results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
+        aliases=[("into", "written")] if into else (),
+        copies=PANELS,
+        registers=(88, 208),
+    ).written

@@ -10,18 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-from pallas_kernels.compat import when_a_kernel_is_lowered
-
 begun: dict[bytes, Future] = {}
 """The assembly of each kernel, by its hash."""
 
 
-def assemble_early() -> None:
-    """From now on, each Mosaic GPU kernel that jax lowers for a device is assembled at once."""
-    when_a_kernel_is_lowered(_begin)
-
-
-def _begin(name: bytes, compile_alone: Callable[[], Any]) -> None:
+def assemble_early(name: bytes, compile_alone: Callable[[], Any]) -> None:
+    """Begins to assemble the kernel of that hash, unless that was done before."""
     if name in begun or "MOSAIC_GPU_DUMP_PTXAS" in os.environ:  # the assembler's reports keep the program's order
         return
     begun[name] = _threads().submit(compile_alone)

@@ -13,8 +13,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.compat import launch_with_aliases, unchecked
-from pallas_kernels.mosaic.interpreter import interpreter_parameters
+from pallas_kernels.compat import kernel_launch, launch_with_aliases
+from pallas_kernels.mosaic.early_assembly import assemble_early
+from pallas_kernels.mosaic.interpreter import interpreter_parameters, is_interpreted
 
 
 def kernel(
@@ -48,4 +49,4 @@ def kernel(
                 name=body.__name__,
             )(*operands)
 
-    return unchecked(launch)
+    return kernel_launch(launch, None if is_interpreted() else assemble_early)

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,43 +13,42 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
 
 from pallas_kernels.mosaic import in_place
-from pallas_kernels.simt.code_matrices import CodeOfMatrices
 
 _ALL_LANES = 0xFFFFFFFF
 _GLOBAL, _SHARED = 1, 3
 _KINDS = {"i32": "int32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_PTX_NAMES = {"bfloat16": "bf16", "float16": "f16"}
+_PRODUCTS = {
+    "bfloat16": "m16n8k16.row.col.f32.bf16.bf16",
+    "float16": "m16n8k16.row.col.f32.f16.f16",
+    "float32": "m16n8k8.row.col.f32.tf32.tf32",
+}
 _Is = arith.CmpIPredicate
 
 
-def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
-    """The launcher of a kernel whose threads do `run(machine, pointers)`; see `simt.simt_kernel`."""
+def launch(run, inputs, *, name, results, blocks, warpgroups, shared, updated):
+    """Results of a kernel whose threads do `run(machine, pointers)`; see `threads.kernel`."""
+    num_global = len(inputs) + len(results)
 
-    def call(*inputs):
-        first_updated = len(inputs) - updated
-        changed = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs[first_updated:]]
-        num_global = len(inputs) + updated + len(outputs)
+    def body(*refs):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def emit(ctx, *refs):
+            run(Code(), [_pointer(r, _GLOBAL if i < num_global else _SHARED) for i, r in enumerate(refs)])
 
-        def body(*refs):
-            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-            def emit(ctx, *refs):
-                run(Code(), [_pointer(r, _GLOBAL if i < num_global else _SHARED) for i, r in enumerate(refs)])
+        emit(*refs)
 
-            emit(*refs)
-
-        body.__name__ = name
-        return in_place.kernel(
-            body,
-            in_place={first_updated + i: i for i in range(updated)},
-            out_type=[*changed, *outputs],
-            grid=(blocks,),
-            grid_names=("block",),
-            num_threads=warpgroups,
-            thread_name="wg",
-            scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in shared],
-            compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        )(*inputs)
-
-    return call
+    body.__name__ = name
+    return in_place.kernel(
+        body,
+        in_place={len(inputs) - updated + i: i for i in range(updated)},
+        out_type=results,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        scratch_types=[plgpu.SMEM((size,), jnp.int32) for size in shared],
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(*inputs)
 
 
 class _Pointer(NamedTuple):
@@ -105,12 +103,25 @@ def _ptx(text, x):
     return mgpu.utils.inline_ptx(text, x, result_types=x.type)
 
 
+def _assembly(text, operands, constraints, results=(), **options):
+    """Results of an instruction of the assembler; one without any has side effects."""
+    if not results:
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+        return []
+    struct = llvm.inline_asm(llvm.StructType.get_literal(results), operands, text, constraints, **options)
+    return [llvm.extractvalue(kind, struct, [i]) for i, kind in enumerate(results)]
+
+
+def _shared_address(pointer, word):
+    return llvm.ptrtoint(_type("int32"), mgpu.utils.getelementptr(pointer.value, [word], _type("int32")))
+
+
 def _shuffle(kind, clamp, x, by):
     clamp, lanes = arith.constant(_type("int32"), clamp), arith.constant(_type("int32"), -1)
     return nvvm.shfl_sync(lanes, x, by, clamp, kind)
 
 
-class Code(CodeOfMatrices):
+class Code:
     """Emits; a value is an `ir.Value`."""
 
     integers, floats = Integers, Floats
@@ -224,3 +235,46 @@ class Code(CodeOfMatrices):
 
     def permute_bytes(self, x, order):
         return _ptx(f"prmt.b32 $0, $1, $1, {sum(o << (4 * i) for i, o in enumerate(order))};", x)
+
+    def start_copy(self, target, word, source, index, wanted, when):
+        size = arith.select(wanted, self.constant("int32", 16), self.constant("int32", 0))
+        operands = [_shared_address(target, word), self.offset(source, index).value, size]
+        copy = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
+        if when is None:
+            _assembly(copy, operands, "r,l,r,~{memory}")
+        else:
+            _assembly(f"@$3 {copy}", [*operands, when], "r,l,r,b,~{memory}")
+
+    def commit_copies(self):
+        _assembly("cp.async.commit_group;", [], "~{memory}")
+
+    def wait_for_copies(self, pending):
+        _assembly(f"cp.async.wait_group {pending};", [], "~{memory}")
+
+    def load_matrices(self, pointer, word, transposed):
+        text = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' * transposed}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+        operands, constraints = [_shared_address(pointer, word)], "=r,=r,=r,=r,r,~{memory}"
+        return _assembly(text, operands, constraints, [_type("int32")] * 4, has_side_effects=True)
+
+    def to_tf32(self, x):
+        return llvm.inline_asm(_type("int32"), [x], "cvt.rna.tf32.f32 $0, $1;", "=r,r")
+
+    def multiply(self, sums, a, b, kind):
+        text = f"mma.sync.aligned.{_PRODUCTS[kind]}.f32"
+        registers = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+        constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
+        return _assembly(f"{text} {registers}", [*a, *b, *sums], constraints, [x.type for x in sums])
+
+    def pack(self, low, high, kind):
+        text = f"cvt.rn.{_PTX_NAMES[kind]}x2.f32 $0, $1, $2;"
+        return llvm.inline_asm(_type("int32"), [high, low], text, "=r,f,f")
+
+    def unpack(self, word, kind):
+        pair = self.convert_vector("float32", llvm.bitcast(_vector(kind, 2), word))
+        return [self.element(pair, i) for i in range(2)]
+
+    def store_words(self, pointer, index, words):
+        values = llvm.mlir_undef(_vector("int32", len(words)))
+        for i, word in enumerate(words):
+            values = llvm.insertelement(values, word, self.constant("int32", i))
+        llvm.store(values, self.offset(pointer, index).value, alignment=4 * len(words))

@@ -1,6 +1,8 @@
 """The machine of `simt` that is numpy: all threads of all blocks in lockstep, with masks, and with race detection.
 
-A value is an array with one entry per thread of the launch, or with a single one that holds for all.
+A value is an array with one entry per thread of the launch, or with a single one that holds for all. The words of a
+copy count as written when it is started and again when its thread has waited for it; in between they hold nothing, so
+that whoever reads them too early is found.
 """
 
 from contextlib import contextmanager
@@ -12,42 +14,39 @@ import numpy as np
 from jax.core import Tracer
 from scipy import special
 
-from pallas_kernels.compat import unchecked
-from pallas_kernels.simt.interpreter_matrices import InterpreterOfMatrices
-from pallas_kernels.simt.races import WARP, Memory, Threads
+from pallas_kernels.compat import kernel_launch
+from pallas_kernels.simt.races import Memory, Threads
+from pallas_kernels.simt.values import WARP
 
-_WARPGROUP = 128
 _ONE_AT_A_TIME = Lock()  # of several devices: the body of a kernel may keep what belongs to one
+_TF32 = np.int32(-1 << 13)  # the bits that tensor cores read
 
 
-def kernel(run, *, name, outputs, blocks, warpgroups, shared, updated):
-    """The launcher of a kernel whose threads do `run(machine, pointers)`; see `simt.simt_kernel`."""
+def launch(run, inputs, *, name, results, blocks, warpgroups, shared, updated):
+    """Results of a kernel whose threads do `run(machine, pointers)`; see `threads.kernel`."""
+
+    def interpret(*inputs):
+        threads = Numpy(name, blocks, warpgroups * 128)
+        # Changed inputs always get memory of their own: what a kernel forgets to copy is found missing.
+        arrays, written = [np.asarray(a) for a in inputs], [np.zeros(o.shape, o.dtype) for o in results]
+        memories = [Memory(threads, f"argument {i}", a.reshape(-1)) for i, a in enumerate(arrays)]
+        memories += [Memory(threads, f"output {i}", a.reshape(-1), empty=True) for i, a in enumerate(written)]
+        # On a GPU an input and what it changes to may be one memory, in which threads race.
+        for after in range(len(inputs), len(inputs) + updated):
+            memories[after].accesses = memories[after - updated].accesses
+        for i, size in enumerate(shared):
+            words = np.zeros(blocks * size, np.int32)
+            memories.append(Memory(threads, f"shared array {i}", words, shared=True, empty=True))
+        with _ONE_AT_A_TIME, np.errstate(all="ignore"):
+            run(threads, [_Pointer(memory, memory.kind, np.zeros(1, np.int64)) for memory in memories])
+        return written
 
     def call(*inputs):
-        # Changed inputs always get memory of their own: what a kernel forgets to copy is found missing.
-        changed = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs[len(inputs) - updated :]]
-
-        def interpret(*inputs):
-            threads = Numpy(name, blocks, warpgroups * _WARPGROUP)
-            arrays = [np.asarray(a) for a in inputs]
-            results = [np.zeros(o.shape, o.dtype) for o in (*changed, *outputs)]
-            memories = [Memory(threads, f"argument {i}", a.reshape(-1)) for i, a in enumerate(arrays)]
-            memories += [Memory(threads, f"output {i}", a.reshape(-1), empty=True) for i, a in enumerate(results)]
-            # On a GPU an input and what it changes to may be one memory, in which threads race.
-            for after in range(len(inputs), len(inputs) + updated):
-                memories[after].accesses = memories[after - updated].accesses
-            for i, size in enumerate(shared):
-                words = np.zeros(blocks * size, np.int32)
-                memories.append(Memory(threads, f"shared array {i}", words, shared=True, empty=True))
-            with _ONE_AT_A_TIME, np.errstate(all="ignore"):
-                run(threads, [_Pointer(memory, memory.kind, np.zeros(1, np.int64)) for memory in memories])
-            return results
-
         if any(isinstance(a, Tracer) for a in inputs):
-            return jax.pure_callback(interpret, [*changed, *outputs], *inputs, vmap_method="sequential")
+            return jax.pure_callback(interpret, results, *inputs, vmap_method="sequential")
         return [jax.numpy.asarray(a) for a in interpret(*inputs)]
 
-    return unchecked(call)
+    return kernel_launch(call)(*inputs)
 
 
 class _Pointer(NamedTuple):
@@ -85,10 +84,29 @@ class Floats:
     equal, greater = np.equal, np.greater
 
 
-class Numpy(InterpreterOfMatrices, Threads):
-    """The machine."""
+class _Group(NamedTuple):
+    """Copies that the `active` threads have yet to wait for: of each, its threads, memory, first words and values."""
+
+    active: np.ndarray
+    copies: list
+
+
+def _matrices(registers, kind) -> np.ndarray:
+    """(warps, registers, 8, columns) numbers in float32 from a register in each lane for each matrix."""
+    lanes = np.stack([r.reshape(-1, WARP) for r in registers], 1)  # (warps, registers, lanes), 4 bytes each
+    lanes = lanes & _TF32 if kind == "float32" else lanes
+    return np.ascontiguousarray(lanes).view(kind).reshape(*lanes.shape[:2], 8, -1).astype(np.float32)
+
+
+class Numpy(Threads):
+    """Computes; a value is a `np.ndarray`."""
 
     integers, floats = Integers, Floats
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.started, self.groups = [], []  # copies that are in no group yet, and groups of copies
+
     exp2, log2, reciprocal = np.exp2, np.log2, np.reciprocal
 
     def function(self, name, x):
@@ -230,3 +248,68 @@ class Numpy(InterpreterOfMatrices, Threads):
 
     def permute_bytes(self, x, order):
         return np.ascontiguousarray(x).view(np.uint8).reshape(-1, 4)[:, order].copy().view(np.int32)[:, 0]
+
+    def start_copy(self, target, word, source, index, wanted, when):
+        if when is not None:
+            with self.where(when):
+                self.start_copy(target, word, source, index, wanted, None)
+            return
+        with self.where(wanted):
+            values = self.load_vector(source, index, 16 // source.memory.array.itemsize)
+        values = np.where(np.broadcast_to(wanted, self.index.shape)[:, None], values, np.zeros((), values.dtype))
+        active, words = target.memory.touch("write", target.start + word, 4)
+        target.memory.filled[words] = False
+        first = np.broadcast_to(target.start + word, self.index.shape)
+        self.started.append((active, target.memory, first, np.ascontiguousarray(values).view(np.int32)))
+
+    def commit_copies(self):
+        self.groups.append(_Group(self.active.copy(), self.started))
+        self.started = []
+
+    def wait_for_copies(self, pending):
+        before = self.active
+        later = sum(group.active.astype(int) for group in self.groups)  # a thread's groups are its own
+        for group in self.groups:
+            later = later - group.active
+            done = group.active & before & (later >= pending)
+            for threads, memory, first, values in group.copies:
+                self.active = np.zeros_like(before)
+                self.active[threads] = done[threads]
+                active, words = memory.touch("write", first, 4)
+                memory.array[words] = values[active]
+            group.active[done] = False
+        self.active = before
+        self.groups = [group for group in self.groups if group.active.any()]
+
+    def load_matrices(self, pointer, word, transposed):
+        self._lanes(word)
+        rows = self.load_vector(pointer, np.broadcast_to(word, self.index.shape), 4)
+        matrices = rows.view(np.int16).reshape(-1, 4, 8, 8)  # warp, matrix, row, column
+        matrices = matrices.swapaxes(2, 3) if transposed else matrices
+        registers = np.ascontiguousarray(matrices).view(np.int32).reshape(-1, 4, WARP)
+        return [np.ascontiguousarray(registers[:, i]).reshape(-1) for i in range(4)]
+
+    def to_tf32(self, x):
+        finite = np.isfinite(x.view(np.float32))
+        return np.where(finite, (x + np.int32(1 << 12)) & _TF32, np.where(x & 0x7FFFFF, np.int32(0x7FFFFFFF), x))
+
+    def multiply(self, sums, a, b, kind):
+        a, b = (_matrices([self._lanes(r) for r in registers], kind) for registers in (a, b))
+        left = np.concatenate([np.concatenate([a[:, 0], a[:, 2]], 2), np.concatenate([a[:, 1], a[:, 3]], 2)], 1)
+        right = np.concatenate([b[:, 0], b[:, 1]], 2)  # its columns are rows here
+        products = (left @ right.swapaxes(1, 2)).reshape(-1, 2, WARP, 2)  # warp, upper or lower, lane, column
+        parts = [products[:, i // 2, :, i % 2].reshape(-1) for i in range(4)]
+        return [np.asarray(s + p, np.float32) for s, p in zip(sums, parts, strict=True)]
+
+    def pack(self, low, high, kind):
+        pair = np.stack(np.broadcast_arrays(low, high), 1).astype(kind)
+        return pair.view(np.int32)[:, 0]
+
+    def unpack(self, word, kind):
+        pairs = np.ascontiguousarray(word).view(kind).reshape(-1, 2).astype(np.float32)
+        return [np.ascontiguousarray(pairs[:, i]) for i in range(2)]
+
+    def store_words(self, pointer, index, words):
+        values = np.stack([np.broadcast_to(w, self.index.shape) for w in words], 1)
+        values = np.ascontiguousarray(values).view(pointer.memory.array.dtype)
+        self.store_vector(pointer, index, values, values.shape[1])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-WARP = 32
+from pallas_kernels.simt.values import WARP
 
 
 class RaceError(RuntimeError):

@@ -8,6 +8,9 @@ from typing import Any, Self
 
 import numpy as np
 
+WARP = 32
+"""Threads of a warp."""
+
 running: ContextVar[Any] = ContextVar("machine")
 machine = running.get  # what runs the body at hand
 

@@ -56,14 +56,14 @@ def user_version() -> tuple[Path | None, int]:
 
 
 def user_tunings(parse: Parse) -> Mapping[Place, Any]:
-    """What the user's file says; read again when it has changed."""
+    """Entries of the user's file; read again when it has changed."""
     path, changed = user_version()
     return {} if path is None else _as_of(path, changed, parse)
 
 
 @cache
 def package_tunings(parse: Parse) -> Mapping[Place, Any]:
-    """What the package's files say."""
+    """Entries of the package's files."""
     return {place: t for path in package_files() for place, t in _valid_tunings(path, parse).items()}
 
 

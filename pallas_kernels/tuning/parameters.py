@@ -1,12 +1,18 @@
-"""The free parameters of the kernels, and which a call gets: its own, the user's, the package's, or a guess.
+"""The free parameters of the kernels, and which a call gets: its own, the user's, the package's, or a rule's.
+
+Rules (`heuristic`) serve every GPU and size. A file of the package keeps what an H200 gains beyond them, and the user's
+file, which `python -m blaze_jax.tune` writes, what another card does.
 
 None of them changes a result's bits: every number is the sum of the same terms in the same order whichever tile comes
 first, however many copies are under way, and however wide the block of columns that it belongs to.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
 from math import log2
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +40,7 @@ def _check(kind: Any, **allowed: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class TileTuning:
-    """Of a kernel that walks over tiles of 128 rows times 256 columns.
+    """Parameters of a kernel that walks over tiles of 128 rows times 256 columns.
 
     The tiles are walked in stripes: `tile_width` of them side by side along `minor_dim`, and along the other dimension
     from end to end, back and forth.
@@ -66,10 +72,10 @@ class TileTuning:
 
 @dataclass(frozen=True)
 class ColumnBlock:
-    """Of the loop over blocks of output columns: rows of one block are alive at a time.
+    """Width of the blocks of output columns that the layer loops over: rows of one block are alive at a time.
 
     Attributes:
-      columns: of a block at most, 128, 256 or 512. Wider ones would cost memory that the layer promises to save.
+      columns: at most so many, 128, 256 or 512. Wider ones would cost memory that the layer promises to save.
 
     Raises:
       ValueError: a value is none of these.
@@ -83,10 +89,10 @@ class ColumnBlock:
 
 @dataclass(frozen=True)
 class MmaTuning:
-    """Of a kernel for Ampere and later: a tile of 128 rows, and the ring of slots that its operands arrive in.
+    """Parameters of a kernel for Ampere and later: a tile of 128 rows, and the ring that its operands arrive in.
 
     Attributes:
-      columns: of a tile, 128 or 256. A warp multiplies 32 or 64 of the rows with 64 of the columns.
+      columns: a tile's, 128 or 256. A warp multiplies 32 or 64 of the rows with 64 of the columns.
       k_step: 32 or 64, how much of the contracted dimension is in a slot; half as much of float32, which must have 64.
       stages: slots; all but one are on their way while the last is multiplied.
       abreast: row tiles whose first column tiles are taken before any of their second ones.
@@ -109,14 +115,14 @@ class MmaTuning:
 
     @property
     def shared_bytes(self) -> int:
-        """Of shared memory."""
+        """Bytes of shared memory that the ring takes."""
         return self.stages * (TILE_ROWS + self.columns) * self.k_step * 2
 
 
 type Tuning = TileTuning | ColumnBlock | MmaTuning
 
 MMA = "mma_"
-"""What the names of the kernels for Ampere and later begin with."""
+"""Begins the names of the kernels for Ampere and later."""
 
 KINDS: dict[str, type[TileTuning] | type[ColumnBlock] | type[MmaTuning]] = {
     "up_projection": TileTuning,
@@ -133,22 +139,10 @@ KINDS: dict[str, type[TileTuning] | type[ColumnBlock] | type[MmaTuning]] = {
     f"{MMA}up_weight_gradients": MmaTuning,
     f"{MMA}up_backward": MmaTuning,
 }
-"""What there is to tune, and by which parameters."""
+"""Parameters by the name of a kernel."""
 
 BLOCK_KIB = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227}
 """Shared memory of a block by compute capability; 99 KiB for every other one."""
-
-
-def heuristic[K: TileTuning | ColumnBlock | MmaTuning](kind: type[K], kernel: str, shape: str) -> K:
-    """Parameters of `kernel` for a `shape` (of `shape_key`) that no table has: so far the same for all sizes.
-
-    A row tile's column tiles follow each other, so that the SMs share gathered rows and an expert's weights in the L2;
-    an expert's gradient is done in stripes of 8 row tiles, which saved 2% to 7% at three sizes; all of shared memory is
-    in use.
-    """
-    if kind is MmaTuning:
-        return mma_heuristic(kernel, shape.rpartition(",")[2], tiles=_tiles(kernel, shape))  # pyright: ignore[reportReturnType]
-    return kind(tile_width=8) if kernel.endswith("weight_gradients") else kind()  # pyright: ignore[reportCallIssue]
 
 
 def block_kib(capability: str | None = None) -> int:
@@ -156,35 +150,92 @@ def block_kib(capability: str | None = None) -> int:
     return BLOCK_KIB.get(capability or compute_capability() or "", 99)
 
 
+class _Tiles(NamedTuple):
+    """The tiles of a launch for gated experts.
+
+    Attributes:
+      rows: row tiles, of an expert's gradient or of all pairs.
+      columns: column tiles of the same.
+      matrices: gradients of experts in the launch; 1 for other kernels.
+      depth: the contracted dimension of the up projection and the down backward.
+    """
+
+    rows: int
+    columns: int
+    matrices: int
+    depth: int
+
+    @classmethod
+    def of(cls, kernel: str, shape: str) -> "_Tiles":
+        """The tiles of `kernel`, without its prefix, at a `shape_key`."""
+        sizes = dict(part.split("=") for part in shape.split(",")[:-1])
+        pairs, (d, n, experts) = 1 << int(sizes["rows"].removeprefix("2^")), (int(sizes[name]) for name in "dnE")
+        columns = -(-(2 * n if kernel.startswith("up") else n) // TILE_COLUMNS)
+        if kernel.endswith("weight_gradients"):
+            return cls(-(-d // TILE_ROWS), columns, experts, d)
+        if kernel in ("down_projection", "up_backward"):
+            columns = ColumnBlock().columns // TILE_COLUMNS
+        return cls(pairs // TILE_ROWS, columns, 1, d)
+
+
+LARGE_MATRIX = 32 * 2**20
+"""Bytes of an expert's weights that an L2 cache of 50 MB has lost when the next row tile wants them."""
+
 FEW_TILES = 2048
 """With fewer, blocks that take two each would leave more multiprocessors idle at the end than the sweep saves, 5%."""
 
 
-def _tiles(kernel: str, shape: str) -> int:
-    """Of all rows times a block of columns, or of all experts' gradients of gate and up."""
-    *named, _ = shape.split(",")
-    sizes = {name: value for name, _, value in (part.partition("=") for part in named)}
-    rows = 1 << int(sizes["rows"].removeprefix("2^"))
-    if not kernel.endswith("weight_gradients"):
-        return rows // TILE_ROWS * ColumnBlock().columns // TILE_COLUMNS
-    d, n, experts = (int(sizes[name]) for name in ("d", "n", "E"))
-    return experts * -(-d // TILE_ROWS) * -(-2 * n // TILE_COLUMNS)
+def heuristic[K: TileTuning | ColumnBlock | MmaTuning](kind: type[K], kernel: str, shape: str) -> K:
+    """The parameters of `kernel` for a `shape` (of `shape_key`) that no table has."""
+    if kind is MmaTuning:
+        return mma_heuristic(kernel, shape.rpartition(",")[2], shape=shape)  # pyright: ignore[reportReturnType]
+    return _tile_heuristic(kernel, shape) if kind is TileTuning else kind()  # pyright: ignore[reportReturnType, reportCallIssue]
 
 
-def mma_heuristic(kernel: str, dtype: str, capability: str | None = None, *, tiles: int = FEW_TILES) -> MmaTuning:
+def _tile_heuristic(kernel: str, shape: str) -> TileTuning:
+    """All of shared memory, and a row tile's column tiles one after the other: SMs share rows and weights in the L2.
+
+    An H200 measured the exceptions. Weights that do not stay in the L2 are walked in stripes, of 16 column tiles by the
+    up projection, which then stay, and of 4 row tiles by the down backward (5% at d = 2048, n = 8192). A weight
+    gradient is walked in stripes of 8 row tiles (2% to 7% at three sizes), or of 4 where it has many tiles both ways
+    (2% to 3% at d = 4096, n = 1024).
+    """
+    tiles = _Tiles.of(kernel, shape)
+    if kernel.endswith("weight_gradients"):
+        return TileTuning(tile_width=4 if tiles.rows >= 32 and tiles.columns >= 4 else 8)
+    if 2 * tiles.columns * TILE_COLUMNS * tiles.depth >= LARGE_MATRIX:
+        if kernel == "up_projection":
+            return TileTuning(minor_dim=1, tile_width=16)
+        if kernel == "down_backward":
+            return TileTuning(tile_width=4)
+    return TileTuning()
+
+
+def mma_heuristic(kernel: str, dtype: str, capability: str | None = None, *, shape: str | None = None) -> MmaTuning:
     """The largest tile whose ring fits, with slots for a copy to take a step or two, and sweeps where tiles are many.
+
+    Row tiles abreast share a panel of weights. An H200 measured 8 in the up projection where column tiles are many (1%
+    to 2%), 8 in a weight gradient, and 4 where an expert's gradient alone has more tiles than there are SMs (3%).
 
     Args:
       kernel: a name of `KINDS`.
-      dtype: of the operands.
-      capability: of the GPU, such as "8.6"; None: of the one that jax computes on. Without one, what fits all.
-      tiles: of a launch; many by default.
+      dtype: the operands' type.
+      capability: the GPU's, such as "8.6"; None for the one that jax computes on. Without one, what fits all.
+      shape: the call's, by `shape_key`; None for a launch of many narrow rows of tiles.
     """
-    abreast = 8 if kernel.endswith("weight_gradients") else 1
-    if block_kib(capability) >= 227 and dtype != "float32":  # sweeps where they saved time and no register is spilled
-        short = {"up_weight_gradients": MmaTuning(256, 64, 3, 8, 2), "down_projection": MmaTuning(256, 64, 4, 1, 2)}
-        swept = short.get(kernel.removeprefix(MMA)) if tiles >= FEW_TILES else None
-        return swept or MmaTuning(256, 64, 4, abreast)
+    kernel = kernel.removeprefix(MMA)
+    tiles = _Tiles.of(kernel, shape) if shape else _Tiles(1, 1, FEW_TILES, 0)
+    if kernel.endswith("weight_gradients"):
+        abreast = 4 if tiles.rows * tiles.columns >= 256 else 8
+    else:
+        abreast = 8 if kernel == "up_projection" and tiles.columns >= 8 else 1
+    if block_kib(capability) >= 227 and dtype != "float32":
+        if tiles.rows * tiles.columns * tiles.matrices >= FEW_TILES:  # sweeps where they save time and spill nothing
+            if kernel == "up_weight_gradients":
+                return MmaTuning(256, 64, 3, abreast, 2)
+            if kernel == "down_projection":
+                return MmaTuning(256, 64, 4, abreast, 2)
+        return MmaTuning(256, 64, 4, abreast)
     if block_kib(capability) > 99:
         return MmaTuning(256, 64, 3, abreast)
     return MmaTuning(128, 64, 3, abreast) if dtype == "float32" else MmaTuning(256, 32, 4, abreast)
@@ -217,19 +268,45 @@ def _gpu() -> str:
     return nvidia_gpu() or H200
 
 
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Parameters that calls of some kernels get for once, and what the calls in the block were.
+
+    Attributes:
+      tunings: parameters by the name of a kernel.
+      shapes: the `shape_key` of each kernel that was looked up, its last one.
+    """
+
+    tunings: Mapping[str, Tuning]
+    shapes: dict[str, str] = field(default_factory=dict)
+
+
+_trial: ContextVar[Trial | None] = ContextVar("trial", default=None)
+
+
+@contextmanager
+def tried(tunings: Mapping[str, Tuning]) -> Iterator[Trial]:
+    """Has kernels that are traced in the block take `tunings`, before any table; a trace from before is not used."""
+    token = _trial.set(trial := Trial(tunings))
+    try:
+        yield trial
+    finally:
+        _trial.reset(token)
+
+
 def tables_in_use() -> tuple:
-    """What tells the tables that `find_tuning` reads from others: while it is the same, so are the parameters found."""
-    return _gpu(), *tuning_files.user_version()
+    """A value that stays the same as long as `find_tuning` finds the same."""
+    return _gpu(), *tuning_files.user_version(), _trial.get()
 
 
 def find_tuning[K: TileTuning | ColumnBlock | MmaTuning](kind: type[K], kernel: str, own: K | None, shape: str) -> K:
     """The parameters of a call: `own` if there are, else the user's, else the package's, else the heuristic.
 
     Args:
-      kind: of the parameters, `KINDS[kernel]`.
+      kind: the class of the parameters, `KINDS[kernel]`.
       kernel: a name of `KINDS`.
-      own: what the caller asks for.
-      shape: of the call, by `shape_key`.
+      own: parameters that the caller asks for.
+      shape: the call's, by `shape_key`.
 
     Raises:
       ValueError: `own` is of another kind.
@@ -238,6 +315,10 @@ def find_tuning[K: TileTuning | ColumnBlock | MmaTuning](kind: type[K], kernel: 
         if not isinstance(own, kind):
             raise ValueError(f"tuning={own!r} of {kernel} must be a {kind.__name__} or None")
         return own
+    if (trial := _trial.get()) is not None:
+        trial.shapes[kernel] = shape
+        if isinstance(tuning := trial.tunings.get(kernel), kind):
+            return tuning
     place = (_gpu(), kernel, shape)
     for tunings in (tuning_files.user_tunings(parse), tuning_files.package_tunings(parse)):
         found = tunings.get(place)

@@ -1,14 +1,14 @@
-"""Dispatch without a sort: counts per tile, an exclusive scan, and direct writes to the final position."""
+"""Dispatch, from experts to rows, without a sort; parts of these rows; and combine, from rows back to tokens."""
 
 from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
 from jax.core import min_dim
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.contract import Dispatch
-from pallas_kernels.xla.row_groups import zeros
+from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.xla.loops import Windows, zeros
 
 
 def tile_pairs(num_experts: int) -> int:
@@ -115,5 +115,66 @@ def row_range(
     )
 
 
-in_parts = of_experts = None
-"""These kernels compute all rows at once."""
+def in_parts(groups: Dispatch, parts: int) -> tuple[Dispatch[None], tuple[Dispatch[Windows], ...]]:
+    """Rows that were grouped by expert and part, as groups by expert: all, and those of each part's tokens.
+
+    Args:
+      groups: those of the pairs (token, e * parts + p) for expert e and part p. Parts have equally many tokens, in
+        order.
+      parts: how many.
+
+    Returns:
+      All rows by expert, and for each part the rows of its tokens, by the same numbers. There, tokens are counted from
+      the part's first, and expert_token_offsets tell of all rows.
+    """
+    windows, size = Windows.of(groups), groups.token_index_map.shape[0] // parts
+    everything = groups._replace(expert_token_offsets=groups.expert_token_offsets[::parts], tiles=None)
+
+    def part(p: int) -> Dispatch[Windows]:
+        tokens = groups.expert_token_indices - p * size
+        return everything._replace(
+            expert_token_indices=jnp.where((tokens >= 0) & (tokens < size), tokens, size),
+            token_index_map=groups.token_index_map[p * size : (p + 1) * size],
+            tiles=Windows(*(rows[p::parts] for rows in windows)),
+        )
+
+    return everything, tuple(map(part, range(parts)))
+
+
+def of_experts(groups: Dispatch, first: int, experts: int, *, counted_from: int | None = None) -> Dispatch[Windows]:
+    """The rows of `experts` experts, `first` and those after it, by the same numbers.
+
+    There, experts are counted from `counted_from`, the first one whose weights the kernels get; None for `first`.
+    """
+    begin = first if counted_from is None else counted_from
+    offsets = groups.expert_token_offsets[first : first + experts + 1]
+    start, end = (rows[begin : first + experts] for rows in Windows.of(groups))
+    row, tokens = jnp.arange(groups.num_rows, dtype=jnp.int32), groups.expert_token_indices
+    mine = (row >= offsets[0]) & (row < offsets[-1])
+    return groups._replace(
+        expert_token_indices=jnp.where(mine, tokens, groups.token_index_map.shape[0]),
+        expert_token_offsets=offsets,
+        tiles=Windows(start, end.at[: first - begin].set(start[: first - begin])),
+    )
+
+
+def combine(
+    rows: Float[Array, "R columns"],
+    token_index_map: Int[Array, "T K"],
+    weights: Float[Array, "T K"] | None,
+    out: Float[Array, "T d"],
+    first_column: Int[Array, ""] | int,
+    addend: Float[Array, "T columns"] | None = None,
+) -> Float[Array, "T d"]:
+    """`out` with columns from `first_column` on replaced by `addend + Σ_k weights[t, k] · rows[token_index_map[t, k]]`.
+
+    Summed wide in this order, and rounded once. Positions past the last row (empty slots) contribute zero, unless their
+    weight is NaN. Without `weights` all are one, without `addend` it is zero.
+    """
+    wide = accumulator_dtype(rows.dtype)
+    shape = token_index_map.shape[0], rows.shape[1]
+    total = jnp.zeros(shape, wide) if addend is None else addend.astype(wide)
+    for slot in range(token_index_map.shape[1]):
+        row = rows.at[token_index_map[:, slot]].get(mode="fill", fill_value=0).astype(wide)
+        total += row if weights is None else weights[:, slot, None].astype(wide) * row
+    return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), first_column, axis=1)

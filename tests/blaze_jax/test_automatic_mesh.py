@@ -13,7 +13,7 @@ from blaze_jax import MoEConfig, Parallelism, expert_ffn, moe
 from blaze_jax.layer_observer import observed_layers
 from blaze_jax.warn import warn_once
 from tests.expert_problems import apply, make_problem
-from tests.layers import CONFIGS, layer, random_parameters, random_tokens
+from tests.layers import CONFIGS, gradients, layer, random_parameters, random_tokens, step
 from tests.numerics import assert_close
 from tests.routings import random_experts
 
@@ -25,16 +25,6 @@ EACH_COMPUTES_ALL = "the experts are compiled for {} devices, each of which comp
 def put(tree, spec, mesh=MESH):
     """The arrays on the mesh, or where they were."""
     return tree if spec is None else jax.device_put(tree, NamedSharding(mesh, spec))
-
-
-def gradients(config, params, x, parallel=None):
-    bias = jnp.linspace(-0.1, 0.1, 6) if config.has_selection_bias else None
-
-    def loss(params, x):
-        y, routing = moe(x, params, config, selection_bias=bias, train=True, parallel=parallel)
-        return jnp.square(y).mean() + sum(routing.weighted_losses.values()), (y, routing)
-
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +41,9 @@ def test_layer(name, tokens, parameters):
     config, x = CONFIGS[name], random_tokens(4, 16)
     params = random_parameters(config, use_bias=True)
     with jax.set_mesh(MESH), observed_layers() as layers:
-        out = gradients(config, put(params, parameters), put(x, tokens))
+        out = jax.jit(partial(gradients, config=config))(put(params, parameters), put(x, tokens))
     assert {traced.num_tokens for traced in layers} == {4 * 16 // 8}
-    assert_close(out, gradients(config, params, x))
+    assert_close(out, step(params, x, config))
 
 
 @pytest.mark.parametrize("parallel", [None, Parallelism(data="data", expert="model")], ids=["", "experts"])
@@ -63,10 +53,11 @@ def test_beside_explicit_axes(parallel):
     params = random_parameters(config)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
     with jax.set_mesh(mesh), observed_layers() as layers:
-        out = gradients(config, put(params, WHOLE, mesh), put(x, SPLIT, mesh), parallel)
+        run = jax.jit(partial(gradients, config=config, parallel=parallel))
+        out = run(put(params, WHOLE, mesh), put(x, SPLIT, mesh))
     assert {traced.num_tokens for traced in layers} == {1}
     assert jax.typeof(out[0][1][0]).sharding.spec == P("data", None)
-    assert_close(out, gradients(config, params, x))
+    assert_close(out, step(params, x, config))
 
 
 @pytest.mark.slow
@@ -159,17 +150,18 @@ def test_devices_that_all_compute_the_same_are_warned_of(make, devices):
 
 
 @pytest.mark.slow
-def test_hopper_kernels_lower_on_each_devices_tokens():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_hopper_kernels_lower_on_each_devices_tokens(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=64, implementation="mosaic_gpu")
-    shapes = {name: parameter.shape for name, parameter in config.parameters(128).items()}
 
     def shaped(shape, spec):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(MESH, spec))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
-    params = {name: shaped(shape, WHOLE) for name, shape in shapes.items()}
-    step = jax.jit(lambda params, x: moe(x, params, config)[0])
-    with observed_layers() as layers:
-        text = step.trace(params, shaped((64, 128), SPLIT)).lower(lowering_platforms=("cuda",)).as_text()
+    params = {name: shaped(parameter.shape, WHOLE) for name, parameter in config.parameters(128).items()}
+    gradient = jax.jit(jax.grad(lambda params, x: moe(x, params, config)[0].astype(jnp.float32).sum()))
+    with jax.set_mesh(mesh), observed_layers() as layers:
+        text = gradient.trace(params, shaped((64, 128), SPLIT)).lower(lowering_platforms=("cuda",)).as_text()
     assert {traced.num_tokens for traced in layers} == {8}
     assert "moe_router" in text
     assert "moe_up_projection" in text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from blaze_jax import EMPTY_SLOT, build_dispatch
-from pallas_kernels.simt import language as simt
+from pallas_kernels import simt
 from pallas_kernels.xla.dispatch import tile_pairs
 from tests.numerics import assert_same_bits
 from tests.routings import ROUTINGS, experts_of_shape, random_experts, reference_dispatch, routings

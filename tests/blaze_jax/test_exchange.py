@@ -12,7 +12,7 @@ from jax import P
 from blaze_jax import MoEConfig, Parallelism
 from blaze_jax.activations import get_activation
 from blaze_jax.exchange import HERE, Transport
-from blaze_jax.expert_rows import Settings, Tokens
+from blaze_jax.plan import Plan, Tokens
 from pallas_kernels import xla
 from tests.blaze_jax.test_parallelism import make_mesh
 from tests.pallas_kernels.rows import portable_dispatch
@@ -95,9 +95,9 @@ def test_experts_come_in_blocks_only_where_a_device_has_whole_ones(devices, spli
 def test_turns_take_all_rows_with_the_gaps_between_groups(known):
     experts, num_experts = ROUTINGS["random"]
     dispatch = portable_dispatch(experts, num_experts, row_alignment=8)
-    settings = Settings(get_activation("swiglu"), "inputs", xla, HERE, row_budget=16)
+    plan = Plan(get_activation("swiglu"), "inputs", xla, HERE, row_budget=16)
     part = Tokens(jnp.zeros((37, 8)), jnp.ones((37, 2)), jnp.asarray(experts), dispatch)
-    _, turns = settings.turns(part._replace(most_pairs=jnp.int32(experts.size)) if known else part)
+    _, turns = plan.turns(part._replace(most_pairs=jnp.int32(experts.size)) if known else part)
     assert turns is not None
     further = np.asarray(dispatch.expert_token_offsets)[-1] - 16
-    assert experts.size - 16 < further <= turns * settings.turn_rows
+    assert experts.size - 16 < further <= turns * plan.turn(part, 0).all.num_rows

@@ -9,7 +9,7 @@ from jax import P, lax
 
 from blaze_jax import expert_ffn
 from blaze_jax.oracle import dense_expert_ffn
-from pallas_kernels.xla.row_groups import Turn, turns_of
+from pallas_kernels.xla.loops import Turn, turns_of
 from tests.expert_problems import RAGGED, apply, batched, lowered, make_problem, results
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 from tests.routings import ROUTINGS

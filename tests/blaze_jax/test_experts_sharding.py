@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from blaze_jax import expert_ffn
-from blaze_jax.warn import warn_once
 from tests.expert_problems import apply, make_problem
 from tests.numerics import assert_close
 from tests.routings import random_experts
@@ -85,19 +84,3 @@ def test_gradient_of_sharded_expert_width(mesh, problem, check_vma):
         return jnp.square(y - target).sum()
 
     assert_close(gradients(sharded, problem), gradients(loss, problem))
-
-
-@pytest.mark.slow
-def test_automatic_sharding_of_tokens(mesh, problem):
-    by_token, replicated = NamedSharding(mesh, P("devices")), NamedSharding(mesh, P())
-    placed = problem._replace(
-        x=jax.device_put(problem.x, by_token),
-        params=jax.device_put(problem.params, replicated),
-        weights=jax.device_put(problem.weights, by_token),
-        experts=jax.device_put(problem.experts, by_token),
-        dy=jax.device_put(problem.dy, by_token),
-    )
-    warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="compiled for 4 devices, each of which computes all tokens"):
-        out = gradients(loss, placed)
-    assert_close(out, gradients(loss, problem))

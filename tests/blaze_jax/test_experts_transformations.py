@@ -31,13 +31,6 @@ def squared_error(x, params, weights, experts, target, **options):
 
 
 @pytest.mark.slow
-def test_without_jit():
-    problem = make_problem(*ROUTINGS["empty_slots"])
-    gradient = jax.value_and_grad(squared_error, argnums=(0, 1, 2))
-    assert_close(gradient(*problem), jax.jit(gradient)(*problem))
-
-
-@pytest.mark.slow
 def test_vmap_over_tokens_and_weights():
     problems = batch_of_problems()
     out = jax.jit(jax.vmap(partial(results, expert_ffn)))(problems)
@@ -59,17 +52,6 @@ def test_vmap_over_tokens_with_shared_weights():
 
     out, ref = (jax.jit(jax.value_and_grad(f))(shared) for f in (loss, loss_of_flattened))
     assert_close(out, ref)
-
-
-@pytest.mark.slow
-def test_vmap_of_grad_is_grad_of_vmap():
-    problems = batch_of_problems()
-    gradients = jax.vmap(jax.grad(squared_error, argnums=(0, 1, 2)))
-
-    def total(*args):
-        return jax.vmap(squared_error)(*args).sum()
-
-    assert_close(jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*problems), jax.jit(gradients)(*problems))
 
 
 def layers_loss(params, problems, *, scan, remat=lambda f: f):

@@ -12,8 +12,7 @@ from flax.nnx import Param, Rngs
 from blaze_jax import MoE, MoEConfig, Router, expert_ffn, moe, nnx
 from blaze_jax.experts import compute_experts
 from blaze_jax.routing import route_and_group
-from pallas_kernels import hopper
-from pallas_kernels.simt import language as simt
+from pallas_kernels import hopper, simt
 from tests.numerics import assert_same_bits
 
 T, E, K, D, N = 300, 12, 3, 256, 256

@@ -15,7 +15,7 @@ from jax.experimental import checkify
 from blaze_jax import MoE, init, moe, route
 from blaze_jax.nnx import AuxiliaryLoss
 from blaze_jax.nnx import MoE as NnxMoE
-from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
+from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 
 PROMOTIONS = {
@@ -206,8 +206,8 @@ def test_export_of_layer(config, size):
     config = CONFIGS[config]
     params, x = random_parameters(config, use_bias=True), random_tokens(13)
 
-    def layer(params, x):
-        y, routing = moe(x, params, config, train=True)
+    def outputs(params, x):
+        y, routing = layer(x, params, config, train=True)
         return y, routing.weights, routing.load_balancing_loss
 
     def loss(function, params, x):
@@ -215,8 +215,8 @@ def test_export_of_layer(config, size):
         return jnp.square(y).sum() + jnp.square(weights).sum() + loss, out
 
     step = jax.value_and_grad(loss, (1, 2), has_aux=True)
-    again = exported(layer, specs_of(params), tokens_of_size(size), vjp_order=1)
-    out, ref = (jax.jit(partial(step, function))(params, x) for function in (again, layer))
+    again = exported(outputs, specs_of(params), tokens_of_size(size), vjp_order=1)
+    out, ref = (jax.jit(partial(step, function))(params, x) for function in (again, outputs))
     assert_close(out, ref)
 
 

@@ -15,6 +15,7 @@ WAYS = {
     "each token once, further turns": ({"expert": 4}, {"exchange": "all_to_all", "row_budget": 0.3}),
     "own experts of four": ({"fsdp": 4}, {}),
     "own experts, one each": ({"fsdp": 8}, {}),
+    "own experts, further turns": ({"fsdp": 4}, {"row_budget": 0.3}),
     "both": ({"fsdp": 2, "expert": 2}, {"row_budget": 0.3}),
     "both, and the width": ({"fsdp": 2, "expert": 2, "tensor": 2}, {}),
 }

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from blaze_jax import route
+from pallas_kernels import simt
 from pallas_kernels.compile_only import compile_for_gpu
-from pallas_kernels.simt import language as simt
 from tests import layers
 from tests.numerics import assert_close, assert_same_bits
 

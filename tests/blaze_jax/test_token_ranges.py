@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from blaze_jax import expert_ffn, experts
-from blaze_jax.token_ranges import TokenRanges, token_ranges
+from blaze_jax.plan import TokenRanges, token_ranges
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import portable_dispatch

@@ -1,7 +1,7 @@
 """Tables of results."""
 
 from blaze_jax.benchmark.inputs import BOTH
-from blaze_jax.benchmark.results_file import PUBLISHED, read_results
+from blaze_jax.benchmark.results import PUBLISHED, read_results
 from docs.write_benchmarks import END, RESULTS, START, render, written
 from tests.blaze_jax.benchmark.test_results import result, scaling_record
 

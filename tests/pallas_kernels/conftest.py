@@ -4,7 +4,7 @@ import pytest
 
 from pallas_kernels import hopper, xla
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT
-from pallas_kernels.xla.row_groups import turns_of
+from pallas_kernels.xla.loops import turns_of
 from tests.pallas_kernels.rows import Rows, needs_interpreter
 
 HOPPER = "mosaic_gpu"

@@ -12,7 +12,7 @@ import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
 from pallas_kernels import ampere
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.tile import default_tile
 from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.compile_only.gpus import GPUS
 from pallas_kernels.contract import Rule

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import hopper, xla
-from pallas_kernels.simt import language as simt
+from pallas_kernels import hopper, simt, xla
 from tests.numerics import assert_same_bits
 
 CHOSEN = 1 << 30

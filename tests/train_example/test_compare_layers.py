@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from blaze_jax.benchmark.own_process import ProcessError
 from blaze_jax.benchmark.plots import draw
-from blaze_jax.benchmark.results_file import read_results
+from blaze_jax.benchmark.results import read_results
 from tests.train_example.small import FULL_MODEL, windows
 from train_example import compare_layers
 from train_example.__main__ import main
-from train_example.compare_layers import measured
 from train_example.config import UserError
 from train_example.model import Decoder
 from train_example.program.experts_layer import experts_function
@@ -42,7 +42,7 @@ def test_the_same_parameters_outputs_and_router_state():
 
 @pytest.mark.slow
 def test_loss_curves_lie_on_top_of_each_other_and_can_be_drawn(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare_layers.multiprocessing, "get_context", lambda _: SameProcess())
+    monkeypatch.setattr(compare_layers, "run_apart", in_this_process)
     monkeypatch.setitem(PRESETS, "tiny", CONFIG)
     file = tmp_path / "new" / "training.json"
     options = f"--preset tiny --steps 8 --remat except-experts --experts-layer blaze_jax sort+ragged_dot --json {file}"
@@ -66,20 +66,12 @@ def test_loss_curves_lie_on_top_of_each_other_and_can_be_drawn(tmp_path, capsys,
         assert ours["planned_gib"] > 0
 
 
-class SameProcess:
-    """A pool that works where it is: starting processes takes longer than the steps."""
-
-    def Pool(self, _):  # noqa: N802
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def apply(self, function, arguments):
+def in_this_process(function, *arguments):
+    """Starting processes takes longer than the steps."""
+    try:
         return function(*arguments)
+    except Exception as error:
+        raise ProcessError(f"{type(error).__name__}: {error}") from error
 
 
 def test_a_layer_that_is_not_installed_is_reported(tmp_path, capsys, monkeypatch):
@@ -93,8 +85,9 @@ def test_a_layer_that_is_not_installed_is_reported(tmp_path, capsys, monkeypatch
     monkeypatch.setattr("blaze_jax.benchmark.peers.importlib.import_module", missing)
     with pytest.raises(UserError, match="sort\\+tokamax cannot run: tokamax is not installed"):
         experts_function("sort+tokamax")
-    record, _ = measured(replace(CONFIG, experts_layer="sort+tokamax"))
-    assert "tokamax is not installed" in record["error"]
+    monkeypatch.setattr(compare_layers, "run_apart", in_this_process)
+    assert compare_layers.main(["--experts-layer", "sort+tokamax"]) == 1
+    assert "tokamax is not installed" in capsys.readouterr().err
     assert main(["--experts-layer", "sort+tokamax", "--out", str(tmp_path / "out")]) == 2
     assert "tokamax is not installed" in capsys.readouterr().err
 
@@ -107,12 +100,12 @@ def test_an_implementation_of_our_kernels_means_nothing_to_another_layer(tmp_pat
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the preset of a CPU")
 def test_a_cpu_trains_the_preset_that_is_made_for_it(capsys, monkeypatch):
-    monkeypatch.setattr(compare_layers.multiprocessing, "get_context", lambda _: SameProcess())
-    monkeypatch.setattr(compare_layers, "train_briefly", lambda config: {"error": config.preset})
+    monkeypatch.setattr(compare_layers, "run_apart", in_this_process)
+    monkeypatch.setattr(compare_layers, "train_briefly", lambda config: 1 / 0)
     assert compare_layers.main(["--experts-layer", "sort+ragged_dot"]) == 1
     said = capsys.readouterr()
     assert said.out.endswith("; preset tiny\n")
-    assert said.err == "sort+ragged_dot: tiny\n"
+    assert said.err == "sort+ragged_dot: ZeroDivisionError: division by zero\n"
 
 
 def test_counts_must_be_positive(capsys):

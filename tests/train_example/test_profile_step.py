@@ -8,17 +8,15 @@ from typing import get_args
 import jax
 import pytest
 
-from blaze_jax.benchmark.ceilings import Ceilings
-from blaze_jax.benchmark.device_trace import Kernel
+from blaze_jax.benchmark.rates import Ceilings
+from blaze_jax.benchmark.trace import Kernel
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, windows
 from train_example.compile_step import lower_step, xla_options
 from train_example.config import Remat
 from train_example.profile_step import measure
 from train_example.profile_step.__main__ import main
-from train_example.profile_step.bounds import step_work
-from train_example.profile_step.memory_floor import memory_floor
-from train_example.profile_step.parts import CASTS, OTHER, PARTS, by_part, part_of
-from train_example.profile_step.program import instructions
+from train_example.profile_step.parts import CASTS, OTHER, PARTS, by_part, instructions, part_of
+from train_example.profile_step.work import memory_floor, step_work
 from train_example.program.presets import PRESETS
 from train_example.program.setup import make_model
 from train_example.step import init_state
@@ -152,10 +150,12 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
     options = "--preset tiny --traced 1"
     assert main([*options.split(), "--json", str(file), "--plot", str(figure)]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^experts +3\.00 +60\.0%", shown, re.M)
-    assert re.search(r"^other +1\.00 +20\.0%", shown, re.M)
-    assert "    mystery" in shown
-    assert re.search(r"^gaps +1\.00 +20\.0%", shown, re.M)
+    assert re.search(r"^  experts +3\.00 +60\.0%", shown, re.M)
+    assert re.search(r"^  other +1\.00 +20\.0%", shown, re.M)
+    assert "      mystery" in shown
+    assert re.search(r"^  gaps +1\.00 +20\.0%", shown, re.M)
+    assert "memory that no step does without" in shown
+    assert re.search(r"tokens/s, \d+ TFLOP/s of the model's own arithmetic, \d+% of dense", shown)
     content = json.loads(file.read_text())
     assert content["records"][0]["parts"][0]["kernels"] == [{"name": "moe_combine", "ms": 3.0}]
     assert figure.read_bytes().startswith(b"\x89PNG")

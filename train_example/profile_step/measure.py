@@ -6,20 +6,13 @@ from typing import Any
 
 import jax
 
-from blaze_jax.benchmark.ceilings import CeilingCalls, Ceilings
-from blaze_jax.benchmark.device_trace import Kernel, TraceError, trace
-from blaze_jax.benchmark.plan import plan_of
+from blaze_jax.benchmark.rates import CeilingCalls, Ceilings
 from blaze_jax.benchmark.timing import time_calls
-from train_example.compile_step import jit_once, lower_step, xla_options
+from blaze_jax.benchmark.trace import Kernel, TraceError, trace
 from train_example.config import TrainConfig
-from train_example.data import Corpus, open_text
-from train_example.loop import microbatches, peak_memory_gib
-from train_example.profile_step.bounds import step_work
-from train_example.profile_step.memory_floor import memory_floor
-from train_example.profile_step.parts import by_part
-from train_example.profile_step.program import Instruction, instructions
-from train_example.program.setup import make_model
-from train_example.step import init_state
+from train_example.profile_step.parts import Instruction, by_part, instructions
+from train_example.profile_step.run import Run
+from train_example.profile_step.work import memory_floor, step_work
 
 _WARM_STEPS, _TIMED_STEPS = 3, 30
 _WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
@@ -42,46 +35,30 @@ def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
     calls = CeilingCalls(config.dtype)
     ceilings = calls.rates(time_calls(calls.calls, repeats=10))
     del calls
-    model = make_model(config)
-    corpus = Corpus(open_text(config.data), config.sequence_length)
-    state = jit_once(lambda: init_state(config, model))()
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    batch = jax.device_put(microbatches(config, corpus.batch(config.seed, 0, config.batch_size)))
-    start = time.perf_counter()
-    compiled = lower_step(config, model, state, batch).compile(xla_options(config))
-    compile_seconds = time.perf_counter() - start
+    run = Run(config)
+    batch = jax.device_put(run.batch(0))
 
-    def run(program: jax.stages.Compiled, steps: int) -> None:
-        nonlocal state
+    def steps(program: jax.stages.Compiled, number: int) -> None:
         metrics = None
-        for _ in range(steps):
-            state, metrics = program(state, batch)
-        jax.block_until_ready((state, metrics))
+        for _ in range(number):
+            run.state, metrics = program(run.state, batch)
+        jax.block_until_ready((run.state, metrics))
 
-    run(compiled, _WARM_STEPS)
+    compiled = run.compile()
+    steps(compiled, _WARM_STEPS)
     start = time.perf_counter()
-    run(compiled, _TIMED_STEPS)
+    steps(compiled, _TIMED_STEPS)
     wall_ms = (time.perf_counter() - start) / _TIMED_STEPS * 1e3
-    peak = peak_memory_gib()
-    profiled = lower_step(config, model, state, batch).compile(xla_options(config) | _WITHOUT_GRAPHS)
-    run(profiled, _WARM_STEPS)
-    kernels = trace(lambda: run(profiled, traced))
-    plan = plan_of(compiled.memory_analysis())
-    return {
-        "kind": "step_profile",
-        "preset": config.preset,
-        "batch_size": config.batch_size,
-        "sequence_length": config.sequence_length,
-        "accumulate": config.accumulate,
-        "remat": config.remat,
-        "parameters": parameters,
-        "compile_seconds": compile_seconds,
-        "peak_gib": peak,
-        "planned_gib": None if plan is None else plan.total / 2**30,
-        "floor_gib": {name: size / 2**30 for name, size in memory_floor(config, parameters).items()},
-        "wall_ms": wall_ms,
-        "tokens_per_second": config.batch_size * config.sequence_length / wall_ms * 1e3,
-    } | profile_record(kernels, traced, instructions(profiled.as_text() or ""), config, parameters, ceilings)
+    record = run.record(compiled)
+    profiled = run.compile(**_WITHOUT_GRAPHS)
+    steps(profiled, _WARM_STEPS)
+    kernels = trace(lambda: steps(profiled, traced))
+    sizes = {name: getattr(config, name) for name in ("preset", "batch_size", "sequence_length", "accumulate")}
+    record |= {"kind": "step_profile", **sizes, "wall_ms": wall_ms}
+    record["floor_gib"] = {name: size / 2**30 for name, size in memory_floor(config, run.parameters).items()}
+    record["tokens_per_second"] = config.batch_size * config.sequence_length / wall_ms * 1e3
+    program = instructions(profiled.as_text() or "")
+    return record | profile_record(kernels, traced, program, config, run.parameters, ceilings)
 
 
 def profile_record(

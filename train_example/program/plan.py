@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from blaze_jax.benchmark.plan import MemoryPlan, plan_of
+from blaze_jax.benchmark.memory import MemoryPlan, plan_of
 from pallas_kernels.compile_only import compile_for_gpu
 from train_example.config import TrainConfig, UserError
 from train_example.program.setup import make_model

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from blaze_jax import checkpoints
-from blaze_jax.checkpoints.json_file import read_json
+from blaze_jax.json_file import read_json
 from train_example.config import ModelConfig, UserError
 from train_example.layers import QKNorm
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from blaze_jax.checkpoints import CheckpointError
-from blaze_jax.checkpoints.json_file import read_json
+from blaze_jax.json_file import read_json
 from train_example.config import UserError
 from train_example.data import ByteStream
 

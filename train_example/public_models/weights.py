@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from blaze_jax import MoEConfig, checkpoints
-from blaze_jax.checkpoints.block import PLAIN, find_block
 from blaze_jax.checkpoints.folder import DTYPES, INDEX
+from blaze_jax.checkpoints.layouts import PLAIN, find_block
 from blaze_jax.checkpoints.loading import place
 from blaze_jax.checkpoints.saving import layer_tensors
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors

@@ -47,5 +47,7 @@ def test_a_peer_out_of_memory_is_in_the_figure():
         {"layer": "blaze_jax", "status": "ok", "peak_mib": 12.0},
         {"layer": "a peer", "status": "out of memory: needs 136 GiB", "peak_mib": 139346.0},
     ]
-    figure = plots._draw_planned_memory([{"kind": "memory", "sizes": SIZES, "dtype": "bfloat16", "layers": layers}])
+    figure = plots._of_layers("", plots._planned)(
+        [{"kind": "memory", "sizes": SIZES, "dtype": "bfloat16", "layers": layers}]
+    )
     assert words(figure) == ["12", "out of memory", "blaze_jax", "a peer"]

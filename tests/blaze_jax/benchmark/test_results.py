@@ -2,18 +2,17 @@
 
 import pytest
 
-from blaze_jax.benchmark.environment import environment
 from blaze_jax.benchmark.plots import draw
-from blaze_jax.benchmark.results_file import PUBLISHED, ResultsFile, command_line, read_results
-from blaze_jax.benchmark.scaling import flatness, print_flatness
+from blaze_jax.benchmark.results import PUBLISHED, ResultsFile, command_line, environment, read_results
 from blaze_jax.benchmark.sizes import GPU_SIZES
+from blaze_jax.benchmark.tables import flatness, flatness_text
 
 PNG = b"\x89PNG"
 
 
 def test_what_was_measured_is_in_the_file_after_each_record(tmp_path):
     path = tmp_path / "results.json"
-    file = ResultsFile(path, environment())
+    file = ResultsFile(path, environment(), "a command")
     for number in (1, 2):
         file.add({"kind": "test", "number": number})
         assert [r["number"] for r in read_results(path)["records"]] == list(range(1, number + 1))
@@ -54,9 +53,9 @@ def test_flatness_looks_at_many_tokens_alone():
 @pytest.mark.parametrize(
     ("times", "verdict"), [((44.0, 40.0), "flat"), ((60.0, 40.0, 45.0), "falls"), ((60.0, 40.0, 50.0), "grows")]
 )
-def test_what_falls_is_not_told_as_if_it_grew(times, verdict, capsys):
-    print_flatness([scaling_record(65536 << i, ns) for i, ns in enumerate(times)])
-    assert f"on: {verdict} (" in capsys.readouterr().out.splitlines()[0]
+def test_what_falls_is_not_told_as_if_it_grew(times, verdict):
+    text = flatness_text([scaling_record(65536 << i, ns) for i, ns in enumerate(times)])
+    assert f"on: {verdict} (" in text.splitlines()[0]
 
 
 def test_figures_of_scaling_training_and_kernels(tmp_path):
@@ -80,5 +79,5 @@ def test_nothing_to_draw_is_said(tmp_path):
 
 
 def test_the_command_to_type_again_is_without_where_its_results_went():
-    arguments = ["--kernels", "--json", "a/b.json", "--config", "1,2,3,4,1", "--plot=c", "--peers", "sort + tokamax"]
-    assert command_line("m", arguments) == "python -m m --kernels --config 1,2,3,4,1 --peers 'sort + tokamax'"
+    arguments = ["kernels", "--json", "a/b.json", "--config", "1,2,3,4,1", "--plot=c", "--peers", "sort + tokamax"]
+    assert command_line("m", arguments) == "python -m m kernels --config 1,2,3,4,1 --peers 'sort + tokamax'"

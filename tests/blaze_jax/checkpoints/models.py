@@ -1,6 +1,7 @@
 """The fixtures: small models as transformers writes them, and what it computes with them."""
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -14,14 +15,32 @@ FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss
 
 
 @cache
-def model(family: str) -> checkpoints.PublicModel:
-    return checkpoints.read_model(FIXTURES / family)
+def model(name: str) -> checkpoints.PublicModel:
+    """The model of that fixture; those of one family differ in format, but for the wider model in float8."""
+    return checkpoints.read_model(FIXTURES / (name.partition("-")[0] if name != "deepseek_v3-float8" else name))
 
 
-def load(name: str, **options) -> checkpoints.Layer:
-    """The last layer of the fixture of that name."""
-    described = model(name.partition("-")[0] if name != "deepseek_v3-float8" else name)
-    return checkpoints.load(FIXTURES / name, described.num_layers - 1, described.layer, **options)
+def load(name: str, folder: Path | None = None, **options) -> checkpoints.Layer:
+    """The last layer of the fixture of that name, or of a folder that holds such a model."""
+    return checkpoints.load(folder or FIXTURES / name, model(name).num_layers - 1, model(name).layer, **options)
+
+
+def save(name: str, folder: Path, layer: checkpoints.Layer, **options) -> list[Path]:
+    """Writes the last layer of such a model."""
+    return checkpoints.save(folder, {model(name).num_layers - 1: layer}, model(name).layer, **options)
+
+
+def block(name: str) -> str:
+    """How the names of the last layer's tensors begin."""
+    is_mixtral = name.startswith("mixtral") and not name.endswith("fused")
+    return f"model.layers.{model(name).num_layers - 1}." + ("block_sparse_moe." if is_mixtral else "mlp.")
+
+
+def copied(name: str, tmp_path: Path) -> Path:
+    """A copy of the fixture's folder, without the expected results."""
+    folder = shutil.copytree(FIXTURES / name, tmp_path / "model")
+    (folder / "expected.safetensors").unlink(missing_ok=True)
+    return folder
 
 
 @cache

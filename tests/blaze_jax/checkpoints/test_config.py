@@ -1,253 +1,99 @@
-"""What a `config.json` says, in the words of the models' public files."""
+"""What a `config.json` says, in the words of the models' public files: used, passed over, or refused by its name."""
 
 import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from blaze_jax import MoEConfig, Router, checkpoints, clamped_swiglu
 from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, model
 
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 32768,
-    "model_type": "mixtral",
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.02,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.36.0.dev0",
-    "use_cache": True,
-    "vocab_size": 32000,
-}
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rope_scaling": None,
-    "router_aux_loss_coef": 0.001,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-OLMOE_1B_7B = {
-    "attention_bias": False,
-    "clip_qkv": None,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 1024,
-    "model_type": "olmoe",
-    "norm_topk_prob": False,
-    "num_attention_heads": 16,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 16,
-    "router_aux_loss_coef": 0.01,
-    "vocab_size": 50304,
-}
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_nextn_predict_layers": 1,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    },
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-}
-KIMI_K2 = DEEPSEEK_V3 | {
-    "aux_loss_alpha": 0.001,
-    "first_k_dense_replace": 1,
-    "model_type": "kimi_k2",
-    "n_group": 1,
-    "n_routed_experts": 384,
-    "num_nextn_predict_layers": 0,
-    "pretraining_tp": 1,
-    "routed_scaling_factor": 2.827,
-    "seq_aux": True,
-    "topk_group": 1,
-}
-GLM_4_5 = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "attention_bias": True,
-    "first_k_dense_replace": 3,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "model_type": "glm4_moe",
-    "moe_intermediate_size": 1536,
-    "n_group": 1,
-    "n_routed_experts": 160,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 92,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 0.5,
-    "rope_scaling": None,
-    "routed_scaling_factor": 2.5,
-    "topk_group": 1,
-    "use_qk_norm": True,
-}
-GPT_OSS_20B = {
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "model_type": "gpt_oss",
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_local_experts": 32,
-    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
-    "router_aux_loss_coef": 0.9,
-    "swiglu_limit": 7.0,
-}
+RELEASES = json.loads((Path(__file__).parent / "public_configs.json").read_text())
+"""Files of public releases, all fields: "public copy" are as others have copied them, "memory" as this test's author
+remembers them. Lists of modules that are not compressed are cut to one."""
 
-NONE = {"load_balancing_weight": 0.0}
-PUBLIC = [
-    (
-        MIXTRAL_8X7B,
-        MoEConfig(
-            num_experts=8, experts_per_token=2, expert_width=14336, router=Router(normalize_weights=True), **NONE
-        ),
-        (),
-    ),
-    (
-        QWEN3_30B_A3B,
-        MoEConfig(
-            num_experts=128, experts_per_token=8, expert_width=768, router=Router(normalize_weights=True), **NONE
-        ),
-        (),
-    ),
-    (
-        OLMOE_1B_7B,
-        MoEConfig(
-            num_experts=64, experts_per_token=8, expert_width=1024, router=Router(normalize_weights=False), **NONE
-        ),
-        (),
-    ),
-    (
-        DEEPSEEK_V3,
-        MoEConfig(
-            num_experts=256,
-            experts_per_token=8,
-            expert_width=2048,
-            shared_width=2048,
-            selection_bias=True,
-            router=Router(
-                scoring="sigmoid", normalize_weights=True, weight_scale=2.5, num_groups=8, groups_per_token=4
-            ),
-            **NONE,
-        ),
-        (0, 1, 2),
-    ),
-    (
-        KIMI_K2,
-        MoEConfig(
-            num_experts=384,
-            experts_per_token=8,
-            expert_width=2048,
-            shared_width=2048,
-            selection_bias=True,
-            router=Router(scoring="sigmoid", normalize_weights=True, weight_scale=2.827),
-            **NONE,
-        ),
-        (0,),
-    ),
-    (
-        GLM_4_5,
-        MoEConfig(
-            num_experts=160,
-            experts_per_token=8,
-            expert_width=1536,
-            shared_width=1536,
-            selection_bias=True,
-            router=Router(scoring="sigmoid", normalize_weights=True, weight_scale=2.5),
-            **NONE,
-        ),
-        (0, 1, 2),
-    ),
-    (
-        GPT_OSS_20B,
-        MoEConfig(
-            num_experts=32,
-            experts_per_token=4,
-            expert_width=2880,
-            activation=clamped_swiglu(1.702, 7.0),
-            router_bias=True,
-            router=Router(scoring="softmax_selected"),
-            **NONE,
-        ),
-        (),
-    ),
+MIXTRAL_8X7B, QWEN3_30B_A3B, OLMOE_1B_7B, DEEPSEEK_V3, KIMI_K2, GLM_4_5, GPT_OSS_20B = PUBLIC = [
+    RELEASES[name]["config"]
+    for name in (
+        "mistralai/Mixtral-8x7B-v0.1",
+        "Qwen/Qwen3-30B-A3B",
+        "allenai/OLMoE-1B-7B-0924",
+        "deepseek-ai/DeepSeek-V3",
+        "moonshotai/Kimi-K2-Instruct",
+        "zai-org/GLM-4.5",
+        "openai/gpt-oss-20b",
+    )
 ]
 
 
+def layer(num_experts, experts_per_token, expert_width, *, router, **options):
+    sizes = {"num_experts": num_experts, "experts_per_token": experts_per_token, "expert_width": expert_width}
+    return MoEConfig(**sizes, router=Router(**router), load_balancing_weight=0.0, **options)
+
+
+def sigmoid_layer(num_experts, expert_width, **router):
+    router |= {"scoring": "sigmoid", "normalize_weights": True}
+    return layer(num_experts, 8, expert_width, router=router, shared_width=expert_width, selection_bias=True)
+
+
+LAYERS = {
+    "mixtral": (layer(8, 2, 14336, router={"normalize_weights": True}), ()),
+    "qwen3_moe": (layer(128, 8, 768, router={"normalize_weights": True}), ()),
+    "olmoe": (layer(64, 8, 1024, router={"normalize_weights": False}), ()),
+    "deepseek_v3": (sigmoid_layer(256, 2048, weight_scale=2.5, num_groups=8, groups_per_token=4), (0, 1, 2)),
+    "kimi_k2": (sigmoid_layer(384, 2048, weight_scale=2.827), (0,)),
+    "glm4_moe": (sigmoid_layer(160, 1536, weight_scale=2.5), (0, 1, 2)),
+    "gpt_oss": (
+        layer(
+            32,
+            4,
+            2880,
+            router={"scoring": "softmax_selected"},
+            activation=clamped_swiglu(1.702, 7.0),
+            router_bias=True,
+        ),
+        (),
+    ),
+}
+"""The layer and the dense layers that `PUBLIC` describe, by family."""
+
+over_public = pytest.mark.parametrize("config", PUBLIC, ids=lambda config: config["model_type"])
+
+
 @pytest.mark.default_cases("*")
-@pytest.mark.parametrize(
-    ("config", "layer", "dense"), PUBLIC, ids=lambda v: v.get("model_type") if isinstance(v, dict) else ""
-)
-def test_public_models(config, layer, dense):
+@over_public
+def test_public_models(config):
     described = checkpoints.read_model(config)
-    assert MoEConfig.from_huggingface(config) == layer == described.layer
-    assert described.dense_layers == dense
+    assert (described.layer, described.dense_layers) == LAYERS[config["model_type"]]
+    assert MoEConfig.from_huggingface(config) == described.layer
     assert (described.width, described.num_layers) == (config["hidden_size"], config["num_hidden_layers"])
     assert described.use_bias == (config["model_type"] == "gpt_oss")
     assert described.dense_width == (
         None if config["model_type"] in ("mixtral", "olmoe", "gpt_oss") else config["intermediate_size"]
     )
+
+
+@pytest.mark.default_cases("*")
+@pytest.mark.parametrize("name", RELEASES)
+def test_every_field_of_a_public_release_is_known_or_passed_over(name):
+    config = RELEASES[name]["config"]
+    described = checkpoints.read_model(config)
+    layer = described.layer
+    assert described.family == config["model_type"]
+    assert layer.num_experts in {config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")}
+    assert layer.experts_per_token == config["num_experts_per_tok"]
+    assert layer.expert_width == config.get("moe_intermediate_size", config["intermediate_size"])
+    assert layer.shared_width == config.get("n_shared_experts", 0) * layer.expert_width
+    assert described.dense_layers == tuple(range(config.get("first_k_dense_replace", 0)))
+
+
+def test_there_are_three_releases_of_each_family():
+    counted = Counter(release["config"]["model_type"] for release in RELEASES.values())
+    assert counted.keys() == LAYERS.keys()
+    assert min(counted.values()) >= 3
 
 
 @pytest.mark.default_cases("*")
@@ -315,7 +161,7 @@ def test_what_contradicts_is_named(config, change, message):
 
 
 @pytest.mark.default_cases("mixtral", "qwen3_moe", "olmoe", "kimi_k2", "gpt_oss")
-@pytest.mark.parametrize("config", [entry[0] for entry in PUBLIC], ids=lambda config: config["model_type"])
+@over_public
 def test_what_decides_the_mathematics_must_be_there(config):
     needed = {"hidden_size", "num_hidden_layers", "hidden_act", "norm_topk_prob", "n_group", "topk_group", "model_type"}
     needed |= {"routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "moe_intermediate_size"}
@@ -342,3 +188,78 @@ def test_broken_files_are_named(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(checkpoints.CheckpointError, match=f"config.json: .*{message}"):
         MoEConfig.from_huggingface(path)
+
+
+@pytest.mark.default_cases("*")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"qkv_bias": True},
+        {"use_qk_norm": True},
+        {"shared_expert_intermediate_size": 0, "mlp_bias": False, "expert_capacity": None, "n_group": 0},
+        {"partial_rotary_factor": 0.5, "factor": 2, "attn_factor": 1, "exact": True},
+        {"unsloth_fixed": True, "unsloth_version": "2025.9"},
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32768},
+        {"_experts_implementation": "grouped_mm"},
+        {"attention_dropout": 0.1, "logits_to_keep": 1, "tokenizer_class": "Qwen2Tokenizer"},
+        {"router_aux_loss_coef": 0.5, "seq_aux": True, "aux_loss_alpha": 0.1},
+        {"max_window_layers": 28, "sliding_window": 4096, "use_sliding_window": True},
+        {"text_config": None, "quantization_config": None},
+        {7: 8},
+    ],
+)
+def test_what_concerns_other_parts_is_passed_over(fields):
+    for config in (QWEN3_30B_A3B, OLMOE_1B_7B, MIXTRAL_8X7B):
+        assert checkpoints.read_model(config | fields) == checkpoints.read_model(config)
+
+
+REFUSED = """expert_capacity_factor numExpertsPerGroup moe_shared_size use_gate gating_dropout mlp_bias ffn_mult
+activation_limit swiglu_beta topk_scale n_group scoring router_z_loss_coef shared_width residual_multiplier weight_scale
+drop_tokens normalize_weights quantization use_bias"""
+
+
+@pytest.mark.default_cases("*")
+@pytest.mark.parametrize("name", REFUSED.split())
+def test_what_could_change_the_layer_is_refused(name):
+    with pytest.raises(checkpoints.CheckpointError, match=f"{name}=2 is unknown to olmoe, and could change the layer"):
+        checkpoints.read_model(OLMOE_1B_7B | {name: 2})
+
+
+@pytest.mark.default_cases("*")
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (OLMOE_1B_7B, {"hidden_size": 10**30}, "hidden_size=1000.* must be an integer from"),
+        (OLMOE_1B_7B, {"num_experts": 10**12}, "num_experts=1000000000000 must be an integer from"),
+        (QWEN3_30B_A3B, {"num_hidden_layers": 10**12, "decoder_sparse_step": 2}, "num_hidden_layers=1000000000000"),
+        (DEEPSEEK_V3, {"n_shared_experts": 10**400}, "n_shared_experts=1000.* must be an integer from"),
+        (DEEPSEEK_V3, {"routed_scaling_factor": 10**400}, "routed_scaling_factor=1000.* must be a finite number"),
+        (GPT_OSS_20B, {"swiglu_limit": -(10**400)}, "swiglu_limit=-1000.* must be a finite number"),
+        (MIXTRAL_8X7B, {"norm_topk_prob": False}, "norm_topk_prob=False must be True"),
+    ],
+)
+def test_numbers_beyond_reason_are_named(tmp_path, config, change, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | change))
+    with pytest.raises(checkpoints.CheckpointError, match=f"config.json: {message}"):
+        checkpoints.read_model(path)
+
+
+def test_a_kilobyte_takes_no_time(tmp_path):
+    assert len(checkpoints.read_model(DEEPSEEK_V3 | {"first_k_dense_replace": 10**9}).dense_layers) == 61
+    path = tmp_path / "config.json"
+    path.write_text("{" + ",".join(f'"a{n % 80_000}": 0' for n in range(80_001)) + "}")
+    start = time.perf_counter()
+    with pytest.raises(checkpoints.CheckpointError, match="'a0' stands there twice"):
+        checkpoints.read_model(path)
+    assert time.perf_counter() - start < 5
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(checkpoints.CheckpointError, match=r"config\.json: is no file"):
+        checkpoints.read_model(path)
+
+
+def test_a_name_that_cannot_be_printed_is_escaped():
+    with pytest.raises(checkpoints.CheckpointError, match=r"expert\\ud800=1 is unknown") as raised:
+        checkpoints.read_model(OLMOE_1B_7B | {"expert\ud800": 1})
+    assert str(raised.value).isascii()

@@ -2,18 +2,17 @@
 
 import dataclasses
 import json
-import shutil
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from flax import nnx
 
+import blaze_jax
 from blaze_jax import MoEConfig, checkpoints
 from blaze_jax.checkpoints import loading
-from tests.blaze_jax.checkpoints.models import FIXTURES, model, tensors_of, write
+from tests.blaze_jax.checkpoints.models import FIXTURES, block, copied, load, model, save, tensors_of, write
 
 MLP = "model.layers.1.mlp."
 
@@ -27,53 +26,42 @@ def olmoe(tmp_path, **changes):
     return write(tmp_path / "model", changed(tensors_of(FIXTURES / "olmoe"), **changes))
 
 
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
 CASES = {
     "missing": (
         {"drop": ["experts.3.up_proj.weight"]},
-        r"model.safetensors: layer 1: tensor '{MLP}experts.3.up_proj.weight' is missing in the layout 'by_expert' with",
+        "model.safetensors: layer 1: tensor '{MLP}experts.3.up_proj.weight' is missing in the layout 'by_expert' with",
     ),
     "no router": ({"drop": ["gate.weight"]}, "'{MLP}gate.weight' is missing"),
     "shape": (
-        {"experts__5__down_proj__weight": np.zeros((16, 9), np.float32)},
+        {"experts__5__down_proj__weight": zeros(16, 9)},
         r"model.safetensors: tensor '{MLP}experts.5.down_proj.weight' has shape \(16, 9\), must have \(16, 8\)",
     ),
-    "turned": (
-        {"experts__0__gate_proj__weight": np.zeros((16, 8), np.float32)},
-        r"has shape \(16, 8\), must have \(8, 16\)",
-    ),
-    "rank": ({"gate__weight": np.zeros(6, np.float32)}, r"gate.weight' has shape \(6,\), must have \(6, width\)"),
-    "router": (
-        {"gate__weight": np.zeros((5, 16), np.float32)},
-        r"gate.weight' has shape \(5, 16\), must have \(6, width\)",
-    ),
+    "turned": ({"experts__0__gate_proj__weight": zeros(16, 8)}, r"has shape \(16, 8\), must have \(8, 16\)"),
+    "rank": ({"gate__weight": zeros(6)}, r"gate.weight' has shape \(6,\), must have \(6, width\)"),
+    "router": ({"gate__weight": zeros(5, 16)}, r"gate.weight' has shape \(5, 16\), must have \(6, width\)"),
     "dtype": (
-        {"experts__1__up_proj__weight": np.zeros((8, 16), np.int32)},
+        {"experts__1__up_proj__weight": zeros(8, 16, dtype=np.int32)},
         "experts.1.up_proj.weight' has dtype I32, must have F32 or F16 or BF16 or F8_E4M3",
     ),
     "another expert": (
-        {"experts__6__up_proj__weight": np.zeros((8, 16), np.float32)},
+        {"experts__6__up_proj__weight": zeros(8, 16)},
         "'{MLP}experts.6.up_proj.weight' has no place in the layout 'by_expert' with num_experts=6, ",
     ),
-    "bias": (
-        {"gate__e_score_correction_bias": np.zeros(6, np.float32)},
-        "e_score_correction_bias' has no place .* has_selection_bias=False",
-    ),
-    "shared": (
-        {"shared_experts__up_proj__weight": np.zeros((8, 16), np.float32)},
-        "shared_experts.up_proj.weight' has no place .*shared_width=0",
-    ),
+    "bias": ({"gate__e_score_correction_bias": zeros(6)}, "bias' has no place .* has_selection_bias=False"),
+    "shared": ({"shared_experts__up_proj__weight": zeros(8, 16)}, "up_proj.weight' has no place .*shared_width=0"),
     "both": (
-        {
-            "experts__gate_up_proj": np.zeros((6, 16, 16), np.float32),
-            "experts__down_proj": np.zeros((6, 16, 8), np.float32),
-        },
+        {"experts__gate_up_proj": zeros(6, 16, 16), "experts__down_proj": zeros(6, 16, 8)},
         "is there in two layouts, 'by_expert' and 'fused': tensor '{MLP}experts.down_proj'",
     ),
     "scale": (
-        {"experts__1__up_proj__weight_scale_inv": np.ones((1, 1), np.float32)},
+        {"experts__1__up_proj__weight_scale_inv": zeros(1, 1)},
         "has dtype F32, but '{MLP}experts.1.up_proj.weight_scale_inv' holds scales of F8_E4M3",
     ),
-    "prefixes": ({"x": np.zeros(1, np.float32)}, "has no place in the layout"),
+    "prefixes": ({"x": zeros(1)}, "has no place in the layout"),
 }
 
 
@@ -84,7 +72,7 @@ def test_tensors_are_checked_before_anything_is_placed(tmp_path, case, monkeypat
     monkeypatch.setattr(loading, "_load_kernels", None)
     monkeypatch.setattr(loading, "place", None)
     with pytest.raises(checkpoints.CheckpointError, match=message.replace("{MLP}", MLP)):
-        checkpoints.load(olmoe(tmp_path, **changes), 1, model("olmoe").layer)
+        load("olmoe", olmoe(tmp_path, **changes))
 
 
 def test_dense_and_missing_layers():
@@ -99,27 +87,22 @@ def test_a_layer_with_and_without_prefix(tmp_path):
     tensors = tensors_of(FIXTURES / "olmoe")
     tensors["layers.1.mlp.gate.weight"] = tensors["model.layers.1.mlp.gate.weight"]
     with pytest.raises(checkpoints.CheckpointError, match=r"layer 1 is there twice, with and without 'model.'"):
-        checkpoints.load(write(tmp_path, tensors), 1, model("olmoe").layer)
+        load("olmoe", write(tmp_path, tensors))
 
 
 @pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("change", "message"),
     [
-        ("gpt_oss-mxfp4", {"experts.down_proj_scales": np.zeros((4, 32, 2), np.uint8)}, r"must have \(4, 32, 1\)"),
-        ("gpt_oss-mxfp4", {"experts.gate_up_proj_blocks": np.zeros((4, 64, 1, 16), np.int8)}, "dtype I8, must have U8"),
-        (
-            "gpt_oss-mxfp4",
-            {"experts.gate_up_proj": np.zeros((4, 32, 64), np.float32)},
-            "two layouts, 'gpt_oss_mxfp4' and",
-        ),
+        ({"experts.down_proj_scales": zeros(4, 32, 2, dtype=np.uint8)}, r"must have \(4, 32, 1\)"),
+        ({"experts.gate_up_proj_blocks": zeros(4, 64, 1, 16, dtype=np.int8)}, "dtype I8, must have U8"),
+        ({"experts.gate_up_proj": zeros(4, 32, 64)}, "two layouts, 'gpt_oss_mxfp4' and"),
     ],
 )
-def test_compressed_tensors_are_checked(tmp_path, name, change, message):
-    prefix = "model.layers.0.mlp."
-    tensors = tensors_of(FIXTURES / name) | {prefix + key: value for key, value in change.items()}
+def test_compressed_tensors_are_checked(tmp_path, change, message):
+    tensors = tensors_of(FIXTURES / "gpt_oss-mxfp4") | {block("gpt_oss") + key: value for key, value in change.items()}
     with pytest.raises(checkpoints.CheckpointError, match=message):
-        checkpoints.load(write(tmp_path, tensors), 0, model("gpt_oss").layer)
+        load("gpt_oss", write(tmp_path, tensors))
 
 
 @pytest.mark.default_cases("*")
@@ -137,7 +120,7 @@ def test_compressed_tensors_are_checked(tmp_path, name, change, message):
     ],
 )
 def test_float8_is_checked(tmp_path, old, new, message):
-    folder = shutil.copytree(FIXTURES / "deepseek_v3-float8", tmp_path / "model")
+    folder = copied("deepseek_v3-float8", tmp_path)
     content = (folder / "model.safetensors").read_bytes()
     assert old in content
     (folder / "model.safetensors").write_bytes(content.replace(old, new, 1))
@@ -146,11 +129,11 @@ def test_float8_is_checked(tmp_path, old, new, message):
         config["quantization_config"]["weight_block_size"] = [64, 64]
         (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(checkpoints.CheckpointError, match=message):
-        checkpoints.load(folder, 1, model("deepseek_v3-float8").layer)
+        load("deepseek_v3-float8", folder)
 
 
 def indexed(tmp_path, change):
-    folder = shutil.copytree(FIXTURES / "qwen3_moe", tmp_path / "model")
+    folder = copied("qwen3_moe", tmp_path)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     change(folder, index)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -165,10 +148,7 @@ def point_to(file):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            point_to("../elsewhere.safetensors"),
-            r"names the file '\.\./elsewhere.safetensors', must be .* inside the folder",
-        ),
+        (point_to("../x.safetensors"), r"names the file '\.\./x.safetensors', must be .* inside the folder"),
         (point_to("/etc/x.safetensors"), "names the file '/etc/x.safetensors'"),
         (point_to("C:\\x.safetensors"), "names the file 'C:"),
         (point_to("a\\..\\..\\x.safetensors"), "inside the folder"),
@@ -176,10 +156,7 @@ def point_to(file):
         (point_to(["model-00001-of-00004.safetensors"]), "names the file"),
         (point_to("x" * 300 + ".safetensors"), "no such file, which model.safetensors.index.json says has the tensor"),
         (point_to("model-00009-of-00004.safetensors"), "model-00009-of-00004.safetensors: no such file"),
-        (
-            point_to("model-00001-of-00004.safetensors"),
-            "model-00001-.*: tensor 'model.layers.2.mlp.gate.weight' is missing, which",
-        ),
+        (point_to("model-00001-of-00004.safetensors"), "model-00001-.*: tensor '.*gate.weight' is missing, which"),
         (lambda folder, index: index.pop("weight_map"), "weight_map must be an object"),
         (lambda folder, index: index.update(weight_map=["x"]), "weight_map must be an object"),
         (lambda folder, index: index["weight_map"].pop("model.layers.2.mlp.gate.weight"), "gate.weight' is missing"),
@@ -188,23 +165,21 @@ def point_to(file):
 )
 def test_an_index_is_checked(tmp_path, change, message):
     with pytest.raises(checkpoints.CheckpointError, match=message):
-        checkpoints.load(indexed(tmp_path, change), 2, model("qwen3_moe").layer)
+        load("qwen3_moe", indexed(tmp_path, change))
 
 
 def test_folders_without_a_checkpoint(tmp_path):
     with pytest.raises(checkpoints.CheckpointError, match="no such folder"):
         checkpoints.Folder(tmp_path / "none")
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(
-        checkpoints.CheckpointError, match=r"holds neither model.safetensors nor model.safetensors.index"
-    ):
+    with pytest.raises(checkpoints.CheckpointError, match=r"holds neither model.safetensors nor model.safetens.*json"):
         checkpoints.Folder(tmp_path)
 
 
 def test_links_of_a_cache_are_followed(tmp_path):
     for path in (FIXTURES / "olmoe").iterdir():
         (tmp_path / path.name).symlink_to(path)
-    assert checkpoints.load(tmp_path, 1, model("olmoe").layer).params
+    assert load("olmoe", tmp_path).params
 
 
 @pytest.mark.default_cases("*")
@@ -215,10 +190,7 @@ def test_links_of_a_cache_are_followed(tmp_path):
         ({"layer": "1"}, "layer='1' must be an integer"),
         ({"dtype": jnp.int8}, "dtype=int8 must be floating"),
         ({"sharding": "tpu"}, "must be a Sharding, a mapping"),
-        (
-            {"sharding": {"w_side": SingleDeviceSharding(jax.devices()[0])}},
-            "sharding names w_side, must name some of w_router",
-        ),
+        ({"sharding": {"w_side": None}}, "sharding names w_side, must name some of w_router"),
     ],
 )
 def test_arguments_are_checked(arguments, message):
@@ -228,25 +200,19 @@ def test_arguments_are_checked(arguments, message):
 
 
 def test_a_module_of_another_configuration_is_refused():
-    layer = checkpoints.load(FIXTURES / "olmoe", 1, model("olmoe").layer)
-    from flax import nnx
-
-    import blaze_jax
-
     def module(width=16, **options):
         config = MoEConfig(num_experts=6, experts_per_token=2, expert_width=8, **options)
         return nnx.eval_shape(lambda: blaze_jax.nnx.MoE(width, config, rngs=nnx.Rngs(0)))
 
     with pytest.raises(ValueError, match=r"w_router has shape \(18, 6\), must be \(16, 6\)"):
-        layer.put_into(module(18))
+        load("olmoe").put_into(module(18))
     with pytest.raises(ValueError, match=r"the module has .*shared_w_up"):
-        layer.put_into(module(shared_width=3))
+        load("olmoe").put_into(module(shared_width=3))
 
 
-def test_without_safetensors_the_extra_is_named(monkeypatch):
+def test_reading_and_writing_need_no_safetensors(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(checkpoints.MissingExtraError, match=r"pip install 'blaze_jax\[checkpoints\]'"):
-        checkpoints.Folder(FIXTURES / "olmoe")
+    save("olmoe", tmp_path, load("olmoe"))
 
 
 @pytest.mark.default_cases("*")

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from blaze_jax import MoEConfig, checkpoints
-from blaze_jax.checkpoints import folder, pieces
+from blaze_jax.checkpoints import folder, matrices
 from blaze_jax.checkpoints.layouts import LAYOUTS
-from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, load, model, tensors_of, write
+from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, load, tensors_of, write
 from tests.numerics import assert_same_bits
 
 KERNELS = ("w_gate", "w_up", "w_down")
@@ -115,12 +115,12 @@ def wide_layer(path, *, experts=6):
 def test_less_than_two_experts_are_held_at_a_time(tmp_path, monkeypatch, sharded):
     path, config, tensors = wide_layer(tmp_path)
     if sharded:
-        monkeypatch.setattr(pieces, "PIECE_BYTES", 100_000)
+        monkeypatch.setattr(matrices, "SLICE_BYTES", 100_000)
     held, largest = 0, 0
 
-    def read(self, tensor, index, plain=folder.TensorFile.read):
+    def read(self, *index, plain=folder.Stored.read):
         nonlocal held, largest
-        values = plain(self, tensor, index)
+        values = plain(self, *index)
         held += values.nbytes
         largest = max(largest, held)
 
@@ -131,7 +131,7 @@ def test_less_than_two_experts_are_held_at_a_time(tmp_path, monkeypatch, sharded
         weakref.finalize(values, forget)
         return values
 
-    monkeypatch.setattr(folder.TensorFile, "read", read)
+    monkeypatch.setattr(folder.Stored, "read", read)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("a",))
     sharding = dict.fromkeys(KERNELS, NamedSharding(mesh, P(None, "a"))) if sharded else None
     layer = checkpoints.load(path, 0, config, sharding=sharding)
@@ -143,11 +143,9 @@ def test_less_than_two_experts_are_held_at_a_time(tmp_path, monkeypatch, sharded
 
 
 def test_memory_that_is_filled_becomes_the_array(tmp_path, monkeypatch):
-    from blaze_jax.checkpoints import shards
-
     filled = []
-    plain = shards._aligned_empty
-    monkeypatch.setattr(shards, "_aligned_empty", lambda *a: filled.append(plain(*a)) or filled[-1])
+    plain = matrices._aligned_empty
+    monkeypatch.setattr(matrices, "_aligned_empty", lambda *a: filled.append(plain(*a)) or filled[-1])
     path, config, _ = wide_layer(tmp_path)
     params = checkpoints.load(path, 0, config).params
     pointers = {values.ctypes.data for values in filled}
@@ -156,17 +154,14 @@ def test_memory_that_is_filled_becomes_the_array(tmp_path, monkeypatch):
 
 def test_accelerators_are_filled_in_place(monkeypatch):
     """What a GPU does, on a CPU: pieces turned by the device, and a donated array."""
-    from blaze_jax.checkpoints import shards
-
     plain = load("gpt_oss-mxfp4")
-    monkeypatch.setattr(shards, "_HostPart", shards._DevicePart)
+    monkeypatch.setattr(matrices, "_HostPart", matrices._DevicePart)
     assert_same_bits(load("gpt_oss-mxfp4").params, plain.params)
 
 
 def test_a_layer_of_a_model_without_head(tmp_path):
     stored = {name.removeprefix("model."): value for name, value in tensors_of(FIXTURES / "olmoe").items()}
-    layer = checkpoints.load(write(tmp_path, stored), 1, model("olmoe").layer)
-    assert_same_bits(layer.params, load("olmoe").params)
+    assert_same_bits(load("olmoe", write(tmp_path, stored)).params, load("olmoe").params)
 
 
 def test_every_layout_says_how_it_is_written():

@@ -15,8 +15,10 @@ from safetensors import safe_open
 import blaze_jax
 from blaze_jax import checkpoints
 from blaze_jax.checkpoints import writing
-from tests.blaze_jax.checkpoints.models import FIXTURES, load, model, tensors_of
+from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, block, load, model, save, tensors_of
 from tests.numerics import assert_same_bits
+
+WRITABLE = [f"{family}-bfloat16" for family in FAMILIES[:4]] + ["deepseek_v3-fused", "gpt_oss-mxfp4-decoded"]
 
 
 def raw(folder):
@@ -30,29 +32,15 @@ def raw(folder):
 
 
 @pytest.mark.default_cases("*")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mixtral-bfloat16",
-        "qwen3_moe-bfloat16",
-        "olmoe-bfloat16",
-        "deepseek_v3-bfloat16",
-        "deepseek_v3-fused",
-        "gpt_oss-mxfp4-decoded",
-    ],
-)
+@pytest.mark.parametrize("name", WRITABLE)
 def test_what_was_read_is_written_bit_for_bit(tmp_path, name):
-    described = model(name.partition("-")[0])
-    number = described.num_layers - 1
-    checkpoints.save(tmp_path, {number: load(name)}, described.layer)
-    block = f"model.layers.{number}." + ("block_sparse_moe." if name.startswith("mixtral-b") else "mlp.")
-    stored = {key: value for key, value in raw(FIXTURES / name).items() if key.startswith(block)}
-    written = raw(tmp_path)
-    if "deepseek_v3-bfloat16" in name:  # transformers wrote the selection bias in bfloat16, too
-        bias = block + "gate.e_score_correction_bias"
+    save(name, tmp_path, load(name))
+    stored = {key: value for key, value in raw(FIXTURES / name).items() if key.startswith(block(name))}
+    if name == "deepseek_v3-bfloat16":  # transformers wrote the selection bias in bfloat16, too
+        bias = block(name) + "gate.e_score_correction_bias"
         stored[bias] = stored[bias].astype(np.float32)
-    assert_same_bits(written, stored)
-    assert_same_bits(checkpoints.load(tmp_path, number, described.layer)[:2], load(name)[:2])
+    assert_same_bits(raw(tmp_path), stored)
+    assert_same_bits(load(name, tmp_path)[:2], load(name)[:2])
 
 
 def test_layers_are_added_to_a_folder(tmp_path):
@@ -73,26 +61,25 @@ def test_layers_are_added_to_a_folder(tmp_path):
 
 def test_many_files(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "LARGEST_FILE", 2000)
-    described = model("mixtral")
-    files = checkpoints.save(tmp_path, {0: load("mixtral")}, described.layer, dtype="bfloat16")
+    files = save("mixtral", tmp_path, load("mixtral"), dtype="bfloat16")
     assert len(files) > 3
     assert files[0].name.startswith("layers-00000-00001-of-")
-    assert_same_bits(checkpoints.load(tmp_path, 0, described.layer).params, load("mixtral", dtype="bfloat16").params)
+    assert_same_bits(load("mixtral", tmp_path).params, load("mixtral", dtype="bfloat16").params)
 
 
 def test_sharded_arrays_are_written(tmp_path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     sharding = {"w_up": NamedSharding(mesh, P("a", None, "b")), "w_down": NamedSharding(mesh, P(None, "b"))}
-    checkpoints.save(tmp_path, {1: load("olmoe", sharding=sharding)}, model("olmoe").layer)
-    stored = {name: value for name, value in tensors_of(FIXTURES / "olmoe").items() if "layers.1.mlp" in name}
+    save("olmoe", tmp_path, load("olmoe", sharding=sharding))
+    stored = {name: value for name, value in tensors_of(FIXTURES / "olmoe").items() if name.startswith(block("olmoe"))}
     assert_same_bits(tensors_of(tmp_path), stored)
 
 
 def test_a_module_of_nnx_is_written(tmp_path):
     described = model("deepseek_v3")
     module = blaze_jax.nnx.MoE(described.width, described.layer, rngs=nnx.Rngs(0))
-    checkpoints.save(tmp_path, {1: checkpoints.Layer.of(load("deepseek_v3").put_into(module))}, described.layer)
-    assert_same_bits(checkpoints.load(tmp_path, 1, described.layer)[:2], load("deepseek_v3")[:2])
+    save("deepseek_v3", tmp_path, checkpoints.Layer.of(load("deepseek_v3").put_into(module)))
+    assert_same_bits(load("deepseek_v3", tmp_path)[:2], load("deepseek_v3")[:2])
 
 
 @pytest.mark.default_cases("*")
@@ -117,9 +104,7 @@ def test_a_selection_bias_starts_at_zero_and_is_not_lost(tmp_path, family):
     else:
         with pytest.raises(ValueError, match=f"'{family}' has no place for the layer's selection_bias, which is not"):
             checkpoints.save(tmp_path / "moved", {number: moved}, config)
-        with pytest.raises(
-            checkpoints.CheckpointError, match=f"'{family}' has no selection bias, and selection_bias=T"
-        ):
+        with pytest.raises(checkpoints.CheckpointError, match=f"'{family}' has no selection bias, and sel.*=True"):
             checkpoints.load(FIXTURES / family, number, dataclasses.replace(config, selection_bias=True))
 
 
@@ -139,10 +124,8 @@ def test_a_selection_bias_starts_at_zero_and_is_not_lost(tmp_path, family):
 )
 def test_what_does_not_fit_is_refused(tmp_path, change, message):
     layer = load("deepseek_v3")
-    changed = {name: value for name, value in change.items() if name in layer._fields}
-    layer = layer._replace(params=layer.params | {k: v for k, v in change.items() if k not in changed})._replace(
-        **changed
-    )
+    params = layer.params | {name: value for name, value in change.items() if name not in layer._fields}
+    fields = {"params": params} | {name: value for name, value in change.items() if name in layer._fields}
     with pytest.raises(ValueError, match=message):
-        checkpoints.save(tmp_path / "new", {1: layer}, model("deepseek_v3").layer)
+        save("deepseek_v3", tmp_path / "new", layer._replace(**fields))
     assert not (tmp_path / "new").exists()

@@ -3,7 +3,7 @@
 import pytest
 
 from pallas_kernels import ampere
-from pallas_kernels.simt.language import interpreted
+from pallas_kernels.simt import interpreted
 from tests.pallas_kernels.conftest import AMPERE
 
 

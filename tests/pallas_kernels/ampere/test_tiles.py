@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
-from pallas_kernels.ampere.panels import Panels
-from pallas_kernels.ampere.pieces import ROWS, Pieces
-from pallas_kernels.ampere.tile import Tile
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.down_backward import ROWS, Pieces
+from pallas_kernels.ampere.operands import Panels
+from pallas_kernels.ampere.tile import Tile, default_tile
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, product
 

@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 
-from pallas_kernels.ampere.tile import Tile
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.tile import Tile, default_tile
 from tests.numerics import assert_same_bits
 from tests.pallas_kernels.rows import D, N, Rows
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
-from pallas_kernels.simt import language as simt
+from pallas_kernels import simt
 from pallas_kernels.simt.elementwise import with_gradients
 from tests.numerics import assert_close
 
@@ -44,6 +44,6 @@ def test_value_and_gradients(name, where):
     shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     mesh = jax.set_mesh(jax.make_mesh((1,), ("data",))) if where == "a mesh" else nullcontext()
     with simt.interpreted(), mesh:
-        (out,) = simt.simt_kernel(body, name=name, outputs=[shape], blocks=1, warpgroups=1)(x)
+        (out,) = simt.kernel(body, name=name, outputs=[shape], blocks=1, warpgroups=1)(x)
     expected, vjp = jax.vjp(function, *map(jnp.asarray, x[1:]))
     assert_close(list(out), [expected, *vjp(jnp.asarray(x[0]))], 1e-5)

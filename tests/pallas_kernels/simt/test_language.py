@@ -5,19 +5,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import block_barrier, branch, indices, loop, thread, warp, warp_barrier, when
+from pallas_kernels import simt
 from pallas_kernels.simt.races import RaceError
-from pallas_kernels.simt.values import Float, Int, count_bits, exp2, maximum, permute_bytes, reciprocal, select
-from pallas_kernels.simt.warp import (
+from pallas_kernels.simt.threads import (
+    block_barrier,
+    branch,
     combine_lanes,
     exclusive_warp_sum,
+    indices,
     lanes_where,
     lanes_with_equal_bits,
+    loop,
     shuffle,
     shuffle_xor,
+    thread,
+    warp,
+    warp_barrier,
     warp_maximum,
+    when,
 )
+from pallas_kernels.simt.values import Float, Int, count_bits, exp2, maximum, permute_bytes, reciprocal, select
 from tests.numerics import assert_close, assert_same_bits
 
 THREADS = 128
@@ -27,7 +34,7 @@ INDEX = np.arange(THREADS, dtype=np.int32)
 def run(body, *inputs, blocks=1, size=THREADS, dtype="int32"):
     """The output of `body(*inputs, output, shared)`: `size` long, shared memory of 128 words, 128 threads a block."""
     with simt.interpreted():
-        kernel = simt.simt_kernel(
+        kernel = simt.kernel(
             body,
             name="test",
             outputs=[jax.ShapeDtypeStruct((size,), dtype)],
@@ -123,7 +130,7 @@ def test_inside_jit_and_updated():
 
     @jax.jit
     def call(*inputs):
-        return simt.simt_kernel(body, name="test", outputs=[inputs[0]], blocks=1, warpgroups=1, updated=1)(*inputs)
+        return simt.kernel(body, name="test", outputs=[inputs[0]], blocks=1, warpgroups=1, updated=1)(*inputs)
 
     with simt.interpreted():
         changed, out = call(jnp.asarray(INDEX), jnp.array([2]), jnp.array([5, 6]))
@@ -268,7 +275,7 @@ def test_an_updated_input_may_be_the_memory_of_its_output(apart):
     def body(before, changed):
         changed[thread()] = before[thread() ^ apart]
 
-    kernel = simt.simt_kernel(body, name="test", blocks=1, warpgroups=1, updated=1)
+    kernel = simt.kernel(body, name="test", blocks=1, warpgroups=1, updated=1)
     with simt.interpreted():
         if apart:
             with pytest.raises(RaceError, match=r"read by .* and write by"):

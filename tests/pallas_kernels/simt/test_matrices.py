@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.simt import language as simt
-from pallas_kernels.simt.language import block_barrier, thread, when
+from pallas_kernels import simt
 from pallas_kernels.simt.matrices import (
     commit_copies,
     load_matrices,
@@ -17,6 +16,7 @@ from pallas_kernels.simt.matrices import (
     wait_for_copies,
 )
 from pallas_kernels.simt.races import RaceError
+from pallas_kernels.simt.threads import block_barrier, thread, warp_barrier, when
 from pallas_kernels.simt.values import Float
 from tests.numerics import assert_close, assert_same_bits
 
@@ -26,7 +26,7 @@ SIZE = 128 * 8
 def run(body, *inputs, out):
     """The output of `body(*inputs, out, shared)` in 128 threads, with 512 shared words."""
     with simt.interpreted():
-        kernel = simt.simt_kernel(body, name="test", outputs=[out], blocks=1, warpgroups=1, shared=[SIZE // 2])
+        kernel = simt.kernel(body, name="test", outputs=[out], blocks=1, warpgroups=1, shared=[SIZE // 2])
         return np.asarray(kernel(*map(jnp.asarray, inputs))[0])
 
 
@@ -122,7 +122,7 @@ def test_product_of_matrices(kind):
             start_copy(shared, lane * 4 + 128, b, lane * 8, lane < 16)
             commit_copies()
             wait_for_copies(0)
-            simt.warp_barrier()
+            warp_barrier()
             left = load_matrices(shared, lane % 16 * 8 + lane // 16 * 4)
             right = load_matrices(shared, lane % 16 * 4 + 128, transposed=True)[:2]
             sums = multiply([Float(0.0)] * 4, left, right, kind)
@@ -143,7 +143,7 @@ def product_of_numbers(a, b, rounded):
             start_copy(shared, lane * 4 + 128, b, lane * 4, lane < 16)
             commit_copies()
             wait_for_copies(0)
-            simt.warp_barrier()
+            warp_barrier()
             left = load_matrices(shared, lane % 16 * 8 + lane // 16 * 4)
             right = [shared[(lane % 4 + upper) * 8 + lane // 4 + 128] for upper in (0, 4)]
             if rounded:
@@ -177,7 +177,7 @@ def test_pairs_of_numbers():
     def body(x, out, shared):
         pair = pack(x[thread() * 2], x[thread() * 2 + 1], out.kind)
         shared[thread()] = pair
-        simt.warp_barrier()
+        warp_barrier()
         with when((thread() % 4).equals(0)):
             out.store_words(thread() * 2, [shared[thread() + i] for i in range(4)])
 

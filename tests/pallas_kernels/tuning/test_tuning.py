@@ -1,6 +1,5 @@
 """Tuned parameters: where a call's come from, files that are not what they should be, orders that miss no tile."""
 
-import json
 import os
 import re
 from dataclasses import asdict
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import hopper, xla
-from pallas_kernels.ampere.tuning import default_tile
+from pallas_kernels.ampere.tile import default_tile
 from pallas_kernels.tuning import files as tuning_files
 from pallas_kernels.tuning.parameters import (
     H200,
@@ -24,6 +23,8 @@ from pallas_kernels.tuning.parameters import (
     nvidia_gpu,
     parse,
     shape_key,
+    tables_in_use,
+    tried,
 )
 
 GPU = nvidia_gpu() or H200
@@ -170,20 +171,15 @@ def test_rows_are_rounded_to_powers_of_two_and_nothing_else_is():
     assert shape_key(196608 + 8 * 128 + 128, "bfloat16") == shape_key(196608, "bfloat16")
 
 
-@pytest.mark.parametrize("path", tuning_files.package_files(), ids=lambda path: path.name)
-def test_the_packages_files_are_valid(path):
+def test_the_packages_file_keeps_what_the_rules_do_not_give(monkeypatch):
+    monkeypatch.setattr(f"{MmaTuning.__module__}.compute_capability", lambda: "9.0")
+    (path,) = tuning_files.package_files()
     tunings, problems = tuning_files.read_tunings(path, parse)
     assert problems == []
-    for gpu, kernel, shape in tunings:
-        assert gpu.startswith("NVIDIA ")
-        assert kernel in KINDS
+    for (gpu, kernel, shape), tuning in tunings.items():
+        assert gpu == H200
         assert re.fullmatch(r"rows=2\^\d+,d=\d+,n=\d+,E=\d+,(bfloat16|float16|float32)", shape), shape
-
-
-def test_the_package_has_a_file_for_the_h200():
-    assert "h200.json" in [path.name for path in tuning_files.package_files()]
-    assert json.loads(tuning_files.package_files()[0].read_text())["format"] == tuning_files.FORMAT
-    assert set(KINDS) >= {name for _, name, _ in tuning_files.package_tunings(parse)}
+        assert tuning != heuristic(KINDS[kernel], kernel, shape), (kernel, shape)
 
 
 @pytest.mark.parametrize(
@@ -206,18 +202,51 @@ def test_the_tile_for_ampere_by_what_fits(capability, kind, expected):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "shape", "sweep"),
+    ("kernel", "shape", "abreast", "sweep"),
     [
-        ("up_weight_gradients", "rows=2^18,d=1536,n=256,E=128,bfloat16", 2),
-        ("up_weight_gradients", "rows=2^18,d=512,n=1024,E=2,bfloat16", 1),  # 64 tiles for 132 multiprocessors
-        ("down_projection", "rows=2^17,d=512,n=1024,E=2,bfloat16", 2),
-        ("down_projection", "rows=2^12,d=1536,n=256,E=128,bfloat16", 1),
-        ("down_backward", "rows=2^18,d=1536,n=256,E=128,bfloat16", 1),
+        ("up_weight_gradients", "rows=2^18,d=1536,n=256,E=128,bfloat16", 8, 2),
+        ("up_weight_gradients", "rows=2^18,d=1024,n=4096,E=16,bfloat16", 4, 2),
+        ("up_weight_gradients", "rows=2^18,d=512,n=1024,E=2,bfloat16", 8, 1),  # 64 tiles for 132 multiprocessors
+        ("down_projection", "rows=2^17,d=512,n=1024,E=2,bfloat16", 1, 2),
+        ("down_projection", "rows=2^12,d=1536,n=256,E=128,bfloat16", 1, 1),
+        ("down_backward", "rows=2^18,d=1536,n=256,E=128,bfloat16", 1, 1),
+        ("up_projection", "rows=2^18,d=4096,n=1024,E=128,bfloat16", 8, 1),
+        ("up_projection", "rows=2^18,d=1536,n=256,E=128,bfloat16", 1, 1),
     ],
 )
-def test_blocks_sweep_over_tiles_only_where_these_are_many(monkeypatch, kernel, shape, sweep):
+def test_ampere_tiles_share_panels_and_sweep_only_where_tiles_are_many(monkeypatch, kernel, shape, abreast, sweep):
     monkeypatch.setattr(f"{MmaTuning.__module__}.compute_capability", lambda: "9.0")
-    assert heuristic(MmaTuning, "mma_" + kernel, shape).sweep == sweep
+    found = heuristic(MmaTuning, "mma_" + kernel, shape)
+    assert (found.abreast, found.sweep) == (abreast, sweep)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "order"),
+    [
+        ("up_projection", "rows=2^18,d=4096,n=1024,E=128,bfloat16", (0, 1)),
+        ("up_projection", "rows=2^17,d=2048,n=8192,E=16,bfloat16", (1, 16)),  # weights that leave the L2
+        ("down_backward", "rows=2^17,d=2048,n=8192,E=16,bfloat16", (0, 4)),
+        ("down_projection", "rows=2^17,d=2048,n=8192,E=16,bfloat16", (0, 1)),
+        ("up_weight_gradients", "rows=2^17,d=2048,n=8192,E=16,bfloat16", (0, 8)),
+        ("down_weight_gradients", "rows=2^18,d=4096,n=1024,E=128,bfloat16", (0, 4)),
+        ("up_weight_gradients", "rows=2^19,d=4096,n=256,E=256,bfloat16", (0, 8)),  # two column tiles
+    ],
+)
+def test_hopper_walks_in_stripes_where_they_were_faster(kernel, shape, order):
+    found = heuristic(TileTuning, kernel, shape)
+    assert (found.minor_dim, found.tile_width) == order
+
+
+def test_a_trial_comes_before_the_tables_and_notes_the_shapes(user_file):
+    tuning_files.add_tunings(user_file, {(GPU, "up_projection", SHAPE): entry(OTHER)})
+    before = tables_in_use()
+    with tried({"up_projection": WIDE}) as trial:
+        assert tables_in_use() != before
+        assert find() == WIDE
+        assert find_tuning(TileTuning, "up_backward", None, SHAPE) == TileTuning()
+    assert trial.shapes == {"up_projection": SHAPE, "up_backward": SHAPE}
+    assert find() == OTHER
+    assert tables_in_use() == before
 
 
 def test_tiles_for_ampere_come_from_tables(user_file):
@@ -230,5 +259,5 @@ def test_tiles_for_ampere_come_from_tables(user_file):
 
 def test_column_blocks():
     sizes = (1000, 2048, 256, 8, jnp.bfloat16)
-    assert xla.column_block(*sizes) == hopper.column_block(*sizes) == 512
+    assert xla.experts(*sizes) == hopper.column_block(*sizes) == 512
     assert hopper.column_block(*sizes, tuning=ColumnBlock(256)) == 256

@@ -1,0 +1,256 @@
+"""Our layer next to what a JAX user would otherwise run: times and memory here, or memory by the plan for an H200."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, abstract_inputs, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.memory import MIB, MemoryPlan, plan_of, saved_bytes
+from blaze_jax.benchmark.peers import AMPERE, PORTABLE, Layer, UnavailableError, estimate, peer_variants
+from blaze_jax.benchmark.rates import CeilingCalls
+from blaze_jax.benchmark.results import Record
+from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.studies import head
+from blaze_jax.benchmark.timing import Call, time_calls
+from blaze_jax.experts import expert_ffn
+from blaze_jax.implementation import choose_implementation, kernels_of
+from pallas_kernels import ampere, xla
+from pallas_kernels.compile_only import compile_for_gpu
+
+OURS = "blaze_jax"
+H200_BYTES = 141 * 10**9
+
+_SLOW_US, _SLOW_REPEATS = 250_000.0, 3
+
+
+class Limits(NamedTuple):
+    """What a call may take: seconds, where products run at so many TFLOP/s, and bytes of memory."""
+
+    seconds: float = math.inf
+    tflops: float = 1.0
+    num_bytes: float = math.inf
+
+
+@dataclass
+class Candidate:
+    """A layer on its way into a record; `status` is "ok", or what went wrong first."""
+
+    name: str
+    backend: str
+    layer: Layer
+    inputs: tuple
+    status: str = "ok"
+    calls: dict[str, Call] = field(default_factory=dict)
+    first_us: dict[str, float] = field(default_factory=dict)
+    plans: dict[str, MemoryPlan | None] = field(default_factory=dict)
+
+    def prepare(self, phase: str, sizes: Sizes, limits: Limits) -> None:
+        """Compiles a pass and runs it twice."""
+        try:
+            call, self.plans[phase] = compile_pass(self, phase, sizes, limits)
+            self.first_us[phase] = first_run(call, limits.seconds) * 1e6
+            self.calls[phase] = call
+        except UnavailableError as error:
+            self.fail(str(error))
+
+    def fail(self, status: str) -> None:
+        """Keeps the first failure."""
+        self.status = status if self.status == "ok" else self.status
+
+    def record(self) -> Record:
+        """The beginning of its record: name, status, and what the backward pass keeps."""
+        record: Record = {"layer": self.name, "backend": self.backend}
+        try:
+            record["saved_mib"] = saved_bytes(self.layer, *self.inputs) / MIB
+        except Exception as error:  # whatever a peer raises is what there is to report
+            self.fail(_failure("does not trace", "", error))
+        if plan := self.plans.get(BOTH):
+            record |= {"temporaries_mib": plan.temporaries / MIB, "peak_mib": plan.peak / MIB}
+        return record | {"status": self.status}
+
+
+def compare(
+    sizes: Sizes,
+    dtype,
+    *,
+    peers: Sequence[str],
+    repeats: int,
+    implementation=None,
+    limit_seconds: float = 20.0,
+    same_experts: bool = False,
+    float32_weights: bool = False,
+    say: Callable[[str], object] = lambda message: None,
+) -> Record:
+    """Times our layer and its peers in turns, forward and forward+backward, and tells their memory.
+
+    Args:
+      sizes: the layer's.
+      dtype: the tokens' and expert weights'.
+      peers: which of `PEERS` to compare with ours; of each, its fastest backend by one run.
+      repeats: timed runs of each pass; three of what takes more than a quarter of a second.
+      implementation: our layer's.
+      limit_seconds: a call estimated, or seen, to take longer is reported and not timed.
+      same_experts: route all tokens to the same K experts, not at random.
+      float32_weights: time our layer also with weights in float32, which it casts, and whose gradients are float32.
+      say: is told what comes next.
+    """
+    inputs = expert_inputs(sizes, dtype, same_experts=same_experts)
+    ceiling_calls = CeilingCalls(dtype)
+    rough = ceiling_calls.rates(time_calls(ceiling_calls.calls, repeats=3))
+    limits = Limits(limit_seconds, rough.tflops, memory_limit())
+    implementation = choose_implementation(implementation, inputs[0], inputs[1:4], ())
+    ours = Candidate(OURS, implementation, partial(expert_ffn, implementation=implementation), inputs)
+    layers, failures = [ours], []
+    if float32_weights:
+        wide = (inputs[0], *(w.astype(jnp.float32) for w in inputs[1:4]), *inputs[4:])
+        layers.append(Candidate(f"{OURS}, float32 weights", implementation, ours.layer, wide))
+    for candidate in layers:
+        say(f"compiling {candidate.name}")
+        candidate.prepare(BOTH, sizes, limits)
+    same = {PORTABLE: xla, AMPERE: ampere}
+    for name in peers:
+        if same.get(name) is kernels_of(implementation, dtype=inputs[0].dtype):
+            continue
+        say(f"compiling {name}")
+        try:
+            layers.append(_best_variant(name, inputs, sizes, limits))
+        except UnavailableError as error:
+            failures.append({"layer": name, "backend": "", "status": str(error)})
+    for candidate in layers:
+        candidate.prepare(FORWARD, sizes, limits)
+    records = {candidate.name: candidate.record() for candidate in layers}
+    ceilings = {}
+    for phase, factor in PASSES.items():
+        say(phase)
+        ready = {c.name: c for c in layers if phase in c.calls}
+        slow = [name for name, c in ready.items() if c.first_us[phase] >= _SLOW_US]
+        fast = {name: c.calls[phase] for name, c in ready.items() if name not in slow}
+        timings = time_calls(fast | ceiling_calls.calls, repeats=repeats)
+        for name in slow:
+            timings |= time_calls({name: ready[name].calls[phase]}, repeats=_SLOW_REPEATS)
+        ceilings[phase] = ceiling_calls.rates(timings)
+        for name in ready:
+            record = ceilings[phase].pass_record(timings[name], factor * sizes.forward_flops)
+            if OURS in timings:
+                record["ratio_to_ours"] = timings[name].us / timings[OURS].us
+            records[name][phase] = record
+    return head("compare", sizes, dtype) | {
+        "same_experts": same_experts,
+        "ceilings": {phase: c._asdict() for phase, c in ceilings.items()},
+        "layers": [*records.values(), *failures],
+    }
+
+
+def measure_memory(sizes: Sizes, dtype, *, peers: Sequence[str]) -> Record:
+    """Tells what is kept, and XLA's plan of forward+backward on an absent H200, for our layer and its peers.
+
+    Raises:
+      NotImplementedError: jax's CUDA plugin is not installed.
+    """
+    inputs, limits = abstract_inputs(sizes, dtype), Limits(num_bytes=H200_BYTES)
+    saves: tuple[Any, ...] = ("pre_activations", "inputs")
+    layers = {f"{OURS}, {save=}": partial(expert_ffn, save=save, implementation="mosaic_gpu") for save in saves}
+    candidates, failures = [Candidate(name, "", layer, inputs) for name, layer in layers.items()], []
+    for name in peers:
+        try:
+            candidates += _variants(name, inputs, for_gpu=True)
+        except UnavailableError as error:
+            failures.append({"layer": name, "status": str(error)})
+    for candidate in candidates:
+        try:
+            _, candidate.plans[BOTH] = compile_pass(candidate, BOTH, sizes, limits, _for_h200)
+        except UnavailableError as error:
+            candidate.status = str(error)
+    rows = [*(candidate.record() for candidate in candidates), *failures]
+    return head("memory", sizes, dtype) | {"target": "h200", "layers": rows}
+
+
+def compile_pass(candidate: Candidate, phase: str, sizes: Sizes, limits: Limits, compile_=None):
+    """One pass of a layer as a call, and its plan of memory.
+
+    Raises:
+      UnavailableError: it would take too long, does not fit, or does not compile.
+    """
+    layer, inputs = candidate.layer, candidate.inputs
+    arguments = inputs if phase == FORWARD else (*inputs, inputs[0])
+    itemsize = jnp.dtype(inputs[0].dtype).itemsize
+    needs = estimate(candidate.name, candidate.backend, sizes, itemsize, backward=phase == BOTH)
+    seconds = PASSES[phase] * needs.forward_flops / limits.tflops / 1e12
+    if seconds > limits.seconds:
+        raise UnavailableError(f"not run: its arithmetic alone takes about {seconds:.0f} s a call ({phase})")
+    if needs.num_bytes > limits.num_bytes:
+        raise UnavailableError(f"out of memory: {needs.what} takes {_of(needs.num_bytes, limits)}")
+    try:
+        compiled, analysis = (compile_ or _here)(layer if phase == FORWARD else forward_and_backward(layer), *arguments)
+    except Exception as error:  # whatever a peer or the compiler raises is what there is to report
+        raise UnavailableError(_failure("does not compile", phase, error)) from error
+    plan = plan_of(analysis)
+    if plan is not None and plan.total > limits.num_bytes:
+        raise UnavailableError(f"out of memory: {phase} needs {_of(plan.total, limits)}")
+    return partial(compiled, *arguments), plan
+
+
+def first_run(call: Call, limit_seconds: float) -> float:
+    """Seconds of one run, the second of two.
+
+    Raises:
+      UnavailableError: it fails or takes too long.
+    """
+    seconds = 0.0
+    try:
+        for _ in range(2):  # the first may have to allocate
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds = time.perf_counter() - start
+            if seconds > limit_seconds:
+                raise UnavailableError(f"stopped: one call took {seconds:.0f} s")
+    except jax.errors.JaxRuntimeError as error:
+        raise UnavailableError(_failure("does not run", "", error)) from error
+    return seconds
+
+
+def memory_limit() -> float:
+    """Bytes that programs may use on this device; infinite where it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or math.inf
+
+
+def _here(function: Callable, *arguments):
+    compiled = jax.jit(function).lower(*arguments).compile()
+    return compiled, compiled.memory_analysis()
+
+
+def _for_h200(function: Callable, *arguments):
+    program = compile_for_gpu(function, *arguments)
+    return program.executable, program.memory
+
+
+def _variants(name: str, inputs: tuple, *, for_gpu: bool | None = None) -> list[Candidate]:
+    """A candidate for each backend of a peer; raises `UnavailableError` if there is none here."""
+    return [Candidate(name, kind, layer, inputs) for kind, layer in peer_variants(name, for_gpu=for_gpu).items()]
+
+
+def _best_variant(name: str, inputs: tuple, sizes: Sizes, limits: Limits) -> Candidate:
+    """A peer's fastest backend, by a run of forward+backward; raises `UnavailableError` if none of several runs."""
+    variants = _variants(name, inputs)
+    for candidate in variants:
+        candidate.prepare(BOTH, sizes, limits)
+    best = min(variants, key=lambda c: c.first_us.get(BOTH, math.inf))
+    if len(variants) > 1 and BOTH not in best.calls:
+        raise UnavailableError("; ".join(f"{c.backend}: {c.status}" for c in variants))
+    return best
+
+
+def _of(num_bytes: float, limits: Limits) -> str:
+    return f"{num_bytes / 2**30:.0f} GiB, there are {limits.num_bytes / 2**30:.0f}"
+
+
+def _failure(what: str, phase: str, error: Exception) -> str:
+    text = " ".join(str(error).split())
+    kind = "out of memory" if "RESOURCE_EXHAUSTED" in text else what
+    return f"{kind}{f' ({phase})' if phase else ''}: {type(error).__name__}: {text[:200]}"

@@ -1,0 +1,113 @@
+"""Rates that this device reaches at most, by a dense product and a copy in the same run, and those of each kernel."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.timing import Call, KernelTotal, Timing
+
+DENSE = "dense matmul"
+COPY = "copy"
+
+
+class Ceilings(NamedTuple):
+    """Rates of the dense product, in TFLOP/s, and of the copy, in GB/s read and written together."""
+
+    tflops: float
+    gbs: float
+
+    def least_us(self, flops: float, num_bytes: float) -> tuple[float, str]:
+        """The least microseconds that the work can take at these rates, and which of the two limits it."""
+        by_flops, by_bytes = flops / self.tflops / 1e6, num_bytes / self.gbs / 1e3
+        return max((by_flops, DENSE), (by_bytes, COPY))
+
+    def pass_record(self, timing: Timing, flops: float) -> dict[str, Any]:
+        """Times and rates of a pass of so many operations, as they go into the JSON file."""
+        tflops = flops / timing.us / 1e6
+        rates = {"tflops": tflops, "share_of_dense": tflops / self.tflops}
+        return {**timing.record(), "samples_us": timing.samples_us, **rates}
+
+
+class CeilingCalls:
+    """The two calls to time together with others.
+
+    Args:
+      dtype: the dense product's.
+    """
+
+    def __init__(self, dtype):
+        on_gpu = jax.default_backend() == "gpu"
+        self.width = 8192 if on_gpu else 512
+        self.copied_bytes = 2**30 if on_gpu else 2**24
+        factor = jax.random.normal(jax.random.key(1), (self.width, self.width), jnp.float32).astype(dtype)
+        source = jnp.ones(self.copied_bytes // 4, jnp.float32)
+        self.calls: dict[str, Call] = {
+            DENSE: partial(jax.jit(jnp.dot), factor, factor),
+            COPY: partial(jax.jit(jnp.copy), source),
+        }
+
+    def rates(self, timings: Mapping[str, Timing]) -> Ceilings:
+        """The ceilings from the times of the two calls."""
+        return Ceilings(self.dense_tflops(timings[DENSE].us), 2 * self.copied_bytes / timings[COPY].us / 1e3)
+
+    def dense_tflops(self, us: float) -> float:
+        """TFLOP/s of the dense product that takes so many microseconds."""
+        return 2 * self.width**3 / us / 1e6
+
+
+class Work(NamedTuple):
+    """Floating-point operations, and the bytes that must be read and written at least once."""
+
+    flops: float
+    bytes: float
+
+
+def kernel_work(sizes: Sizes, itemsize: int) -> dict[str, Work]:
+    """The work of each kernel in a forward and backward pass over the layer, by the words that its name contains."""
+    tokens, d, n, experts, slots = sizes
+    pairs = tokens * slots
+    product = 2.0 * pairs * d * n
+    matrix = experts * d * n * itemsize
+    wide, narrow, token = pairs * d * itemsize, pairs * n * itemsize, tokens * d * itemsize
+    ids = 4.0 * pairs
+    return {
+        "moe_up_projection": Work(2 * product, token + 2 * matrix + 3 * narrow),
+        "moe_down_projection": Work(product, narrow + matrix + wide),
+        "moe_combine": Work(4.0 * pairs * d, 2 * (wide + token + ids)),  # once in each direction
+        "moe_down_backward": Work(product, token + matrix + 5 * narrow),
+        "moe_down_weight_gradients": Work(product, token + narrow + matrix),
+        "moe_up_weight_gradients": Work(2 * product, token + 2 * narrow + 2 * matrix),
+        "moe_up_backward": Work(2 * product, 2 * narrow + 2 * matrix + wide),
+        "moe_dispatch_count": Work(0.0, ids),
+        "moe_dispatch_place": Work(0.0, 3 * ids),
+    }
+
+
+def work_of(kernel_name: str, table: dict[str, Work]) -> Work | None:
+    """The work of the kernel that the profiler calls so, None for one that the table lacks."""
+    matches = [name for name in table if name in kernel_name]
+    return table[max(matches, key=len)] if matches else None
+
+
+def kernel_records(
+    kernels: dict[str, KernelTotal], sizes: Sizes, itemsize: int, ceilings: Ceilings
+) -> list[dict[str, Any]]:
+    """A record for each kernel, the longest first; rates of those whose work is known."""
+    table, records = kernel_work(sizes, itemsize), []
+    for name, total in sorted(kernels.items(), key=lambda item: -item[1].us):
+        record: dict[str, Any] = {"name": name, "launches": total.launches, "us": total.us}
+        work = work_of(name, table)
+        if work is not None and total.us:
+            least, bound = ceilings.least_us(*work)
+            record |= {
+                "tflops": work.flops / total.us / 1e6,
+                "gbs": work.bytes / total.us / 1e3,
+                "share_of_ceiling": least / total.us,
+                "ceiling": bound,
+            }
+        records.append(record)
+    return records

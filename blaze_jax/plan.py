@@ -1,0 +1,234 @@
+"""The plan of the experts' work: which rows are computed with which parameters, and when.
+
+A row is a pair of a token and an expert. Four cuts, each for its own reason, say which rows one kernel takes:
+
+    range   some of the tokens of one device: what has a row for each pair then exists for one range at a time.
+    turn    the rows that a buffer of `row_budget` rows holds; the others follow in further turns.
+    part    the tokens of one device of the group: they are computed as they arrive, this device's own first.
+    block   the experts of one device along `fsdp`: they are computed as their parameters arrive, the own ones first.
+
+A plan is made once, from settings; with a dispatch it gives the rows of a turn, by part and block.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
+
+from blaze_jax.activations import Activation
+from blaze_jax.exchange import HERE, Transport, Trips
+from pallas_kernels.compat import is_symbolic_dim, vary_over
+from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Kernels
+
+ROW_MULTIPLE = 8
+"""Budgets of rows are multiples of it, as groups of rows are in every family of kernels."""
+
+RANGE_BYTES = 2**29
+"""The activation of a range has at least as many: its products take hundreds of times as long as their launches."""
+
+ROWS_PER_EXPERT = 2**15
+"""Rows of a range, at least: adding to the gradients of the weights then takes about 1% of the time of its products."""
+
+FEWEST = 4
+"""Ranges, at least: fewer would save little."""
+
+Save = Literal["pre_activations", "inputs"]
+
+type Projection = tuple[Array, Array | None]
+"""A weight and its bias, which travel together."""
+
+
+class Parameters(NamedTuple):
+    """Weights of the experts: gate and up (or up alone) with their biases (or none), then down."""
+
+    up_weights: tuple[Float[Array, "E d n"], ...]
+    up_biases: tuple[Float[Array, "E n"], ...]
+    w_down: Float[Array, "E n d"]
+    b_down: Float[Array, "E d"] | None
+
+    @property
+    def ups(self) -> list[Projection]:
+        return list(zip(self.up_weights, self.up_biases or (None,) * len(self.up_weights), strict=True))
+
+    @property
+    def down(self) -> Projection:
+        return self.w_down, self.b_down
+
+    @classmethod
+    def of(cls, down: Projection, ups: list[Projection]) -> "Parameters":
+        """The parameters, or their gradients, from the two properties."""
+        weights, biases = zip(*ups, strict=True)
+        return cls(weights, () if biases[0] is None else biases, *down)
+
+
+class Tokens(NamedTuple):
+    """Tokens of this device, or those of them that travel at a time, and their pairs on all devices of the group.
+
+    Attributes:
+      x: `(T, d)`, this device's.
+      weights: `(T_group, K)`, the group's.
+      experts: `(T_group, K)`, ids of experts of this device, -1 for those of others; None where nobody asks.
+      dispatch: the group's pairs with experts of this device; where tokens are in ranges, each one's, stacked.
+      trips: which tokens travel where, for "all_to_all".
+      most_pairs: pairs of the device of the group with the most, None if that is not known.
+    """
+
+    x: Float[Array, "T d"]
+    weights: Float[Array, "T_group K"]
+    experts: Int[Array, "T_group K"] | None
+    dispatch: Dispatch
+    trips: Trips | None = None
+    most_pairs: Int[Array, ""] | None = None
+
+
+class Rows(NamedTuple):
+    """The rows of one turn.
+
+    Attributes:
+      all: every row.
+      blocks: all rows by block of experts.
+      parts: all rows by part of the tokens.
+      units: `units[part][block]`, the rows of a part with experts of a block.
+    """
+
+    all: Dispatch
+    blocks: tuple[Dispatch, ...]
+    parts: tuple[Dispatch, ...]
+    units: tuple[tuple[Dispatch, ...], ...]
+
+
+@dataclass(frozen=True)
+class TokenRanges:
+    """As many ranges of `size` tokens each as cover `num_tokens`, which are at least `size`.
+
+    A range has rows of all experts, so that the tiles of every kernel keep a GPU as busy as those of all tokens would.
+    Where the ranges do not divide the tokens, the first one overlaps with the second, and leaves the overlap to it.
+    """
+
+    num_tokens: int
+    size: int
+
+    def __post_init__(self):
+        if not 1 <= self.size <= self.num_tokens:
+            raise ValueError(f"size={self.size} of a range must be from 1 to num_tokens={self.num_tokens}")
+
+    @property
+    def count(self) -> int:
+        """The fewest that cover the tokens: with one more, a token would be in three ranges, and count twice."""
+        return -(-self.num_tokens // self.size)
+
+    def start(self, i: Int[Array, "..."]) -> Int[Array, "..."]:
+        """First token of range `i`: a function of the loop's count alone, so that XLA lets kernels write there."""
+        if self.num_tokens == self.count * self.size:
+            return i * self.size
+        return jnp.maximum(self.num_tokens - (self.count - i) * self.size, 0)
+
+    def of(self, array: Shaped[Array, "T ..."], start: Int[Array, ""]) -> Shaped[Array, "size ..."]:
+        """The entries of the tokens of the range that begins at `start`."""
+        return lax.dynamic_slice_in_dim(array, start, self.size)
+
+    def dispatch(self, group: Callable[[Int[Array, "size K"]], Dispatch], experts: Int[Array, "T K"]) -> Dispatch:
+        """Each range's pairs as `group` groups them, stacked; token ids are those of all T tokens."""
+        second = self.num_tokens - (self.count - 1) * self.size
+
+        def of_range(i):
+            start = self.start(i)
+            token = start + jnp.arange(self.size, dtype=jnp.int32)[:, None]
+            mine = (i > 0) | (token < second)
+            groups = group(jnp.where(mine, self.of(experts, start), EMPTY_SLOT))
+            tokens = groups.expert_token_indices
+            return groups._replace(expert_token_indices=jnp.where(tokens < self.size, start + tokens, self.num_tokens))
+
+        return lax.map(of_range, jnp.arange(self.count, dtype=jnp.int32))
+
+
+def token_ranges(num_tokens: int, slots: int, num_experts: int, row_bytes: int) -> TokenRanges | None:
+    """The ranges of T tokens with K slots, whose activation has `row_bytes` a row; None where they would save little.
+
+    Every range adds to float32 gradients of the weights. At 4 TB/s and 500 TFLOP/s this takes 333·E/R of the time of
+    its products, for R rows, whatever the widths.
+    """
+    rows = max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT * num_experts)
+    if is_symbolic_dim(num_tokens) or num_tokens * slots < FEWEST * rows:
+        return None
+    return TokenRanges(num_tokens, -(-num_tokens // (num_tokens * slots // rows)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a layer's arrays do not say.
+
+    Attributes:
+      activation, save: see `expert_ffn`.
+      kernels: the family that computes.
+      transport: how tokens and parameters travel.
+      row_budget: rows of a buffer; None for as many as there may be.
+      ranges: of the tokens; None for all at once.
+    """
+
+    activation: Activation
+    save: Save
+    kernels: Kernels
+    transport: Transport = HERE
+    row_budget: int | None = None
+    ranges: TokenRanges | None = None
+
+    def turns(self, tokens: Tokens) -> tuple[Rows, Int[Array, ""] | None]:
+        """The rows of the first turn, and how many turns take the others; None if there are never others."""
+        dispatch, axes = tokens.dispatch, self.transport.in_step  # all take part in every transport
+        if self.row_budget is None or self.row_budget >= dispatch.num_rows:
+            return self._cut(dispatch), None
+        rows = dispatch.expert_token_offsets[-1]
+        if tokens.most_pairs is not None:
+            groups = dispatch.num_experts
+            rows, axes = tokens.most_pairs + groups * (ROW_MULTIPLE - 1), axes - set(self.transport.group)
+        turns = jnp.maximum(rows - self.row_budget + self._turn_rows - 1, 0) // self._turn_rows
+        if axes:
+            turns = lax.pmax(vary_over(turns, axes), tuple(sorted(axes)))
+        return self._cut(self.kernels.row_range(dispatch, 0, self.row_budget)), turns
+
+    def turn(self, tokens: Tokens, number: Int[Array, ""] | int) -> Rows:
+        """The rows of a further turn, the first of which has number 0."""
+        assert self.row_budget is not None
+        first = self.row_budget + number * self._turn_rows
+        return self._cut(self.kernels.row_range(tokens.dispatch, first, self._turn_rows))
+
+    def pieces(self, rows: Dispatch, number: int) -> tuple[tuple[Dispatch, ...], ...]:
+        """Rows of a part by block, each block but the last in so many pieces, if they divide it.
+
+        While one piece is computed, one array of the next block comes.
+        """
+        blocks = self._blocks(rows)
+        experts = rows.num_experts // len(blocks)
+        if len(blocks) == 1 or experts % number:
+            return tuple((block,) for block in blocks)
+        of_experts, step = self.kernels.of_experts, experts // number
+        assert of_experts is not None
+
+        def cut(first):
+            starts = range(first, first + experts, step)
+            return tuple(of_experts(rows, start, step, counted_from=first) for start in starts)
+
+        return (*(cut(block * experts) for block in range(len(blocks) - 1)), (blocks[-1],))
+
+    @property
+    def _turn_rows(self) -> int:
+        """Rows of a further turn: fewer than the budget, for it has one matrix's gradient twice, which it adds to."""
+        assert self.row_budget is not None
+        return -(-self.row_budget // (8 * ROW_MULTIPLE)) * ROW_MULTIPLE
+
+    def _cut(self, rows: Dispatch) -> Rows:
+        parts = (rows,)
+        if self.transport.parts > 1 and self.kernels.in_parts is not None:
+            rows, parts = self.kernels.in_parts(rows, self.transport.parts)
+        return Rows(rows, self._blocks(rows), parts, tuple(map(self._blocks, parts)))
+
+    def _blocks(self, rows: Dispatch) -> tuple[Dispatch, ...]:
+        of_experts, blocks = self.kernels.of_experts, self.transport.blocks
+        if blocks == 1 or of_experts is None:
+            return (rows,)
+        experts = rows.num_experts // blocks
+        return tuple(of_experts(rows, first, experts) for first in range(0, rows.num_experts, experts))

@@ -1,0 +1,263 @@
+"""The experts' products, forward and backward: exact arithmetic, no buffer wider than the caller asks for.
+
+With `X_g` for the tokens of an expert's rows, the up projection is `P = X_g · W + b` for gate and up, or up alone, and
+`A = activation(P)`; the down projection is `A · W_down + b_down`. Backward, the gradients of `P` and of the routing
+weights and the weighted `A` come from `dy`; weight gradients contract over the rows, the input's gradient is
+`Σ dP · Wᵀ`.
+
+Kernels that fill rows take `into`, what the same call gave for other groups, or anything of that shape: rows which are
+not in these groups keep what they hold there. Without it they hold anything.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.xla.loops import (
+    empty,
+    gather_rows,
+    map_rows,
+    product,
+    read_own_rows,
+    read_rows,
+    sum_rows,
+    zeros,
+)
+
+
+def column_block(num_rows: int, d: int, n: int, num_experts: int, dtype) -> int:
+    """The most columns of a block. The experts' outputs only ever exist as rows of that width.
+
+    Args:
+      num_rows: R, rows of all experts.
+      d: width of a token.
+      n: width of an expert.
+      num_experts: E.
+      dtype: of the rows.
+    """
+    del num_rows, d, n, num_experts, dtype
+    return 512
+
+
+def _buffers(into, count: int, shape: tuple[int, ...], dtype, *like) -> tuple[Array, ...]:
+    """Row buffers for `map_rows`: those of `into`, or empty ones."""
+    return tuple(jax.tree.leaves(into)) or tuple(empty(shape, dtype, *like) for _ in range(count))
+
+
+def up_projection(
+    x: Float[Array, "T d"],
+    weights: tuple[Float[Array, "E d n"], ...],
+    biases: tuple[Float[Array, "E n"], ...],
+    groups: Dispatch,
+    *,
+    activation: Callable[..., Array],
+    keep_pre_activations: bool = True,
+    into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
+) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
+    """Pre-activations and activation of every row.
+
+    Args:
+      x: tokens; the arithmetic runs in their dtype with wide accumulation.
+      weights: `(w_gate, w_up)` of a gated activation, `(w_up,)` of an ungated one, any floating dtype.
+      biases: as many as `weights`, or none.
+      groups: the rows by expert.
+      activation: elementwise function of the pre-activations.
+      keep_pre_activations: whether the caller wants them; if not, they are written nowhere.
+      into: results of other groups, whose rows are kept, or None.
+
+    Returns:
+      The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x`. The
+      activation is computed from the accumulators, before the pre-activations are rounded.
+    """
+    wide = accumulator_dtype(x.dtype)
+    shape = (groups.num_rows, weights[0].shape[-1])
+
+    def prepare(own):
+        own_weights, own_biases = own[: len(weights)], own[len(weights) :]
+        return (*(w.astype(x.dtype) for w in own_weights), *(b.astype(wide)[:, None] for b in own_biases))
+
+    def compute(own, tile, _):
+        own_weights, own_biases = own[: len(weights)], own[len(weights) :]
+        tokens = gather_rows(x, groups, tile)
+        pre = [product(tokens, w, 2, 1) for w in own_weights]
+        pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre
+        return (*pre, activation(*pre)) if keep_pre_activations else (activation(*pre),)
+
+    buffers = _buffers(into, len(weights) * keep_pre_activations + 1, shape, x.dtype, x)
+    *pre_activations, hidden = map_rows(groups, weights + biases, prepare, compute, buffers)
+    return tuple(pre_activations), hidden
+
+
+def down_projection(
+    hidden: Float[Array, "R n"],
+    w_down: Float[Array, "E n d"],
+    b_down: Float[Array, "E d"] | None,
+    groups: Dispatch,
+    first_column: Int[Array, ""] | int,
+    num_columns: int,
+    *,
+    into: Float[Array, "R columns"] | None = None,
+) -> Float[Array, "R columns"]:
+    """Columns `first_column` to `first_column + num_columns` of every row's expert output, in the dtype of `hidden`."""
+    wide = accumulator_dtype(hidden.dtype)
+
+    def prepare(own):
+        weight, *bias = (lax.dynamic_slice_in_dim(a, first_column, num_columns, axis=-1) for a in own)
+        return (weight.astype(hidden.dtype), *(b.astype(wide)[:, None] for b in bias))
+
+    def compute(own, tile, _):
+        out = product(read_rows(hidden, tile), own[0], 2, 1)
+        return (out if b_down is None else out + own[1],)
+
+    weights = (w_down,) if b_down is None else (w_down, b_down)
+    buffers = _buffers(into, 1, (groups.num_rows, num_columns), hidden.dtype, hidden)
+    return map_rows(groups, weights, prepare, compute, buffers)[0]
+
+
+def down_backward(
+    dy: Float[Array, "T d"],
+    w_down: Float[Array, "E n d"],
+    b_down: Float[Array, "E d"] | None,
+    pre_activations: tuple[Float[Array, "R n"], ...],
+    row_weights: Float[Array, " R"],
+    groups: Dispatch,
+    *,
+    activation: Callable[..., Array],
+    into: Float[Array, "R n"] | None = None,
+) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
+    """Gradients of the pre-activations, the weighted activation, and each row's routing-weight gradient.
+
+    Args:
+      dy: gradient of the layer's output, gathered by row.
+      w_down: down weights.
+      b_down: down biases, or None.
+      pre_activations: as saved by the up projection; the result takes their place in memory.
+      row_weights: routing weight of each row.
+      groups: the rows by expert.
+      activation: the elementwise function of the up projection.
+      into: the weighted activation of other groups, whose rows are kept, or None.
+
+    Returns:
+      `(d pre-activations, weights · activation, d row_weights)`, the first two in the dtype of the pre-activations, the
+      last wide: the inner product of `dy` with the expert's output, without that output; zero for rows of no expert.
+    """
+    dtype = pre_activations[0].dtype
+    wide = accumulator_dtype(dtype)
+
+    def prepare(own):
+        return tuple(a.astype(dtype) for a in own)
+
+    def compute(own, tile, rows):
+        *pre, _, _ = rows
+        dy_rows = gather_rows(dy, groups, tile)
+        d_hidden = product(dy_rows, own[0], 2, 2)
+        hidden, activation_vjp = jax.vjp(activation, *(read_rows(p, tile).astype(wide) for p in pre))
+        d_weight = (d_hidden * hidden).sum(-1, keepdims=True)
+        if b_down is not None:
+            d_weight += product(dy_rows, own[1][:, None], 2, 2)
+        weight = read_rows(row_weights, tile).astype(wide)[..., None]
+        values = (*(v.astype(dtype) for v in (*activation_vjp(weight * d_hidden), weight * hidden)), d_weight)
+        # Every read of the tile before the first write: otherwise XLA copies whole buffers for each tile.
+        return lax.optimization_barrier(values)
+
+    weights = (w_down,) if b_down is None else (w_down, b_down)
+    like = (dy, w_down, pre_activations, row_weights)
+    own = _buffers(into, 1, pre_activations[0].shape, dtype, like)
+    buffers = (*pre_activations, *own, zeros((groups.num_rows, 1), wide, like))
+    *d_pre_activations, weighted_hidden, d_row_weights = map_rows(groups, weights, prepare, compute, buffers)
+    return tuple(d_pre_activations), weighted_hidden, d_row_weights[:, 0]
+
+
+def up_backward(
+    d_pre_activations: tuple[Float[Array, "R n"], ...],
+    weights: tuple[Float[Array, "E d n"], ...],
+    groups: Dispatch,
+    first_column: Int[Array, ""] | int,
+    num_columns: int,
+    *,
+    into: Float[Array, "R columns"] | None = None,
+) -> Float[Array, "R columns"]:
+    """`Σ dP · Wᵀ` over the projections: `num_columns` columns from `first_column` of every row's input gradient."""
+    dtype = d_pre_activations[0].dtype
+
+    def prepare(own):
+        # Side by side along n: one product sums over the projections.
+        columns = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=1).astype(dtype) for w in own)
+        return (jnp.concatenate(list(columns), axis=2),)
+
+    def compute(own, tile, _):
+        return (product(jnp.concatenate([read_rows(p, tile) for p in d_pre_activations], axis=2), own[0], 2, 2),)
+
+    buffers = _buffers(into, 1, (groups.num_rows, num_columns), dtype, d_pre_activations)
+    return map_rows(groups, weights, prepare, compute, buffers)[0]
+
+
+def up_weight_gradients(
+    x: Float[Array, "T d"] | tuple[Float[Array, "_ d"], ...],
+    d_pre_activations: tuple[Float[Array, "R n"], ...],
+    groups: Dispatch,
+    *,
+    dtypes: tuple,
+    bias_dtypes: tuple,
+) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
+    """`X_gᵀ · dP` per projection, in one pass over the gathered token rows, and the bias gradients.
+
+    Args:
+      x: tokens, in one array or in parts.
+      d_pre_activations: gradients of the gate and up (or the only) pre-activations.
+      groups: the rows by expert.
+      dtypes: of the weight gradients, one per projection.
+      bias_dtypes: of the bias gradients, one per projection, or empty: none are computed.
+    """
+    x = _joined(x)
+    num_experts, (d, n) = groups.num_experts, (x.shape[1], d_pre_activations[0].shape[1])
+
+    def terms(tile):
+        tokens = gather_rows(x, groups, tile)
+        grads = [read_own_rows(p, tile) for p in d_pre_activations]
+        biases = [_column_sums(g) for g in grads] if bias_dtypes else []
+        return (*(product(tokens, g, 1, 1) for g in grads), *biases)
+
+    out = [jax.ShapeDtypeStruct((num_experts, d, n), t) for t in dtypes]
+    out += [jax.ShapeDtypeStruct((num_experts, n), t) for t in bias_dtypes]
+    grads = sum_rows(groups, terms, tuple(out), x, d_pre_activations)
+    return grads[: len(dtypes)], grads[len(dtypes) :]
+
+
+def down_weight_gradients(
+    weighted_hidden: Float[Array, "R n"],
+    dy: Float[Array, "T d"] | tuple[Float[Array, "_ d"], ...],
+    row_weights: Float[Array, " R"],
+    groups: Dispatch,
+    *,
+    dtype,
+    bias_dtype,
+) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
+    """`(weights · A)ᵀ · dy_g`, and the down bias gradient `Σ weights · dy_g` where `bias_dtype` is not None."""
+    dy = _joined(dy)
+    num_experts, (n, d) = groups.num_experts, (weighted_hidden.shape[1], dy.shape[1])
+
+    def terms(tile):
+        dy_rows = gather_rows(dy, groups, tile)
+        gradient = product(read_own_rows(weighted_hidden, tile), dy_rows, 1, 1)
+        if bias_dtype is None:
+            return (gradient,)
+        weight = jnp.where(tile.mine, read_rows(row_weights, tile)[..., None], 0)
+        return gradient, _column_sums(weight * dy_rows.astype(accumulator_dtype(dy.dtype)))
+
+    out = [jax.ShapeDtypeStruct((num_experts, n, d), dtype)]
+    out += [] if bias_dtype is None else [jax.ShapeDtypeStruct((num_experts, d), bias_dtype)]
+    grads = sum_rows(groups, terms, tuple(out), weighted_hidden, dy, row_weights)
+    return grads[0], grads[1] if bias_dtype is not None else None
+
+
+def _joined(tokens) -> Float[Array, "T d"]:
+    return jnp.concatenate(tokens) if isinstance(tokens, tuple) else tokens
+
+
+def _column_sums(rows: Float[Array, "B C a"]) -> Float[Array, "B a"]:
+    return rows.sum(1, dtype=accumulator_dtype(rows.dtype))
