@@ -13,7 +13,7 @@ from pallas_kernels.xla.loops import forced_turn
 
 
 def _surroundings() -> tuple | None:
-    """What the layer looks at besides its arguments; observers have to be told of each call."""
+    """All that the layer looks at besides its arguments; None under observers, who have to be told of each call."""
     return None if are_observers() else (family_in_demand(), forced_turn())
 
 

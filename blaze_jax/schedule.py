@@ -93,7 +93,7 @@ def one_by_one(ranges: TokenRanges, step: Callable, sums, *stacks):
     """`step(start, *own) -> (by_token, terms, others)` for each range, where its first token is `start`.
 
     Args:
-      ranges: of the tokens.
+      ranges: cuts of the tokens.
       step: a function of the range's entries `own` in `stacks`.
       sums: what the terms of the first range are added to.
       *stacks: pytrees of arrays `(count, ...)`, or None.

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from blaze_jax.checks import warn_once
 from blaze_jax.implementation import (
     choose_dispatch_implementation,
     choose_implementation,
@@ -11,7 +12,6 @@ from blaze_jax.implementation import (
     demanded_family,
     kernels_of,
 )
-from blaze_jax.warn import warn_once
 from pallas_kernels import ampere, hopper, xla
 from pallas_kernels.contract import Kernels
 
