@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import gather, tile_queue
-from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import K_STEP, SWIZZLED
 from pallas_kernels.hopper.ring import Ring
 from pallas_kernels.hopper.tile_queue import TileQueue
@@ -49,8 +48,8 @@ class TileKernel:
     dtype: Any
     """The type of the ring's operands."""
 
-    gather: RowGather | None
-    """The gather of rows into the slots, or None."""
+    gather: Any
+    """The `RowGather` that brings rows into the slots, or None."""
 
     tuning: TileTuning
     """Slots of the ring, the order of the tiles, and how they are shared out."""
