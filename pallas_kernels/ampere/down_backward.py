@@ -12,14 +12,12 @@ from pallas_kernels import simt
 from pallas_kernels.ampere.row_matmul import RingEnd, WarpOutput, row_matmul, store_rows
 from pallas_kernels.ampere.tile import HALF, Tile, tuned_tile
 from pallas_kernels.contract import Dispatch
-from pallas_kernels.mosaic.bias_part import bias_part
-from pallas_kernels.mosaic.row_groups import TileSchedule
-from pallas_kernels.mosaic.sum_in_order import sum_in_order
-from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.mosaic.row_groups import TileSchedule, bias_part, sum_in_order
 from pallas_kernels.simt.elementwise import with_gradients
 from pallas_kernels.simt.matrices import CHUNK, chunk_size, load_matrices, start_copy, unpack
 from pallas_kernels.simt.threads import combine_lanes, when
 from pallas_kernels.simt.values import WARP, Int, Long, Pointer, minimum, select
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
 
 ROWS = 16  # that a warp has of a piece

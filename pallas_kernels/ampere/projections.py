@@ -11,8 +11,8 @@ from pallas_kernels.ampere.row_matmul import add_bias, biases_of, for_rows, row_
 from pallas_kernels.ampere.tile import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TileSchedule
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.elementwise import value
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
 
 

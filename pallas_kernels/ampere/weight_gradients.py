@@ -20,9 +20,9 @@ from pallas_kernels.ampere.row_matmul import WarpOutput, store_sums
 from pallas_kernels.ampere.tile import WARPGROUPS, Tile, WarpPart, abreast, tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.matrices import chunk_size, start_copy
 from pallas_kernels.simt.values import Int, Long, Pointer, minimum
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
 
 

@@ -7,9 +7,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import simt
 from pallas_kernels.mosaic.device import num_sms
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.threads import branch, indices, lanes_where, shuffle, when
 from pallas_kernels.simt.values import WARP, Long, Vector, lowest_bit, minimum, select
+from pallas_kernels.traced_once import traced_once
 
 WARPGROUPS = 1
 WARPS, THREADS = WARPGROUPS * 4, WARPGROUPS * 128

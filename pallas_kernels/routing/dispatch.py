@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import simt, xla
 from pallas_kernels.contract import Dispatch, Losses
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, TileSchedule
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.routing.dispatch_place import Size, known_expert, place
 from pallas_kernels.simt.threads import block_barrier, indices
 from pallas_kernels.simt.values import minimum, select
+from pallas_kernels.traced_once import traced_once
 
 MAX_EXPERTS = 2048  # every warp counts them in shared memory
 BLOCKS = 128  # a power of two, and one SM left for the block that adds up the router's sums

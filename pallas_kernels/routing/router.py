@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import simt
 from pallas_kernels.contract import Losses, Routed, Rule, Scoring
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.routing.dispatch import BLOCKS, dispatch_routed
 from pallas_kernels.routing.router_choice import Choice, keep_best_groups
 from pallas_kernels.routing.router_lanes import (
@@ -32,6 +31,7 @@ from pallas_kernels.routing.router_lanes import (
 )
 from pallas_kernels.simt.threads import block_barrier, branch, combine_lanes, indices, lanes_where, loop, when
 from pallas_kernels.simt.values import WARP, exp2, log2, maximum, minimum, multiply_add, reciprocal, select, total
+from pallas_kernels.traced_once import traced_once
 
 LN2, LOG2E = math.log(2), math.log2(math.e)
 _LEAST = -200.0  # 2 to this is zero; and zero times this is zero, which is not so for -inf

@@ -6,8 +6,8 @@ import pytest
 from blaze_jax import MoEConfig
 from pallas_kernels import xla
 from pallas_kernels.xla.loops import zeros
-from tests.blaze_jax.test_parallelism import assert_as_one_device
 from tests.layers import WIDTH
+from tests.over_devices import assert_as_one_device
 
 CONFIG = MoEConfig(num_experts=8, experts_per_token=3, expert_width=8)
 WAYS = {

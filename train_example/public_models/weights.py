@@ -1,0 +1,245 @@
+"""Whole public models, OLMoE and Qwen3-MoE: their weights as the decoder's parameters, and back again."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import P, lax
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jaxtyping import Array
+
+from blaze_jax import MoEConfig, checkpoints
+from blaze_jax.checkpoints.folder import DTYPES, INDEX
+from blaze_jax.checkpoints.layouts import PLAIN, find_block
+from blaze_jax.checkpoints.loading import place
+from blaze_jax.checkpoints.saving import layer_tensors
+from blaze_jax.checkpoints.writing import NewTensor, write_tensors
+from train_example.config import UserError
+from train_example.model import Decoder
+
+type Params = dict[str, Any]
+type Names = tuple[str, ...]
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_WITHOUT_MEANING = ("rotary_emb.inv_freq",)
+
+
+class Entry(NamedTuple):
+    """A tensor of a public model, and how a parameter lies in it.
+
+    Attributes:
+      name: the tensor's name; without the layer's prefix where it is a layer's.
+      order: the parameter's axes in the file's order; empty for a parameter that is the tensor.
+      rows: how many of them, as they are ordered then, the tensor's first axis has.
+    """
+
+    name: str
+    order: tuple[int, ...] = ()
+    rows: int = 1
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The tensor's shape, for a parameter of that shape."""
+        ordered = [shape[axis] for axis in self.order]
+        return (math.prod(ordered[: self.rows]), math.prod(ordered[self.rows :])) if ordered else shape
+
+    def parameter(self, values: Any, shape: tuple[int, ...]) -> Any:
+        """The parameter of that shape, from what the file holds."""
+        if not self.order:
+            return values
+        return values.reshape([shape[axis] for axis in self.order]).transpose(np.argsort(self.order))
+
+    def stored(self, parameter: Any) -> Any:
+        """The tensor that the file holds, from the parameter."""
+        return parameter.transpose(self.order).reshape(self.shape(parameter.shape)) if self.order else parameter
+
+
+_TURNED = ((1, 0),)
+_TO_HEADS = ((1, 2, 0), 2)  # a parameter (d, heads, h), a matrix (heads · h, d)
+_FROM_HEADS = ((2, 0, 1),)  # a parameter (heads, h, d), a matrix (d, heads · h)
+_OF_MODEL = {
+    ("embedding",): Entry(_EMBEDDING),
+    ("final_norm", "scale"): Entry("model.norm.weight"),
+    ("head", "kernel"): Entry(_HEAD, *_TURNED),
+}
+_OF_LAYER = {
+    ("attention_norm", "scale"): Entry("input_layernorm.weight"),
+    ("attention", "query", "kernel"): Entry("self_attn.q_proj.weight", *_TO_HEADS),
+    ("attention", "key", "kernel"): Entry("self_attn.k_proj.weight", *_TO_HEADS),
+    ("attention", "value", "kernel"): Entry("self_attn.v_proj.weight", *_TO_HEADS),
+    ("attention", "out", "kernel"): Entry("self_attn.o_proj.weight", *_FROM_HEADS),
+    ("attention", "query_norm", "scale"): Entry("self_attn.q_norm.weight"),
+    ("attention", "key_norm", "scale"): Entry("self_attn.k_norm.weight"),
+    ("feed_forward_norm", "scale"): Entry("post_attention_layernorm.weight"),
+    ("feed_forward", "gate", "kernel"): Entry("mlp.gate_proj.weight", *_TURNED),
+    ("feed_forward", "up", "kernel"): Entry("mlp.up_proj.weight", *_TURNED),
+    ("feed_forward", "down", "kernel"): Entry("mlp.down_proj.weight", *_TURNED),
+}
+
+
+def load_params(folder: str | Path, model: Decoder, shardings: Params | None = None) -> Params:
+    """The parameters of a public model, float32, as the decoder has them.
+
+    `shardings` say where each goes, by `NamedSharding`; None for the first device.
+
+    Raises:
+      UserError: a tensor is missing, unknown or of another shape or type; the message names it and its file.
+    """
+    try:
+        files = checkpoints.Folder(folder)
+        _check_names(files, model)
+        shapes: dict[Names, Any] = dict(flatten_dict(_shapes(model)))
+        places = _places(shapes, shardings)
+        params = {
+            path: _read(files, entry, shapes[path].shape, places[path])
+            for path, entry in _OF_MODEL.items()
+            if path in shapes
+        }
+        for stack, layers in model.config.stacks().items():
+            params |= _load_stack(files, model, stack, layers, shapes, places)
+    except checkpoints.CheckpointError as error:
+        raise UserError(f"--checkpoint {folder}: {error}") from error
+    return unflatten_dict(params)
+
+
+def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) -> None:
+    """Writes the model in the format of the one that it came from, in that one's types, with its other files.
+
+    The folder appears when all of it is written.
+
+    Raises:
+      UserError: the folder is there already, or cannot be written.
+    """
+    origin = Path(origin)
+    files = checkpoints.Folder(origin)
+    flat: dict[Names, Any] = dict(flatten_dict(params))
+    on_host = all(isinstance(value, np.ndarray) for value in flat.values())
+    unfinished = out.with_name(out.name + ".unfinished")
+    if out.exists():
+        raise UserError(f"the model cannot be saved: {out} is there already")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        write_tensors(unfinished, _of_model(files, flat), "embedding")
+        for stack, layers in model.config.stacks().items():
+            of_stack = {path[1:]: value for path, value in flat.items() if path[0] == stack}
+            for at, layer in enumerate(layers):
+                one = jax.tree.map(lambda value, at=at: value[at], of_stack) if on_host else _take(of_stack, at)
+                write_tensors(unfinished, _of_layer(files, model.moe, layer, one), f"layer-{layer:05}")
+        for path in origin.iterdir():
+            weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+            if path.is_file() and not weights:
+                shutil.copyfile(path, unfinished / path.name)
+        unfinished.rename(out)
+    except (checkpoints.CheckpointError, OSError) as error:
+        raise UserError(f"the model cannot be saved: {error}") from error
+
+
+def _of_model(files: checkpoints.Folder, params: dict[Names, Array]) -> Iterator[NewTensor]:
+    for path, entry in _OF_MODEL.items():
+        if path in params:
+            yield _new(files, entry, params[path])
+
+
+def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dict[Names, Array]) -> Iterator[NewTensor]:
+    for path, entry in _OF_LAYER.items():
+        if path in params:
+            yield _new(files, entry._replace(name=_prefix(layer) + entry.name), params[path])
+    if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
+        block = checkpoints.Layer(experts, layout=find_block(files, layer, moe).layout.name)
+        of_dtype: dict[np.dtype, dict[str, NewTensor]] = {}
+        for tensor in layer_tensors(layer, block, moe):
+            dtype = DTYPES[files[tensor.name].dtype]
+            if dtype not in of_dtype:
+                of_dtype[dtype] = {new.name: new for new in layer_tensors(layer, block, moe, dtype)}
+            yield of_dtype[dtype][tensor.name]
+
+
+def _new(files: checkpoints.Folder, entry: Entry, parameter: Array) -> NewTensor:
+    dtype = DTYPES[files[entry.name].dtype]  # the type that it had
+    return NewTensor(entry.name, dtype, entry.shape(parameter.shape), lambda: [_stored(parameter, entry, dtype)])
+
+
+def _stored(parameter: Array, entry: Entry, dtype: np.dtype) -> np.ndarray:
+    return entry.stored(np.asarray(parameter)).astype(dtype)
+
+
+@jax.jit
+def _take(params: dict[Names, Array], at) -> dict[Names, Array]:
+    return {path: lax.dynamic_index_in_dim(value, at, keepdims=False) for path, value in params.items()}
+
+
+def _load_stack(
+    files, model: Decoder, stack: str, layers: list[int], shapes: dict[Names, Any], places: dict[Names, Sharding]
+) -> dict[Names, Array]:
+    """The parameters of a run of blocks, each with a leading axis of layers, filled one layer after the other."""
+    of_stack = {path[1:]: leaf for path, leaf in shapes.items() if path[0] == stack}
+    stacked_in = {path: places[stack, *path] for path in of_stack}
+    one_in = {path: _without_layers(place) for path, place in stacked_in.items()}
+    stacked = {path: jnp.zeros(leaf.shape, leaf.dtype, device=stacked_in[path]) for path, leaf in of_stack.items()}
+    put = jax.jit(_put, donate_argnums=0, out_shardings=stacked_in)
+    for at, layer in enumerate(layers):
+        one = {
+            path: _read(files, entry._replace(name=_prefix(layer) + entry.name), of_stack[path].shape[1:], one_in[path])
+            for path, entry in _OF_LAYER.items()
+            if path in of_stack
+        }
+        if stack.startswith("moe"):
+            sharding = {path[1]: place for path, place in one_in.items() if path[0] == "moe"}
+            loaded = checkpoints.load(files, layer, model.moe, dtype=jnp.float32, sharding=sharding)
+            one |= {("moe", name): value for name, value in loaded.params.items()}
+        stacked = put(stacked, one, at)
+    return {(stack, *path): value for path, value in stacked.items()}
+
+
+def _put(stacked: dict[Names, Array], one: dict[Names, Array], at) -> dict[Names, Array]:
+    return {path: lax.dynamic_update_index_in_dim(stacked[path], value, at, 0) for path, value in one.items()}
+
+
+def _read(files: checkpoints.Folder, entry: Entry, shape: tuple[int, ...], sharding: Sharding) -> Array:
+    tensor = files[entry.name]
+    tensor.require(PLAIN, entry.shape(shape))
+    return place(np.asarray(entry.parameter(tensor.read(), shape), np.float32), sharding)
+
+
+def _places(shapes: dict[Names, Any], shardings: Params | None) -> dict[Names, Sharding]:
+    if shardings is None:
+        return dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
+    flat: dict[Names, Any] = dict(flatten_dict(shardings))
+    return flat
+
+
+def _without_layers(sharding: Sharding) -> Sharding:
+    """How one layer is split, where `sharding` splits a stack of them, but not that axis."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+
+
+def _check_names(files: checkpoints.Folder, model: Decoder) -> None:
+    """Raises CheckpointError for a tensor outside the blocks of experts, which check their own, that has no place."""
+    known = {entry.name for entry in _OF_MODEL.values()}
+    experts = []
+    for stack, layers in model.config.stacks().items():
+        known |= {_prefix(layer) + entry.name for layer in layers for entry in _OF_LAYER.values()}
+        experts += [f"{_prefix(layer)}mlp." for layer in layers if stack.startswith("moe")]
+    for name in files.names:
+        if name not in known and not name.startswith(tuple(experts)) and not name.endswith(_WITHOUT_MEANING):
+            raise checkpoints.CheckpointError(f"{files.origin}: tensor {name!r} has no place in the model")
+    if model.config.tied_head and _HEAD in files and not np.array_equal(files[_HEAD].read(), files[_EMBEDDING].read()):
+        raise checkpoints.CheckpointError(
+            f"{files[_HEAD]} is not {_EMBEDDING!r}, though config.json has tie_word_embeddings=true"
+        )
+
+
+def _shapes(model: Decoder) -> Params:
+    return nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
+
+
+def _prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
