@@ -1,4 +1,4 @@
-"""What dispatch makes of experts, held to the portable form."""
+"""Rows and tiles that dispatch makes of experts, held to the portable form."""
 
 from itertools import pairwise
 
