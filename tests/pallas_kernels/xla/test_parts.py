@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import xla
-from pallas_kernels.xla.loops import turns_of
+from pallas_kernels.xla.loops import accelerator_turn, cpu_turn, turns_of
 from tests.numerics import assert_close
 from tests.pallas_kernels.rows import ACTIVATIONS
 
@@ -69,6 +69,14 @@ def test_pieces_fill_the_same_rows(problem, turn):
         for pieces in (blocks, halves):
             tokens = [x] * len(pieces), [dy] * len(pieces)
             assert_same_rows(forth_and_back(*tokens, matrices, row_weights, pieces), at_once, used)
+
+
+def test_turns_suit_an_experts_rows_in_a_piece(problem):
+    everything, parts = xla.in_parts(problem[0], PARTS)
+    block = xla.of_experts(everything, 1, 1)
+    assert cpu_turn(block) == cpu_turn(everything)
+    assert accelerator_turn(block, 1).rows == accelerator_turn(everything, 1).rows
+    assert accelerator_turn(parts[0], 1).rows < accelerator_turn(everything, 1).rows
 
 
 def test_gradients_of_blocks_of_experts_with_tokens_in_parts(problem):
