@@ -1,4 +1,17 @@
-"""A byte-level Mixture-of-Experts language model, trained with `blaze_jax`: `python -m train_example`."""
+"""A Mixture-of-Experts language model, trained with `blaze_jax`: `python -m train_example`.
+
+The files of this folder are what one reads, and copies, to build a model of one's own; they need `import blaze_jax`,
+jax, flax and optax. In the order of reading:
+
+- `config`: the sizes of the model, and how it is trained.
+- `layers` and `model`: norms, rotary attention, and the decoder whose blocks hold `blaze_jax.MoE`.
+- `data`: a text as batches, and its held-out part.
+- `step` and `compile_step`: optimizer, training step and evaluation, and what XLA is told for speed and equal bits.
+- `loop`: the steps of a run, as an iterator.
+
+`program` adds what the command line offers: presets, meshes and clusters, checkpoints, figures. `public_models` reads
+and writes OLMoE and Qwen3-MoE.
+"""
 
 from importlib.util import find_spec
 

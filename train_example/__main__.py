@@ -7,11 +7,11 @@ import sys
 
 import jax
 
-from train_example.arguments import new_config, parse_arguments
-from train_example.errors import UserError
-from train_example.memory import allow_all_memory
-from train_example.plan import memory_plan, plan_text
-from train_example.train import run
+from train_example.config import UserError
+from train_example.program.arguments import new_config, parse_arguments
+from train_example.program.devices import allow_all_memory
+from train_example.program.plan import memory_plan, plan_text
+from train_example.program.run import run
 
 _USER_ERROR = 2
 _LOST = 3

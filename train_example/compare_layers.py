@@ -1,4 +1,4 @@
-"""The same model trained with blaze_jax's experts and with conventional ones: `python -m train_example.compare_layers`.
+"""Trains one model with blaze_jax's experts and with conventional ones: `python -m train_example.compare_layers`.
 
 Same seed, parameters, batches and router. Nothing is saved but a results file, which `python -m blaze_jax.benchmark
 draw FILE --plot FOLDER` draws.
@@ -16,10 +16,10 @@ from typing import Any, get_args
 from blaze_jax.benchmark.own_process import ProcessError, run_apart
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment
 from blaze_jax.benchmark.tables import terminal
-from train_example.config import TrainConfig
-from train_example.experts_layer import ExpertsLayer, experts_function
-from train_example.memory import allow_all_memory
+from train_example.config import ExpertsLayer, TrainConfig
 from train_example.profile_step.run import Run, add_options, configuration
+from train_example.program.devices import allow_all_memory
+from train_example.program.experts_layer import experts_function
 
 _WARM_STEPS = 5
 

@@ -1,44 +1,29 @@
-"""The training step, compiled."""
+"""The training step, compiled so that two runs have the same bits; and programs that run once, compiled fast."""
 
 import json
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
-import numpy as np
 from jax.interpreters.mlir import ir
-from jaxtyping import UInt8
 
-from blaze_jax.parallelism import transport_options
+from blaze_jax import transport_options
 from train_example.config import TrainConfig
 from train_example.model import Decoder
-from train_example.step import TrainState, make_train_step
-
-
-def compile_step(
-    config: TrainConfig,
-    model: Decoder,
-    state: TrainState,
-    batch: UInt8[np.ndarray, "A M S+1"],
-    out_shardings: Any = None,
-    **options: Any,
-) -> jax.stages.Compiled:
-    """`(state, batch) -> (state, metrics)`, ahead of time: no step's time has compilation in it.
-
-    The new state takes the memory of the old one, which must not be used again. `options` are XLA's. Two runs have the
-    same bits, unless conventional experts compute them on a GPU.
-    """
-    lowered = lower_step(config, model, state, batch, out_shardings)
-    return lowered.compile(transport_options() | equal_bits_options(config) | options)
+from train_example.step import Batch, TrainState, make_train_step
 
 
 def lower_step(
     config: TrainConfig,
     model: Decoder,
     state: TrainState,
-    batch: UInt8[np.ndarray, "A M S+1"],
+    batch: Batch,
     out_shardings: Any = None,
 ) -> jax.stages.Lowered:
-    """What `compile_step` compiles, with `equal_bits_options` among XLA's."""
+    """The step `(state, batch) -> (state, metrics)`, lowered; `.compile(xla_options(config))` makes it a program.
+
+    The new state takes the memory of the old one, which must not be used again.
+    """
     step = make_train_step(config, model)
     lowered = jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(state, batch)
     if jax.default_backend() == "gpu":
@@ -46,14 +31,15 @@ def lower_step(
     return lowered
 
 
-def equal_bits_options(config: TrainConfig) -> dict[str, bool]:
-    """XLA's options for two runs to have the same bits: otherwise cuDNN's attention adds up gradients in any order.
+def xla_options(config: TrainConfig) -> dict[str, Any]:
+    """Options of XLA: fast transport between devices, and two runs with the same bits.
 
-    Not for conventional experts. They add up their tokens' gradients by scatters, and in place of each XLA would sort
-    all numbers of all rows, 134 million for 16,384 tokens of `1b`, twice in every layer.
+    Otherwise cuDNN's attention adds up gradients in any order. Conventional experts go without: they add up their
+    tokens' gradients by scatters, and in place of each XLA would sort all numbers of all rows, 134 million for 16,384
+    tokens of `1b`, twice in every layer.
     """
     wanted = jax.default_backend() == "gpu" and config.experts_layer == "blaze_jax"
-    return {"xla_gpu_exclude_nondeterministic_ops": True} if wanted else {}
+    return transport_options() | ({"xla_gpu_exclude_nondeterministic_ops": True} if wanted else {})
 
 
 def demand_equal_bits(module: ir.Module) -> None:
@@ -72,3 +58,9 @@ def demand_equal_bits(module: ir.Module) -> None:
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(mark)
+
+
+def jit_once[**P, R](function: Callable[P, R], out_shardings: Any = None) -> Callable[P, R]:
+    """`jax.jit` for one call: a CPU compiles with little optimisation, initialisers in a sixth of the time."""
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(function, compiler_options=options, out_shardings=out_shardings)

@@ -1,23 +1,36 @@
-"""What defines a run: the sizes of the model and how it is trained."""
+"""A run as it is defined: the sizes of the model and how it is trained."""
 
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
 from blaze_jax import MoEConfig, Router
-from blaze_jax.config import Save
-from blaze_jax.implementation import Implementation
-from train_example.attention import AttentionKernel, QKNorm
-from train_example.data import VOCABULARY
-from train_example.experts_layer import ExpertsLayer
+
+VOCABULARY = 256
+"""How many values a byte has."""
+
+AttentionKernel = Literal["cudnn", "xla"]
+"""The kernel of the attention: cuDNN's flash attention, which keeps no scores, or plain XLA, which runs everywhere."""
+
+QKNorm = Literal["head", "token"]
+"""The numbers that a norm of queries and keys takes together: those of a head, or those of all heads of a token."""
+
+ExpertsLayer = Literal["blaze_jax", "sort+tokamax", "sort+ragged_dot"]
+"""The layer that computes the experts: this library's; or a sort, a copy of the tokens in expert order, and grouped
+products by tokamax or by jax.lax.ragged_dot."""
 
 Remat = Literal["none", "except-experts", "full"]
-"""What the backward pass computes again, block by block: nothing; all but what the experts keep by their own `save`;
+"""How much of a block the backward pass computes again: nothing; all but what the experts keep by their own `save`;
 everything."""
 
+Save = Literal["pre_activations", "inputs"]
+Implementation = Literal["mosaic_gpu", "xla"]
 Trained = Literal["all", "experts"]
-
 DType = Literal["bfloat16", "float32"]
+
+
+class UserError(Exception):
+    """Bad input. The message is one line that says what is wrong and what would be right."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,22 +38,22 @@ class ModelConfig:
     """Sizes of the decoder.
 
     Attributes:
-      width: d, of the residual stream.
+      width: d, the width of the residual stream.
       num_layers: blocks, the dense ones included.
       num_heads: attention heads.
       num_kv_heads: heads of keys and values, a divisor of `num_heads`.
       num_experts: E, in every block but the dense ones.
       experts_per_token: K.
       expert_width: n, hidden width of an expert.
-      activation: of the experts and the dense layers, a gated one: swiglu, geglu, geglu_tanh or reglu.
+      activation: gated activation of experts and dense layers: swiglu, geglu, geglu_tanh or reglu.
       shared_width: hidden width of the shared experts; 0 for none.
       num_dense_layers: this many first blocks have a dense feed-forward layer instead of experts.
       dense_layers: numbers of further blocks that have one, from 0.
-      dense_width: its hidden width.
-      head_width: of an attention head; None for `width / num_heads`.
+      dense_width: hidden width of the dense layers.
+      head_width: width of an attention head; None for `width / num_heads`.
       qk_norm: what an RMSNorm of queries and keys takes together: a head's numbers (Qwen3), or a token's (OLMoE).
-      rotary_base: of the rotary positions.
-      norm_epsilon: of every RMSNorm.
+      rotary_base: base of the rotary positions' frequencies.
+      norm_epsilon: ε of every RMSNorm.
       tied_head: whether the embedding is the head, too.
       vocabulary: how many tokens there are; 256 for bytes.
       max_positions: the longest sequence that the model was made for; None where any will do.
@@ -114,24 +127,24 @@ class TrainConfig:
       batch_size: sequences per step.
       sequence_length: bytes, or tokens, per sequence.
       accumulate: a step computes its batch in this many parts, one after the other.
-      learning_rate: at the peak, after the warm-up.
-      weight_decay: of the matrices.
-      seed: of the initial parameters, the batches and the sample.
-      dtype: of the computation; parameters are float32.
-      momentum_dtype: of the gradients' running mean in the optimizer; all else of its state is float32.
+      learning_rate: peak of the schedule, after the warm-up.
+      weight_decay: decay of the matrices.
+      seed: seeds the initial parameters, the batches and the sample.
+      dtype: dtype of the computation; parameters are float32.
+      momentum_dtype: dtype of the gradients' running mean in the optimizer; all else of its state is float32.
       remat: what the backward pass computes again.
       save: what the experts keep for their backward pass, see `blaze_jax.expert_ffn`.
-      implementation: of the experts' kernels; None for the best that can run here.
+      implementation: which kernels compute the experts; None for the best that can run here.
       experts_layer: what computes the experts: blaze_jax, or a conventional layer to compare it with.
       attention: what computes the attention; None for the best that can run here.
       unroll: whether the program has every block by itself, instead of a loop over one.
       checkpoint: folder of the public model that the run starts from; None for random parameters.
-      trained: what of the model is trained: all of it, or the experts' matrices.
+      trained: what part of the model is trained: all of it, or the experts' matrices.
       evaluate_every: steps between evaluations on the held-out text.
       checkpoint_every: steps between checkpoints.
     """
 
-    preset: str
+    preset: str = ""
     model: ModelConfig
     data: str | None = None
     steps: int

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Protocol
@@ -10,15 +10,11 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from train_example.errors import UserError
-
-VOCABULARY = 256
+from train_example.config import VOCABULARY, UserError
 
 type Bytes = UInt8[np.ndarray, " N"]
 
-_MIB = 2**20
-_MAX_HELD_OUT = 16 * _MIB
-_MAX_COUNTED = 64 * _MIB
+_MAX_HELD_OUT = 16 * 2**20
 _OPEN_FILES = 64
 
 
@@ -30,7 +26,8 @@ class ByteStream:
 
     Attributes:
       unit: what the stream consists of.
-      bytes_per_unit: of the text.
+      bytes_per_unit: how many bytes of text a unit stands for.
+      documents: how many arrays and files there are.
       parts: what lies end to end.
       ends: where each part ends.
     """
@@ -39,24 +36,20 @@ class ByteStream:
     bytes_per_unit = 1.0
 
     def __init__(self, parts: Sequence[Bytes | Path]):
-        self.parts = parts
+        self.parts, self.documents = parts, len(parts)
         sizes = [part.stat().st_size if isinstance(part, Path) else part.size for part in parts]
         self.ends: Int[np.ndarray, " parts"] = np.cumsum(sizes, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    @property
-    def documents(self) -> int:
-        """How many arrays and files there are."""
-        return len(self.parts)
-
     def read(self, start: int, length: int) -> Bytes:
         """A copy of the bytes from `start` to `start + length`."""
         pieces, stop = [], start + length
         part = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
-            array = self._array(part)
+            source = self.parts[part]
+            array = _mapped(source) if isinstance(source, Path) else source
             offset = start - (int(self.ends[part]) - array.size)
             pieces.append(array[offset : offset + stop - start])
             start += pieces[-1].size
@@ -67,20 +60,14 @@ class ByteStream:
         """The text of bytes, with what is no text replaced."""
         return bytes(units).decode(errors="replace")
 
-    def _array(self, part: int) -> Bytes:
-        source = self.parts[part]
-        return _mapped(source) if isinstance(source, Path) else source
-
 
 class Stream(Protocol):
     """Text as a sequence of numbers below a vocabulary: bytes, or tokens."""
 
-    @property
-    def unit(self) -> str: ...
-    @property
-    def bytes_per_unit(self) -> float: ...
-    @property
-    def documents(self) -> int: ...
+    unit: str
+    bytes_per_unit: float
+    documents: int
+
     def __len__(self) -> int: ...
     def read(self, start: int, length: int) -> np.ndarray: ...
     def decode(self, units: Sequence[int]) -> str: ...
@@ -112,36 +99,19 @@ class Corpus:
         self.training_units = len(stream) - max(window, min(len(stream) // 10, _MAX_HELD_OUT))
 
     def batch(self, seed: int, step: int, batch_size: int) -> UInt8[np.ndarray, "B S+1"]:
-        """Windows from anywhere in the training part; the same for the same arguments."""
+        """Windows from anywhere in the training part; equal arguments give equal windows."""
         return self.windows(self.batch_starts(seed, step, batch_size))
 
     def batch_starts(self, seed: int, step: int, batch_size: int) -> Int[np.ndarray, " B"]:
-        """Where they start."""
+        """The starts of the windows of `batch`."""
         last = self.training_units - self.sequence_length - 1
         return np.random.default_rng((seed, step)).integers(last, size=batch_size, dtype=np.int64, endpoint=True)
 
-    def held_out(self, most: int, multiple: int) -> UInt8[np.ndarray, "N S+1"]:
-        """Evenly spaced windows that cover the held-out part, or `most` of them; N is rounded up to a multiple."""
-        return self.windows(self.held_out_starts(most, multiple))
-
     def held_out_starts(self, most: int, multiple: int) -> Int[np.ndarray, " N"]:
-        """Where they start."""
+        """Starts of evenly spaced windows that cover the held-out part, or of `most`; N is rounded up to a multiple."""
         count = -(-min(most, math.ceil(self.held_out_units / self.sequence_length)) // multiple) * multiple
         last = len(self.stream) - self.sequence_length - 1
         return np.linspace(self.training_units, last, count).astype(np.int64)
-
-    @cached_property
-    def unigram_bits(self) -> float:
-        """Entropy of the frequencies, in bits per byte; of more than 64 Mi units, those of 64 evenly spaced Mi."""
-        size = len(self.stream)
-        starts = range(0, size, _MIB)
-        if size > _MAX_COUNTED:
-            starts = np.linspace(0, size - _MIB, _MAX_COUNTED // _MIB).astype(np.int64).tolist()
-        counts = np.zeros(self.vocabulary, np.int64)
-        for start in starts:
-            counts += np.bincount(self.stream.read(start, min(_MIB, size - start)), minlength=self.vocabulary)
-        share = counts[counts > 0] / counts.sum()
-        return float((share * np.log2(1 / share)).sum()) / self.stream.bytes_per_unit
 
     @property
     def held_out_units(self) -> int:

@@ -1,106 +1,71 @@
-"""The training loop: steps, evaluations, checkpoints."""
+"""The training loop: batches go to the devices, steps and evaluations run, and each step's numbers come out."""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped, UInt8
+from jax import P
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, Int, Shaped
 
-from train_example.compile_step import compile_step
-from train_example.config import TrainConfig
+from blaze_jax import Parallelism
+from train_example.compile_step import lower_step, xla_options
+from train_example.config import TrainConfig, UserError
 from train_example.data import Corpus
-from train_example.errors import UserError
-from train_example.interrupt import Interrupt
-from train_example.memory import peak_memory_gib
-from train_example.metrics import MetricsLog, Record
-from train_example.optimizer import make_optimizer
-from train_example.progress import Progress
-from train_example.public_model import load_params
-from train_example.run_once import jit_once
-from train_example.setup import Setup
-from train_example.step import StepMetrics, TrainState, init_state, make_evaluation
+from train_example.model import Decoder
+from train_example.step import Batch, StepMetrics, TrainState, make_evaluation
+
+type Record = dict[str, Any]
 
 _MAX_HELD_OUT_WINDOWS = 256
 _LOAD_RECORDS = 100
 
 
-def train(setup: Setup, log: MetricsLog, progress: Progress, interrupt: Interrupt) -> TrainState:
-    """Takes the steps that are left, or those until the interrupt, and saves the state after the last.
+def train(
+    config: TrainConfig, model: Decoder, corpus: Corpus, state: TrainState, elapsed: float = 0.0
+) -> Iterator[tuple[TrainState, Record]]:
+    """Takes the steps that are left, one for each time that it is asked for the next.
+
+    A record holds the step's "loss" and others in bits per byte, "held_out" where the held-out text was evaluated, and
+    the seconds since the run began, `elapsed` of them before. A state is good until the next step, which takes its
+    memory.
 
     Raises:
-      UserError: the loss is not finite any more.
+      UserError: a number is not finite any more.
     """
-    config = setup.config
-    state = first_state(setup)
-    if setup.first_step == config.steps:
-        return state
-
-    batch = _batch(setup, setup.first_step)
-    held_out = _split(setup, setup.corpus.held_out_starts(_MAX_HELD_OUT_WINDOWS, config.batch_size))
-    train_step, evaluate = _compile(setup, state, batch, held_out)
-    progress.start()
-    start = time.perf_counter() - (log.records[-1]["elapsed"] if log.records else 0)
-    for step in range(setup.first_step + 1, config.steps + 1):
+    first, parallel = int(state.step), model.parallel
+    if first == config.steps:
+        return
+    everywhere = None if parallel is None else NamedSharding(mesh_of(parallel), P())
+    place = partial(placed, config, corpus, parallel)
+    batch = place(corpus.batch_starts(config.seed, first, config.batch_size))
+    held_out = place(corpus.held_out_starts(_MAX_HELD_OUT_WINDOWS, config.batch_size))
+    # Ahead of time: compiling cannot happen twice, and no step's time has it.
+    shardings = None if parallel is None else (jax.tree.map(lambda array: array.sharding, state), everywhere)
+    train_step = lower_step(config, model, state, batch, shardings).compile(xla_options(config))
+    evaluate = jax.jit(make_evaluation(model), out_shardings=everywhere).lower(state, held_out).compile()
+    start = time.perf_counter() - elapsed
+    for step in range(first + 1, config.steps + 1):
         step_start = time.perf_counter()
         state, on_device = train_step(state, batch)
-        batch = _batch(setup, step)  # the next one, while the device computes
+        # The next one, while the device computes.
+        batch = place(corpus.batch_starts(config.seed, step, config.batch_size))
         metrics = jax.device_get(on_device)
-        record = _record(setup, step, metrics, time.perf_counter() - step_start)
-        if _due(config, step, config.evaluate_every):
-            record["held_out"] = _bits(evaluate(state, held_out), setup.corpus)
+        record = _record(config, corpus, step, metrics, time.perf_counter() - step_start)
+        if due(config, step, config.evaluate_every):
+            record["held_out"] = _bits(evaluate(state, held_out), corpus)
         record["elapsed"] = time.perf_counter() - start
         check_finite(config, record)
-        log.write(record)
-        progress.update(record)
-        stop = setup.devices.any_process(interrupt.requested)
-        if stop or _due(config, step, config.checkpoint_every):
-            setup.checkpoints.save(step, state, setup.description)
-        if stop:
-            break
-    return state
+        yield state, record
 
 
-def _compile(setup: Setup, state: TrainState, batch: Any, held_out: Any) -> tuple[Callable, Callable]:
-    """The step and the evaluation, ahead of time: it cannot happen twice."""
-    everywhere = setup.devices.everywhere
-    placed = None if everywhere is None else (jax.tree.map(lambda array: array.sharding, state), everywhere)
-    train_step = compile_step(setup.config, setup.model, state, batch, placed)
-    evaluate = jax.jit(make_evaluation(setup.model), out_shardings=everywhere)
-    return train_step, evaluate.lower(state, held_out).compile()
-
-
-def first_state(setup: Setup) -> TrainState:
-    """The state to go on from: the checkpoint's, or a fresh one."""
-
-    def init() -> TrainState:
-        return init_state(setup.config, setup.model)
-
-    like = jax.eval_shape(init)
-    shardings = setup.devices.shardings(like, setup.model.moe, setup.config.model.width)
-    if setup.first_step:
-        if shardings is not None:
-            like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, shardings)
-        return setup.checkpoints.restore(setup.first_step, like)
-    if setup.config.checkpoint:
-        params = load_params(setup.config.checkpoint, setup.model, shardings and shardings.params)
-        make_moments = jit_once(make_optimizer(setup.config).init, shardings and shardings.optimizer_state)
-        step = jax.device_put(jnp.int32(0), shardings and shardings.step)
-        return TrainState(step, params, {}, make_moments(params))
-    return jit_once(init, shardings)()
-
-
-def _batch(setup: Setup, step: int) -> UInt8[Array, "A M S+1"]:
-    return _split(setup, setup.corpus.batch_starts(setup.config.seed, step, setup.config.batch_size))
-
-
-def _split(setup: Setup, starts: Int[np.ndarray, " N"]) -> UInt8[Array, "A M S+1"]:
-    """The windows from there, by microbatch, on the devices that compute with them."""
-    by_microbatch = microbatches(setup.config, starts)
-    return setup.devices.split(by_microbatch, setup.corpus.windows, setup.config.sequence_length + 1)
+def due(config: TrainConfig, step: int, every: int) -> bool:
+    """True after every so many steps, and after the last."""
+    return step % every == 0 or step == config.steps
 
 
 def microbatches(config: TrainConfig, windows: Shaped[np.ndarray, "N *_"]) -> Shaped[np.ndarray, "A M *_"]:
@@ -108,31 +73,10 @@ def microbatches(config: TrainConfig, windows: Shaped[np.ndarray, "N *_"]) -> Sh
     return windows.reshape(-1, config.batch_size // config.accumulate, *windows.shape[1:])
 
 
-def _due(config: TrainConfig, step: int, every: int) -> bool:
-    return step % every == 0 or step == config.steps
-
-
-def _record(setup: Setup, step: int, metrics: StepMetrics, seconds: float) -> Record:
-    config, load = setup.config, metrics.tokens_per_expert
-    record = {
-        "step": step,
-        "loss": _bits(metrics.loss, setup.corpus),
-        "auxiliary_loss": float(metrics.auxiliary_loss),
-        "gradient_norm": float(metrics.gradient_norm),
-        "learning_rate": float(metrics.learning_rate),
-        "balance": float((load.max(1) / load.mean(1)).max()),
-        "tokens_per_second": config.batch_size * config.sequence_length / seconds,
-    }
-    if (peak := peak_memory_gib()) is not None:
-        record["peak_memory_gib"] = peak
-    if step == 1 or _due(config, step, max(1, config.steps // _LOAD_RECORDS)):
-        record["load"] = load.tolist()
-    return record
-
-
-def _bits(nats: Float[Array, ""], corpus: Corpus) -> float:
-    """Bits per byte."""
-    return float(nats) / math.log(2) / corpus.stream.bytes_per_unit
+def peak_memory_gib() -> float | None:
+    """The most memory the device has had in use so far, in GiB; None where it does not say, as on a CPU."""
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return None if peak is None else peak / 2**30
 
 
 def check_finite(config: TrainConfig, record: Record) -> None:
@@ -143,3 +87,45 @@ def check_finite(config: TrainConfig, record: Record) -> None:
                 f"training diverged, {name} is {value} at step {record['step']}: try less than "
                 f"--learning-rate {config.learning_rate}"
             )
+
+
+def placed(config: TrainConfig, corpus: Corpus, parallel: Parallelism | None, starts: Int[np.ndarray, " N"]) -> Batch:
+    """The windows from there, by microbatch; over a mesh, each process reads what its devices compute with."""
+    starts = microbatches(config, starts)
+    if parallel is None:
+        return corpus.windows(starts)
+    by_sequence = NamedSharding(mesh_of(parallel), P(None, parallel.axes))
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        return corpus.windows(starts if index is None else starts[index[:2]])
+
+    return jax.make_array_from_callback((*starts.shape, config.sequence_length + 1), by_sequence, read)
+
+
+def mesh_of(parallel: Parallelism) -> Mesh:
+    """The mesh that a run's `Parallelism` names, which others may take from what is around them."""
+    assert isinstance(parallel.mesh, Mesh)
+    return parallel.mesh
+
+
+def _record(config: TrainConfig, corpus: Corpus, step: int, metrics: StepMetrics, seconds: float) -> Record:
+    load = metrics.tokens_per_expert
+    record = {
+        "step": step,
+        "loss": _bits(metrics.loss, corpus),
+        "auxiliary_loss": float(metrics.auxiliary_loss),
+        "gradient_norm": float(metrics.gradient_norm),
+        "learning_rate": float(metrics.learning_rate),
+        "balance": float((load.max(1) / load.mean(1)).max()),
+        "tokens_per_second": config.batch_size * config.sequence_length / seconds,
+    }
+    if (peak := peak_memory_gib()) is not None:
+        record["peak_memory_gib"] = peak
+    if step == 1 or due(config, step, max(1, config.steps // _LOAD_RECORDS)):
+        record["load"] = load.tolist()
+    return record
+
+
+def _bits(nats: Float[Array, ""], corpus: Corpus) -> float:
+    """Bits per byte."""
+    return float(nats) / math.log(2) / corpus.stream.bytes_per_unit

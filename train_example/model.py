@@ -1,4 +1,6 @@
-"""The decoder: RMSNorm, rotary attention, and Mixture-of-Experts blocks stacked with `nn.scan`."""
+"""The decoder: attention and `blaze_jax.MoE` in blocks, which `nn.scan` stacks; embedding and head around them."""
+
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -6,12 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from blaze_jax import RESIDUAL_NAMES, MoE, MoEConfig, Parallelism
-from blaze_jax.activations import get_activation
-from train_example.attention import Attention, AttentionKernel, Rotation, rotation
-from train_example.config import ModelConfig, Remat
-from train_example.experts_layer import ExpertsLayer, experts_function
-from train_example.norm import RMSNorm
+from blaze_jax import RESIDUAL_NAMES, MoE, MoEConfig, Parallelism, expert_ffn
+from train_example.config import AttentionKernel, ModelConfig, Remat
+from train_example.layers import Attention, DenseFeedForward, RMSNorm, Rotation, rotation
 
 
 class Decoder(nn.Module):
@@ -20,9 +19,9 @@ class Decoder(nn.Module):
     Attributes:
       config: the sizes.
       moe: the Mixture-of-Experts layer of every block but the dense ones.
-      dtype: of the computation; parameters are float32.
+      dtype: dtype of the computation; parameters are float32.
       remat: what the backward pass computes again, see `Remat`.
-      experts_layer: what computes the experts.
+      experts: what computes the experts, see `blaze_jax.MoE`.
       attention: what computes the attention; None for the best that can run here.
       unroll: whether the program has every block by itself, instead of a loop over one: the compiler takes longer, and
         the program copies less.
@@ -33,7 +32,7 @@ class Decoder(nn.Module):
     moe: MoEConfig
     dtype: DTypeLike
     remat: Remat = "none"
-    experts_layer: ExpertsLayer = "blaze_jax"
+    experts: Callable[..., Array] = expert_ffn
     attention: AttentionKernel | None = None
     unroll: bool = False
     parallel: Parallelism | None = None
@@ -65,9 +64,7 @@ class Decoder(nn.Module):
             unroll=length if self.unroll else 1,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        return scanned(
-            self.config, moe, self.dtype, train, self.experts_layer, self.attention, self.parallel, name=name
-        )
+        return scanned(self.config, moe, self.dtype, train, self.experts, self.attention, self.parallel, name=name)
 
 
 class Block(nn.Module):
@@ -76,9 +73,9 @@ class Block(nn.Module):
     Attributes:
       config: the sizes.
       moe: the Mixture-of-Experts layer; None for a dense feed-forward layer.
-      dtype: of the computation.
+      dtype: dtype of the computation.
       train: see `Decoder`.
-      experts_layer: see `Decoder`.
+      experts: see `Decoder`.
       attention: see `Decoder`.
       parallel: see `Decoder`.
     """
@@ -87,7 +84,7 @@ class Block(nn.Module):
     moe: MoEConfig | None
     dtype: DTypeLike
     train: bool
-    experts_layer: ExpertsLayer
+    experts: Callable[..., Array]
     attention: AttentionKernel | None
     parallel: Parallelism | None
 
@@ -109,24 +106,8 @@ class Block(nn.Module):
         if self.moe is None:
             dense = DenseFeedForward(config.dense_width, config.activation, self.dtype, name="feed_forward")
             return x + dense(normed), None
-        experts = experts_function(self.experts_layer)
-        moe = MoE(self.moe, dtype=self.dtype, experts=experts, parallel=self.parallel, name="moe")
+        moe = MoE(self.moe, dtype=self.dtype, experts=self.experts, parallel=self.parallel, name="moe")
         return x + moe(normed, train=self.train), None
-
-
-class DenseFeedForward(nn.Module):
-    """A gated feed-forward layer of one hidden width for every token."""
-
-    width: int
-    activation: str
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B S d"]) -> Float[Array, "B S d"]:
-        gate = nn.Dense(self.width, use_bias=False, dtype=self.dtype, name="gate")(x)
-        up = nn.Dense(self.width, use_bias=False, dtype=self.dtype, name="up")(x)
-        hidden = get_activation(self.activation).function(gate, up)
-        return nn.Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name="down")(hidden)
 
 
 def _rematerialized(block: type[nn.Module], remat: Remat, *, merges: bool) -> type[nn.Module]:

@@ -1,4 +1,4 @@
-"""The training step and the evaluation, as functions of arrays."""
+"""The optimizer, the training step and the evaluation, as functions of arrays."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import DTypeLike
@@ -13,10 +14,14 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from train_example.config import TrainConfig
 from train_example.model import Decoder
-from train_example.optimizer import experts_only, learning_rate_schedule, make_optimizer
 
 type Tree = Any
+type Report = dict[str, Array]
+type Batch = UInt8[Array, "A M S+1"] | UInt8[np.ndarray, "A M S+1"]
 
+_WARMUP_SHARE = 0.05
+_FINAL_SHARE = 0.1
+_CLIP_NORM = 1.0
 _FLOAT32_PARAMETERS = ("scale", "w_router", "b_router")
 
 
@@ -37,13 +42,13 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What a step reports.
+    """The numbers that a step reports.
 
     Attributes:
       loss: cross entropy in nats per byte, the mean over the batch.
       auxiliary_loss: sum of the layers' weighted auxiliary losses.
-      gradient_norm: of all gradients together, before clipping.
-      learning_rate: of this step.
+      gradient_norm: norm of all gradients together, before clipping.
+      learning_rate: the rate that this step took.
       tokens_per_expert: int32, the load of every expert of every Mixture-of-Experts layer, first to last.
     """
 
@@ -52,6 +57,45 @@ class StepMetrics(NamedTuple):
     gradient_norm: Float[Array, ""]
     learning_rate: Float[Array, ""]
     tokens_per_expert: Int[Array, "layers E"]
+
+
+def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
+    """Linear warm-up over the first 5 % of the schedule's steps, then a cosine down to a tenth of the peak."""
+    steps = config.schedule_steps or config.steps
+    warmup = max(1, round(_WARMUP_SHARE * steps))
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / warmup,  # the first step already learns
+        peak_value=config.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(steps, warmup + 1),
+        end_value=_FINAL_SHARE * config.learning_rate,
+    )
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW behind a clipped gradient; of the experts alone, where nothing else is trained."""
+    adam = optax.adamw(
+        learning_rate_schedule(config),
+        b1=0.9,
+        b2=0.95,
+        mu_dtype=config.momentum_dtype,
+        weight_decay=config.weight_decay,
+        mask=matrices,
+    )
+    if config.trained == "experts":  # moments of the others would be most of the memory that this saves
+        adam = optax.masked(adam, experts_only)
+    return optax.chain(optax.clip_by_global_norm(_CLIP_NORM), adam)
+
+
+def experts_only(params: optax.Params) -> optax.Params:
+    """Marks the experts' matrices."""
+    names = ("w_gate", "w_up", "w_down")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, params)
+
+
+def matrices(params: optax.Params) -> optax.Params:
+    """Marks what weight decay applies to. Told by name: a stack of norm scales has two axes like a matrix."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
 
 
 def init_state(config: TrainConfig, model: Decoder) -> TrainState:
@@ -63,11 +107,11 @@ def init_state(config: TrainConfig, model: Decoder) -> TrainState:
 
 def make_train_step(
     config: TrainConfig, model: Decoder
-) -> Callable[[TrainState, UInt8[Array, "A M S+1"]], tuple[TrainState, StepMetrics]]:
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """A step over A microbatches of M sequences, whose gradients are averaged before the one update."""
     optimizer, schedule = make_optimizer(config), learning_rate_schedule(config)
 
-    def train_step(state: TrainState, batch: UInt8[Array, "A M S+1"]) -> tuple[TrainState, StepMetrics]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         grads, (router_state, report) = _gradients(model, state, batch)
         with jax.named_scope("optimizer"):
             # Where the optimizer reads them, for no float32 gradients in memory.
@@ -77,22 +121,16 @@ def make_train_step(
             updates, optimizer_state = optimizer.update(grads, state.optimizer_state, state.params)
             params = optax.apply_updates(state.params, updates)
             gradient_norm = optax.tree.norm(grads)
-        metrics = StepMetrics(
-            loss=report.loss,
-            auxiliary_loss=report.auxiliary_loss,
-            gradient_norm=gradient_norm,
-            learning_rate=jnp.asarray(schedule(state.step)),
-            tokens_per_expert=report.tokens_per_expert,
-        )
+        metrics = StepMetrics(gradient_norm=gradient_norm, learning_rate=jnp.asarray(schedule(state.step)), **report)
         return TrainState(state.step + 1, params, router_state, optimizer_state), metrics
 
     return train_step
 
 
-def make_evaluation(model: Decoder) -> Callable[[TrainState, UInt8[Array, "A M S+1"]], Float[Array, ""]]:
+def make_evaluation(model: Decoder) -> Callable[[TrainState, Batch], Float[Array, ""]]:
     """Cross entropy in nats per byte, the mean over all windows, a microbatch at a time."""
 
-    def evaluate(state: TrainState, batches: UInt8[Array, "A M S+1"]) -> Float[Array, ""]:
+    def evaluate(state: TrainState, batches: Batch) -> Float[Array, ""]:
         variables = {"params": state.params, "router_state": state.router_state}
 
         def mean(windows: UInt8[Array, "M S+1"]) -> Float[Array, ""]:
@@ -111,13 +149,7 @@ def cross_entropy(logits: Float[Array, "M S V"], windows: UInt8[Array, "M S+1"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-class _Report(NamedTuple):
-    loss: Float[Array, ""]
-    auxiliary_loss: Float[Array, ""]
-    tokens_per_expert: Int[Array, "layers E"]
-
-
-def _gradients(model: Decoder, state: TrainState, batch: UInt8[Array, "A M S+1"]) -> tuple[Tree, tuple[Tree, _Report]]:
+def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, tuple[Tree, Report]]:
     """Mean gradients, the router state after the last microbatch and what all of them report.
 
     One microbatch's gradients have the dtype of the working copy; the mean of several is summed in float32.
@@ -127,16 +159,16 @@ def _gradients(model: Decoder, state: TrainState, batch: UInt8[Array, "A M S+1"]
     if batch.shape[0] == 1:  # needs no second copy of the gradients to add to
         return microbatch(model, params, state.router_state, batch[0])
 
-    def add(carry: tuple[Tree, Tree], windows: UInt8[Array, "M S+1"]) -> tuple[tuple[Tree, Tree], _Report]:
+    def add(carry: tuple[Tree, Tree], windows: UInt8[Array, "M S+1"]) -> tuple[tuple[Tree, Tree], Report]:
         total, router_state = carry
         grads, (router_state, report) = microbatch(model, params, router_state, windows)
         return (jax.tree.map(jnp.add, total, grads), router_state), report
 
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    (total, router_state), reports = lax.scan(add, (zeros, state.router_state), batch)
+    (total, router_state), reports = lax.scan(add, (zeros, state.router_state), jnp.asarray(batch))
     grads = jax.tree.map(lambda gradient: gradient / batch.shape[0], total)
-    report = _Report(reports.loss.mean(), reports.auxiliary_loss.mean(), reports.tokens_per_expert.sum(0))
-    return grads, (router_state, report)
+    loads = reports.pop("tokens_per_expert").sum(0)
+    return grads, (router_state, jax.tree.map(jnp.mean, reports) | {"tokens_per_expert": loads})
 
 
 def working_copy(params: Tree, dtype: DTypeLike) -> Tree:
@@ -155,7 +187,7 @@ def working_copy(params: Tree, dtype: DTypeLike) -> Tree:
 
 def _loss(
     model: Decoder, params: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"]
-) -> tuple[Float[Array, ""], tuple[Tree, _Report]]:
+) -> tuple[Float[Array, ""], tuple[Tree, Report]]:
     """The training loss, cross entropy plus the layers' auxiliary losses, and the new router state."""
     variables = {"params": params, "router_state": router_state}
     collections = ["losses", "intermediates", "router_state"]
@@ -164,4 +196,5 @@ def _loss(
     auxiliary_loss = sum((leaf.sum() for leaf in jax.tree.leaves(sown.get("losses", {}))), jnp.float32(0))
     stacks = [sown["intermediates"][name]["moe"] for name in model.config.stacks() if name.startswith("moe")]
     load = jnp.concatenate([jnp.asarray(counts) for stack in stacks for counts in stack["tokens_per_expert"]])
-    return loss + auxiliary_loss, (sown.get("router_state", {}), _Report(loss, auxiliary_loss, load))
+    report = {"loss": loss, "auxiliary_loss": auxiliary_loss, "tokens_per_expert": load}
+    return loss + auxiliary_loss, (sown.get("router_state", {}), report)

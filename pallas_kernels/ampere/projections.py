@@ -53,7 +53,7 @@ def up_projection(
             if pre_activations:
                 for values, (projection, column) in zip(pre, where.halves, strict=True):
                     store_half(pre_activations[projection], where, first, column, values, n)
-            operands = [pre] if len(weights) == 2 else [[half] for half in pre]  # of each activation
+            operands = [pre] if len(weights) == 2 else [[half] for half in pre]  # for each activation
             for own, (_, column) in zip(operands, where.halves, strict=False):
                 activated = [
                     [value(activation, numbers) for numbers in zip(*of_columns, strict=True)]

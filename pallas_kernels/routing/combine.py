@@ -14,8 +14,8 @@ from pallas_kernels.traced_once import traced_once
 WARPGROUPS = 1
 WARPS, THREADS = WARPGROUPS * 4, WARPGROUPS * 128
 BLOCKS_PER_SM = 24
-COLUMNS = 8  # of a lane: 16 bytes
-ROWS_IN_FLIGHT = 4  # of a warp, which is what device memory needs
+COLUMNS = 8  # that a lane has: 16 bytes
+ROWS_IN_FLIGHT = 4  # for each warp, which is what device memory needs
 
 
 @traced_once("blocks")

@@ -45,7 +45,7 @@ def token_cutoffs(keys: Int[Array, "E T"], wanted: Int[Array, " E"]) -> Cutoffs:
 
 
 class _Cutoffs:
-    """What a thread of `token_cutoffs` does."""
+    """A thread of `token_cutoffs`."""
 
     def __init__(self, num_tokens: int):
         self.num_tokens = num_tokens

@@ -18,8 +18,8 @@ def write_logits(folder: Path) -> None:
     from safetensors.numpy import save_file
 
     from train_example.model import Decoder
-    from train_example.public_config import public_config
-    from train_example.public_model import load_params
+    from train_example.public_models.config import public_config
+    from train_example.public_models.weights import load_params
 
     config = public_config(folder)
     model = Decoder(config, config.moe(), jnp.float32)

@@ -1,5 +1,9 @@
-"""A model and batches small enough for many tests."""
+"""A model and batches small enough for many tests, and the program that trains it."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -10,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import train_example
+from train_example.compile_step import jit_once
 from train_example.config import ModelConfig
 from train_example.model import Decoder
-from train_example.presets import PRESETS
-from train_example.run_once import jit_once
+from train_example.program.presets import PRESETS
 from train_example.step import init_state, make_train_step
 
 ROOT = Path(train_example.__file__).parents[1]
@@ -45,3 +49,18 @@ def initial_variables(config=MODEL):
 def train_step(config, model):
     """A jitted step and the state before the first."""
     return jax.jit(make_train_step(config, model)), jit_once(partial(init_state, config, model))()
+
+
+def start(out, *options, devices=None):
+    """The program, with the small model as its preset, in a process of its own; on that many virtual devices."""
+    command = [sys.executable, "-W", "error", "-m", "tests.train_example.small_program", "--out", str(out), *options]
+    virtual = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} if devices else {}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | virtual, stdout=pipe, stderr=pipe, text=True)
+
+
+def metrics(out):
+    """The records that a run has written so far."""
+    file = out / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

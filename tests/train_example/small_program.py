@@ -3,7 +3,7 @@
 import runpy
 
 from tests.train_example.small import CONFIG
-from train_example.presets import PRESETS
+from train_example.program.presets import PRESETS
 
 PRESETS["tiny"] = CONFIG
 runpy.run_module("train_example", run_name="__main__")

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from train_example.checkpoint import Checkpoints
-from train_example.errors import UserError
+from train_example.config import UserError
+from train_example.program.checkpoints import Checkpoints
 from train_example.step import TrainState
 
 

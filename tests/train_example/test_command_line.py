@@ -12,11 +12,11 @@ import pytest
 import train_example
 from tests.blaze_jax.checkpoints.models import FIXTURES
 from train_example.__main__ import main
-from train_example.arguments import new_config, parse_arguments, resumed_config
-from train_example.errors import UserError
+from train_example.config import UserError
 from train_example.loop import check_finite
-from train_example.optimizer import learning_rate_schedule
-from train_example.presets import PRESETS
+from train_example.program.arguments import new_config, parse_arguments, resumed_config
+from train_example.program.presets import PRESETS
+from train_example.step import learning_rate_schedule
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from blaze_jax.benchmark.results import read_results
 from tests.train_example.small import FULL_MODEL, windows
 from train_example import compare_layers
 from train_example.__main__ import main
-from train_example.errors import UserError
-from train_example.experts_layer import experts_function
+from train_example.config import UserError
 from train_example.model import Decoder
-from train_example.presets import PRESETS
+from train_example.program.experts_layer import experts_function
+from train_example.program.presets import PRESETS
 
 CONFIG = replace(PRESETS["tiny"], model=FULL_MODEL, steps=8, batch_size=4, sequence_length=16, dtype="float32")
 

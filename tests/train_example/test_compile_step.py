@@ -1,4 +1,4 @@
-"""What the step's program is told before it is compiled."""
+"""Options and marks of the step's program before it is compiled."""
 
 from dataclasses import replace
 
@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.mlir import ir
 
-from train_example.compile_step import demand_equal_bits, equal_bits_options
-from train_example.presets import PRESETS
+from blaze_jax import transport_options
+from train_example.compile_step import demand_equal_bits, xla_options
+from train_example.program.presets import PRESETS
 
 _ATTENTION = """
 func.func public @main(%x: tensor<f32>) -> tensor<f32> {
@@ -31,5 +32,5 @@ def test_every_backward_pass_of_attention_is_deterministic_and_no_other_call_cha
 def test_the_scatters_of_conventional_experts_keep_their_speed(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = PRESETS["1b"]
-    assert equal_bits_options(config) == {"xla_gpu_exclude_nondeterministic_ops": True}
-    assert equal_bits_options(replace(config, experts_layer="sort+tokamax")) == {}
+    assert xla_options(config) == transport_options() | {"xla_gpu_exclude_nondeterministic_ops": True}
+    assert xla_options(replace(config, experts_layer="sort+tokamax")) == transport_options()

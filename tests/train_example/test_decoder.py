@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.train_example.small import FULL_MODEL, MODEL, decoder, initial_variables, windows
-from train_example.presets import PRESETS
-from train_example.setup import make_model
+from train_example.program.presets import PRESETS
+from train_example.program.setup import make_model
 
 COLLECTIONS = ["losses", "intermediates", "router_state"]
 
@@ -33,11 +33,6 @@ def test_presets_have_as_many_parameters_as_their_names_say(name, total, active)
     assert found_total == pytest.approx(total, rel=0.03)
     if active:
         assert found_active == pytest.approx(active, rel=0.05)
-
-
-def test_the_1b_preset_is_fine_grained():
-    assert PRESETS["1b"].model.num_experts >= 64
-    assert PRESETS["1b"].model.experts_per_token == 8
 
 
 @pytest.mark.parametrize("config", [MODEL, FULL_MODEL])
@@ -93,18 +88,18 @@ def gradients(save, remat, unroll=False):
     return jax.jit(jax.value_and_grad(loss))(initial_variables())
 
 
-@pytest.mark.parametrize(("save", "remat"), [("pre_activations", "except-experts"), ("inputs", "full")])
+@pytest.mark.parametrize(
+    ("save", "remat", "unroll"),
+    [
+        ("pre_activations", "except-experts", False),
+        ("inputs", "full", False),
+        ("inputs", "none", True),
+        ("inputs", "full", True),
+    ],
+)
 @pytest.mark.slow
-def test_recomputation_changes_no_gradient(save, remat):
-    (loss, grads), (expected_loss, expected) = gradients(save, remat), gradients("pre_activations", "none")
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected)
-
-
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.slow
-def test_unrolled_blocks_compute_the_same(remat):
-    (loss, grads), (expected_loss, expected) = gradients("inputs", remat, unroll=True), gradients("inputs", remat)
+def test_neither_recomputation_nor_unrolled_blocks_change_a_gradient(save, remat, unroll):
+    (loss, grads), (expected_loss, expected) = gradients(save, remat, unroll), gradients("pre_activations", "none")
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected)
 
@@ -141,12 +136,3 @@ def test_the_selection_bias_moves_in_training_only():
     _, evaluated = apply(variables, tokens)
     assert abs(jax.tree.leaves(trained["router_state"])[0]).max() == pytest.approx(FULL_MODEL.bias_update_rate)
     assert not jax.tree.leaves(evaluated["router_state"])[0].any()
-
-
-@pytest.mark.slow
-def test_bfloat16_arithmetic_keeps_float32_parameters():
-    model, tokens = decoder(dtype=jnp.bfloat16), windows(2, 12)
-    variables = initial_variables()
-    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {jnp.dtype(jnp.float32)}
-    close = jax.jit(model.apply)(variables, tokens) - jax.jit(decoder().apply)(variables, tokens)
-    assert 1e-5 < abs(close).max() < 0.5

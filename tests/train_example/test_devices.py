@@ -1,32 +1,25 @@
 """Runs over the devices of a mesh, in one process and in two."""
 
-import json
-import os
 import socket
-import subprocess
-import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
-from tests.train_example.small import CONFIG, ROOT, decoder
-from train_example.arguments import parse_arguments
-from train_example.devices import Cluster, Devices
-from train_example.errors import UserError
+from tests.train_example.small import CONFIG, decoder, metrics, start
+from train_example.config import UserError
+from train_example.data import Corpus, open_text
+from train_example.loop import placed
+from train_example.program.arguments import parse_arguments
+from train_example.program.devices import Cluster, parallelism, state_shardings
 from train_example.step import init_state
 
 OPTIONS = ["--dtype", "float32", "--evaluate-every", "20", "--checkpoint-every", "4"]
 COMPARED = 20  # steps, before rounding has grown
 ON_CPU = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the devices here are virtual ones of the CPU")
-
-
-def start(out, *options, devices=4):
-    command = [sys.executable, "-m", "tests.train_example.small_program", "--out", str(out), *options]
-    variables = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def start_two(out, *options):
@@ -35,11 +28,6 @@ def start_two(out, *options):
         address = f"localhost:{free.getsockname()[1]}"
     several = ["--coordinator", address, "--processes", "2", "--process"]
     return [start(out, *options, *several, str(i), devices=2) for i in range(2)]
-
-
-def metrics(out):
-    file = out / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def assert_same_training(out, other):
@@ -53,7 +41,7 @@ def assert_same_training(out, other):
 def alone(tmp_path_factory):
     """Folder of a run on one device."""
     out = tmp_path_factory.mktemp("alone") / "run"
-    process = start(out, *OPTIONS)
+    process = start(out, *OPTIONS, devices=4)
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     return out
@@ -77,7 +65,7 @@ def test_a_lost_process_ends_the_run_and_another_mesh_goes_on(alone, tmp_path):
         assert "train_example: this process cannot go on, perhaps another one is lost; start all again with" in said
     assert len(metrics(split)) < COMPARED
 
-    resumed = start(split, "--resume", "--mesh", "expert=4")
+    resumed = start(split, "--resume", "--mesh", "expert=4", devices=4)
     out, said = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, said
     assert "training from step" in out
@@ -101,9 +89,9 @@ def test_two_processes_train_as_one(alone, tmp_path):
 @ON_CPU
 def test_a_device_keeps_its_share_of_the_state():
     mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
-    devices, model = Devices.of(mesh), decoder()
+    model = decoder()
     state = jax.eval_shape(partial(init_state, CONFIG, model))
-    shardings = devices.shardings(state, model.moe, CONFIG.model.width)
+    shardings = state_shardings(parallelism(mesh), state, model.moe, CONFIG.model.width)
     shares = jax.tree.map(lambda a, s: np.prod(s.shard_shape(a.shape)) / max(a.size, 1), state, shardings)
     split = {
         jax.tree_util.keystr(path): share
@@ -115,24 +103,21 @@ def test_a_device_keeps_its_share_of_the_state():
 
 @ON_CPU
 def test_a_process_reads_what_its_devices_need():
-    devices, asked = Devices.of({"data": 4}), []
-
-    def read(starts):
-        asked.append(starts.shape)
-        return np.repeat(starts[..., None], 3, axis=-1).astype(np.uint8)
-
-    starts = np.arange(16).reshape(2, 8)
-    batch = devices.split(starts, read, 3)
+    corpus, asked = Corpus(open_text(None), CONFIG.sequence_length), []
+    starts, windows = np.arange(16), corpus.windows
+    expected = windows(starts.reshape(2, 8))
+    corpus.windows = lambda starts: (asked.append(starts.shape), windows(starts))[1]
+    batch = placed(replace(CONFIG, accumulate=2, batch_size=16), corpus, parallelism({"data": 4}), starts)
     assert set(asked) == {(2, 2)}
-    np.testing.assert_array_equal(np.asarray(batch), read(starts))
+    np.testing.assert_array_equal(np.asarray(batch), expected)
 
 
 @ON_CPU
 def test_meshes_that_do_not_fit():
     with pytest.raises(UserError, match="--mesh asks for 64 devices, there are"):
-        Devices.of({"data": 64})
+        parallelism({"data": 64})
     with pytest.raises(UserError, match="--mesh does not fit the model: num_experts=8 must be a multiple of the 3"):
-        Devices.of({"expert": 3}).shardings((), CONFIG.model.moe(), 32)
+        state_shardings(parallelism({"expert": 3}), (), CONFIG.model.moe(), 32)
 
 
 @pytest.mark.parametrize(

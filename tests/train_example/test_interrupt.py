@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.train_example.small import ROOT
-from train_example.interrupt import Interrupt
+from train_example.program.run import Interrupt
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -25,7 +25,7 @@ def test_first_signal_is_a_request_and_arms_the_second(number, capfd):
 
 PROGRAM = """
 import time
-from train_example.interrupt import Interrupt
+from train_example.program.run import Interrupt
 with Interrupt() as interrupt:
     print("ready", flush=True)
     while not interrupt.requested:

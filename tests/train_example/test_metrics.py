@@ -2,8 +2,8 @@
 
 import pytest
 
-from train_example.errors import UserError
-from train_example.metrics import MetricsLog, read_metrics
+from train_example.config import UserError
+from train_example.program.metrics import MetricsLog, read_metrics
 
 
 def written(path, steps):

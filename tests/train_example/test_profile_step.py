@@ -11,14 +11,14 @@ import pytest
 from blaze_jax.benchmark.rates import Ceilings
 from blaze_jax.benchmark.trace import Kernel
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, windows
-from train_example.compile_step import compile_step
+from train_example.compile_step import lower_step, xla_options
 from train_example.config import Remat
-from train_example.presets import PRESETS
 from train_example.profile_step import measure
 from train_example.profile_step.__main__ import main
 from train_example.profile_step.parts import CASTS, OTHER, PARTS, by_part, instructions, part_of
 from train_example.profile_step.work import memory_floor, step_work
-from train_example.setup import make_model
+from train_example.program.presets import PRESETS
+from train_example.program.setup import make_model
 from train_example.step import init_state
 
 CONFIG = replace(CONFIG, model=FULL_MODEL)
@@ -90,7 +90,7 @@ def test_parts_add_up_to_the_time_in_which_anything_ran():
 def program_text():
     model = make_model(CONFIG)
     state = jax.eval_shape(lambda: init_state(CONFIG, model))
-    return compile_step(CONFIG, model, state, windows(1, 8, 17)).as_text()
+    return lower_step(CONFIG, model, state, windows(1, 8, 17)).compile(xla_options(CONFIG)).as_text()
 
 
 def as_if_run(text):

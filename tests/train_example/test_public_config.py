@@ -12,11 +12,11 @@ from tests.blaze_jax.checkpoints.models import FIXTURES, expected
 from tests.numerics import assert_close
 from tests.train_example.variants import FILE, VARIANTS
 from train_example.__main__ import main
-from train_example.arguments import new_config
-from train_example.errors import UserError
+from train_example.config import UserError
 from train_example.model import Decoder
-from train_example.public_config import FAMILIES, public_config
-from train_example.public_model import load_params
+from train_example.program.arguments import new_config
+from train_example.public_models.config import FAMILIES, public_config
+from train_example.public_models.weights import load_params
 
 USED = {
     "decoder_sparse_step": 2,

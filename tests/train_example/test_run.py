@@ -2,18 +2,16 @@
 
 import contextlib
 import io
-import json
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.train_example.small import CONFIG, ROOT
+from tests.train_example.small import CONFIG, metrics, start
 from train_example.__main__ import main
-from train_example.presets import PRESETS
+from train_example.program.presets import PRESETS
 
 STEPS = CONFIG.steps
 OPTIONS = ["--accumulate", "2", "--evaluate-every", "10", "--checkpoint-every", "6"]
@@ -21,21 +19,16 @@ PAIRS = CONFIG.batch_size * CONFIG.sequence_length * CONFIG.model.experts_per_to
 TIMING = ("elapsed", "tokens_per_second", "peak_memory_gib")
 
 
-def start(out, *options):
-    command = [sys.executable, "-W", "error", "-m", "tests.train_example.small_program", "--out", str(out), *options]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def wait_for_step(out, step):
     deadline = time.monotonic() + 300
-    while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < step:
+    while len(metrics(out)) < step:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def metrics(out, timing=False):
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if timing or k not in TIMING} for record in records]
+def numbers(out):
+    """The metrics without what depends on the machine's mood."""
+    return [{k: v for k, v in record.items() if k not in TIMING} for record in metrics(out)]
 
 
 def files(folder):
@@ -44,7 +37,7 @@ def files(folder):
 
 @pytest.fixture(autouse=True)
 def small_preset(monkeypatch):
-    """What is called in this process knows the model of the other ones."""
+    """Calls in this process know the model of the other ones."""
     monkeypatch.setitem(PRESETS, "tiny", CONFIG)
 
 
@@ -75,7 +68,7 @@ def test_last_line_says_how_good_the_model_is(finished):
 
 
 def test_metrics_of_every_step(finished):
-    records = metrics(finished[0], timing=True)
+    records = metrics(finished[0])
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert [record["step"] for record in records if "held_out" in record] == [10, 20, 30, 40]
     for record in records:
@@ -125,7 +118,7 @@ def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_pat
     assert main(["--out", str(out), "--resume"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert metrics(out) == metrics(finished[0])
+    assert numbers(out) == numbers(finished[0])
     assert said.out.splitlines()[-1] == finished[1].splitlines()[-1]
     assert (out / "sample.txt").read_text() == (finished[0] / "sample.txt").read_text()
 

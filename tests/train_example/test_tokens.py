@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.train_example.tiny_checkpoint import END, VOCABULARY, write_tiny_checkpoint
+from train_example.config import UserError
 from train_example.data import ByteStream, open_text
-from train_example.errors import UserError
-from train_example.tokens import TokenStream
+from train_example.public_models.tokens import TokenStream
 
 TEXT = "\n".join(topics[name] for name in sorted(topics)[:40])
 
@@ -90,6 +90,7 @@ def test_the_end_token_is_that_of_the_models_files(without_end, file, content, n
     [
         ("generation_config.json", {"eos_token_id": 300}, "generation_config.json has eos_token_id=300, which tokeni"),
         ("generation_config.json", {"eos_token_id": True}, "has eos_token_id=True"),
+        ("generation_config.json", {"eos_token_id": -1}, "has eos_token_id=-1"),
         ("tokenizer_config.json", {"eos_token": "</s>"}, "eos_token='</s>', which tokenizer.json has not"),
     ],
 )

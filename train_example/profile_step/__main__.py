@@ -10,10 +10,10 @@ from pathlib import Path
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment
 from blaze_jax.benchmark.tables import terminal
 from blaze_jax.benchmark.trace import TraceError
-from train_example.errors import UserError
-from train_example.memory import allow_all_memory
+from train_example.config import UserError
 from train_example.profile_step.measure import measure
 from train_example.profile_step.run import add_options, configuration, count
+from train_example.program.devices import allow_all_memory
 
 
 def main(argv: list[str] | None = None) -> int:

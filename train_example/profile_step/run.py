@@ -9,19 +9,13 @@ from typing import Any, get_args
 
 import jax
 
-from blaze_jax import transport_options
 from blaze_jax.benchmark.memory import plan_of
-from blaze_jax.config import Save
-from train_example.attention import AttentionKernel
-from train_example.compile_step import equal_bits_options, lower_step
-from train_example.config import DType, Remat, TrainConfig
+from train_example.compile_step import jit_once, lower_step, xla_options
+from train_example.config import AttentionKernel, DType, ExpertsLayer, Remat, Save, TrainConfig
 from train_example.data import Corpus, open_text
-from train_example.experts_layer import ExpertsLayer
-from train_example.loop import microbatches
-from train_example.memory import peak_memory_gib
-from train_example.presets import PRESETS
-from train_example.run_once import jit_once
-from train_example.setup import make_model
+from train_example.loop import microbatches, peak_memory_gib
+from train_example.program.presets import PRESETS
+from train_example.program.setup import make_model
 from train_example.step import init_state
 
 _COUNTS = ("batch_size", "sequence_length", "accumulate")
@@ -84,7 +78,7 @@ class Run:
         with self.phase("lowering"):
             lowered = lower_step(self.config, self.model, self.state, self.batch(0))
         with self.phase("compiling"):
-            return lowered.compile(transport_options() | equal_bits_options(self.config) | options)
+            return lowered.compile(xla_options(self.config) | options)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -99,7 +93,7 @@ class Run:
             print(f"{self.told}: {name} took {seconds:.1f} s", flush=True)
 
     def record(self, compiled: jax.stages.Compiled) -> dict[str, Any]:
-        """What every record of a run says; the peak is the process's so far."""
+        """The fields that every record of a run has; the peak is the process's so far."""
         plan = plan_of(compiled.memory_analysis())
         return {
             "remat": self.config.remat,

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from blaze_jax.benchmark.rates import Work, kernel_work
 from blaze_jax.benchmark.sizes import Sizes
-from train_example.config import TrainConfig
-from train_example.data import VOCABULARY
+from train_example.config import VOCABULARY, TrainConfig
 
 _FLOAT32 = 4
 

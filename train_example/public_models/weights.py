@@ -1,9 +1,10 @@
 """Whole public models, OLMoE and Qwen3-MoE: their weights as the decoder's parameters, and back again."""
 
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -20,7 +21,7 @@ from blaze_jax.checkpoints.layouts import PLAIN, find_block
 from blaze_jax.checkpoints.loading import place
 from blaze_jax.checkpoints.saving import layer_tensors
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
-from train_example.errors import UserError
+from train_example.config import UserError
 from train_example.model import Decoder
 
 type Params = dict[str, Any]
@@ -31,64 +32,54 @@ _WITHOUT_MEANING = ("rotary_emb.inv_freq",)
 
 
 class Entry(NamedTuple):
-    """A tensor of a public model.
+    """A tensor of a public model, and how a parameter lies in it.
 
     Attributes:
-      name: of the tensor; of a layer's, without the layer's prefix.
-      kind: how the parameter lies in it: the same; turned; a matrix (heads · h, d) for the projections to heads, whose
-        parameter is (d, heads, h); a matrix (d, heads · h) for the one from them.
+      name: the tensor's name; without the layer's prefix where it is a layer's.
+      order: the parameter's axes in the file's order; empty for a parameter that is the tensor.
+      rows: how many of them, as they are ordered then, the tensor's first axis has.
     """
 
     name: str
-    kind: Literal["same", "turned", "to_heads", "from_heads"] = "same"
+    order: tuple[int, ...] = ()
+    rows: int = 1
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """In the file, for a parameter of that shape."""
-        match self.kind:
-            case "to_heads":
-                return (shape[1] * shape[2], shape[0])
-            case "from_heads":
-                return (shape[2], shape[0] * shape[1])
-            case "turned":
-                return shape[::-1]
-        return shape
+        """The tensor's shape, for a parameter of that shape."""
+        ordered = [shape[axis] for axis in self.order]
+        return (math.prod(ordered[: self.rows]), math.prod(ordered[self.rows :])) if ordered else shape
 
     def parameter(self, values: Any, shape: tuple[int, ...]) -> Any:
         """The parameter of that shape, from what the file holds."""
-        match self.kind:
-            case "to_heads":
-                return values.reshape(shape[1], shape[2], shape[0]).transpose(2, 0, 1)
-            case "from_heads" | "turned":
-                return values.T.reshape(shape)
-        return values
+        if not self.order:
+            return values
+        return values.reshape([shape[axis] for axis in self.order]).transpose(np.argsort(self.order))
 
     def stored(self, parameter: Any) -> Any:
-        """What the file holds, from the parameter."""
-        match self.kind:
-            case "to_heads":
-                return parameter.transpose(1, 2, 0).reshape(-1, parameter.shape[0])
-            case "from_heads" | "turned":
-                return parameter.reshape(-1, parameter.shape[-1]).T
-        return parameter
+        """The tensor that the file holds, from the parameter."""
+        return parameter.transpose(self.order).reshape(self.shape(parameter.shape)) if self.order else parameter
 
 
+_TURNED = ((1, 0),)
+_TO_HEADS = ((1, 2, 0), 2)  # a parameter (d, heads, h), a matrix (heads · h, d)
+_FROM_HEADS = ((2, 0, 1),)  # a parameter (heads, h, d), a matrix (d, heads · h)
 _OF_MODEL = {
     ("embedding",): Entry(_EMBEDDING),
     ("final_norm", "scale"): Entry("model.norm.weight"),
-    ("head", "kernel"): Entry(_HEAD, "turned"),
+    ("head", "kernel"): Entry(_HEAD, *_TURNED),
 }
 _OF_LAYER = {
     ("attention_norm", "scale"): Entry("input_layernorm.weight"),
-    ("attention", "query", "kernel"): Entry("self_attn.q_proj.weight", "to_heads"),
-    ("attention", "key", "kernel"): Entry("self_attn.k_proj.weight", "to_heads"),
-    ("attention", "value", "kernel"): Entry("self_attn.v_proj.weight", "to_heads"),
-    ("attention", "out", "kernel"): Entry("self_attn.o_proj.weight", "from_heads"),
+    ("attention", "query", "kernel"): Entry("self_attn.q_proj.weight", *_TO_HEADS),
+    ("attention", "key", "kernel"): Entry("self_attn.k_proj.weight", *_TO_HEADS),
+    ("attention", "value", "kernel"): Entry("self_attn.v_proj.weight", *_TO_HEADS),
+    ("attention", "out", "kernel"): Entry("self_attn.o_proj.weight", *_FROM_HEADS),
     ("attention", "query_norm", "scale"): Entry("self_attn.q_norm.weight"),
     ("attention", "key_norm", "scale"): Entry("self_attn.k_norm.weight"),
     ("feed_forward_norm", "scale"): Entry("post_attention_layernorm.weight"),
-    ("feed_forward", "gate", "kernel"): Entry("mlp.gate_proj.weight", "turned"),
-    ("feed_forward", "up", "kernel"): Entry("mlp.up_proj.weight", "turned"),
-    ("feed_forward", "down", "kernel"): Entry("mlp.down_proj.weight", "turned"),
+    ("feed_forward", "gate", "kernel"): Entry("mlp.gate_proj.weight", *_TURNED),
+    ("feed_forward", "up", "kernel"): Entry("mlp.up_proj.weight", *_TURNED),
+    ("feed_forward", "down", "kernel"): Entry("mlp.down_proj.weight", *_TURNED),
 }
 
 
@@ -224,7 +215,7 @@ def _places(shapes: dict[Names, Any], shardings: Params | None) -> dict[Names, S
 
 
 def _without_layers(sharding: Sharding) -> Sharding:
-    """Of one layer, where `sharding` is of a stack of them, which it does not split."""
+    """How one layer is split, where `sharding` splits a stack of them, but not that axis."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))

@@ -1,15 +1,16 @@
-"""Metrics of a run, one JSON object a line."""
+"""The metrics of a run: one JSON object a line in a file, and a bar and a line per evaluation on a terminal."""
 
 import io
 import json
 import os
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-from train_example.errors import UserError
+from tqdm import tqdm
 
-type Record = dict[str, Any]
+from train_example.config import UserError
+from train_example.loop import Record
 
 
 class MetricsLog(AbstractContextManager):
@@ -65,3 +66,42 @@ def read_metrics(path: Path) -> list[Record]:
 
 def _line(record: Record) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
+
+
+class Progress(AbstractContextManager):
+    """A live bar on stderr where that is a terminal, and lines on stdout that do not disturb it."""
+
+    def __init__(self, first_step: int, steps: int):
+        self._compiling = True
+        self._bar = tqdm(
+            desc="compiling",
+            total=steps,
+            initial=first_step,
+            unit="step",
+            file=sys.stderr,
+            disable=None,  # unless it is a terminal
+            dynamic_ncols=True,
+        )
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, record: Record) -> None:
+        """Shows a step's metrics. The bar's clock starts with the first, which compiling came before."""
+        if self._compiling:
+            self._compiling = False
+            self._bar.set_description_str("")
+            self._bar.initial = record["step"] - 1
+            self._bar.unpause()
+        self._bar.set_postfix_str(_summary(record), refresh=False)
+        self._bar.update()
+        if "held_out" in record:
+            self._bar.write(f"step {record['step']}: {_summary(record)}, held-out {record['held_out']:.3f}", sys.stdout)
+            sys.stdout.flush()
+
+
+def _summary(record: Record) -> str:
+    return (
+        f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s, "
+        f"busiest expert {record['balance']:.2f}× its share"
+    )

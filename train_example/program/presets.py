@@ -104,6 +104,6 @@ FINE_TUNING = replace(
     evaluate_every=20,
     checkpoint_every=100,
 )
-"""What `--checkpoint` starts from, but for the model."""
+"""The run that `--checkpoint` starts from; its model is another."""
 
 PRESETS = {preset.preset: preset for preset in (_TINY, _100M, _1B, _7B_A1B)}

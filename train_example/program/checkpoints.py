@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from train_example.errors import UserError
+from train_example.config import UserError
 from train_example.step import TrainState
 
 _KEPT = 3
@@ -60,7 +60,7 @@ class Checkpoints:
         )
 
     def description(self, step: int) -> dict[str, Any]:
-        """What `save` was given in addition to the state."""
+        """The description that `save` was given."""
         return self._restore(step, run=ocp.args.JsonRestore())
 
     def restore(self, step: int, like: TrainState) -> TrainState:

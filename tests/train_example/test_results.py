@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from train_example.plot import plot
+from train_example.program.results import plot
 
 
 @pytest.mark.parametrize(

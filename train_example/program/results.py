@@ -1,8 +1,14 @@
-"""The figure of a run: how the loss fell, and how the load spread over the experts."""
+"""The results of a run that is done: a figure of its losses and of the experts' load, and text from the model."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jaxtyping import Array, Int, Key
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
@@ -10,13 +16,16 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from train_example.metrics import Record
+from train_example.loop import Record
+from train_example.model import Decoder
+from train_example.step import Tree
 
 _TRAIN, _HELD_OUT, _GREY = "#3b6fb6", "#d1495b", "#6b7280"
 _LOADS = (0.25, 0.5, 1, 2, 4)
 _NORM, _COLORS = LogNorm(_LOADS[0], _LOADS[-1]), "RdBu_r"
 _MAX_COLUMNS = 6
 _FONT_SIZE = 9
+_TEMPERATURE = 0.8
 
 
 def plot(records: list[Record], unigram_bits: float, title: str, path: Path) -> None:
@@ -25,7 +34,7 @@ def plot(records: list[Record], unigram_bits: float, title: str, path: Path) -> 
     Args:
       records: the metrics of every step, with "held_out" and "load" where they were taken.
       unigram_bits: entropy of the byte frequencies, for comparison.
-      title: of the figure.
+      title: stands above the figure.
       path: where the PNG goes.
     """
     loads = [record for record in records if "load" in record]
@@ -44,31 +53,14 @@ def plot(records: list[Record], unigram_bits: float, title: str, path: Path) -> 
 def _draw_loss(axes: Axes, records: list[Record], unigram_bits: float) -> None:
     step = np.array([record["step"] for record in records])
     loss = np.array([record["loss"] for record in records])
-    evaluated = [record for record in records if "held_out" in record]
+    held_out = [(record["step"], record["held_out"]) for record in records if "held_out" in record]
     axes.axhline(unigram_bits, color=_GREY, linestyle=(0, (4, 3)), linewidth=1.2)
-    axes.annotate(
-        f"byte frequencies alone: {unigram_bits:.2f}",
-        (1, unigram_bits),
-        (-4, -4),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        color=_GREY,
-        fontsize=_FONT_SIZE,
-    )
+    beside = axes.text(0.99, 0.98 * unigram_bits, f"byte frequencies alone: {unigram_bits:.2f}", color=_GREY)
+    beside.set(ha="right", va="top", fontsize=_FONT_SIZE, transform=axes.get_yaxis_transform())
     axes.plot(step, loss, color=_TRAIN, alpha=0.25, linewidth=0.8)
     axes.plot(step, _smoothed(loss), color=_TRAIN, linewidth=1.8, label="training")
-    axes.plot(
-        [record["step"] for record in evaluated],
-        [record["held_out"] for record in evaluated],
-        color=_HELD_OUT,
-        marker="o",
-        markersize=4.5,
-        linewidth=1.4,
-        clip_on=False,
-        label=f"held-out, at the end {evaluated[-1]['held_out']:.2f}",
-    )
+    label = f"held-out, at the end {held_out[-1][1]:.2f}"
+    axes.plot(*zip(*held_out, strict=True), "o-", color=_HELD_OUT, markersize=4.5, clip_on=False, label=label)
     axes.set_ylabel("bits per byte")
     axes.set_xlabel("step")
     axes.set_xlim(0, step[-1])
@@ -83,12 +75,8 @@ def _draw_loads(figure: SubFigure, load: np.ndarray, steps: list[int]) -> None:
     layers, experts = load.shape[1:]
     columns = min(layers, _MAX_COLUMNS)
     rows = -(-layers // columns)
-    figure.suptitle(
-        "Load of the experts in every Mixture-of-Experts layer, relative to an even share",
-        fontsize=11,
-        x=0.01,
-        ha="left",
-    )
+    title = "Load of the experts in every Mixture-of-Experts layer, relative to an even share"
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     extent = (steps[0] - 0.5, max(steps[-1], steps[0] + 1) + 0.5, experts - 0.5, -0.5)
     for axes in grid.flat[layers:]:
@@ -122,3 +110,45 @@ def _smoothed(loss: np.ndarray) -> np.ndarray:
     reach = np.minimum(loss.size // 100, np.minimum(step, step[::-1]))
     total = np.concatenate([[0.0], np.cumsum(loss)])
     return (total[step + reach + 1] - total[step - reach]) / (2 * reach + 1)
+
+
+def generate(
+    model: Decoder,
+    variables: Tree,
+    prompt: Sequence[int] | np.ndarray,
+    length: int,
+    context: int,
+    key: Key[Array, ""],
+    decode: Callable[[Sequence[int]], str],
+) -> str:
+    """`prompt` and what the model adds to it, with what is not printable replaced.
+
+    Args:
+      model: the model.
+      variables: its parameters and router state.
+      prompt: at least one token, `context` at most.
+      length: tokens in all.
+      context: S, the model sees this many tokens back.
+      key: randomness.
+      decode: the text of tokens.
+    """
+    tokens = jnp.zeros(length, jnp.int32).at[: len(prompt)].set(jnp.asarray(list(prompt), jnp.int32))
+    tokens = _continue(model, len(prompt), context, variables, tokens, key)
+    text = decode(tokens.tolist())
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _continue(
+    model: Decoder, first: int, context: int, variables: Tree, tokens: Int[Array, " N"], key: Key[Array, ""]
+) -> Int[Array, " N"]:
+    """`tokens` from `first` on replaced by samples. Runs its whole context for every token: slow, but short."""
+
+    def add(position: Int[Array, ""], tokens: Int[Array, " N"]) -> Int[Array, " N"]:
+        start = jnp.maximum(position - context, 0)
+        window = lax.dynamic_slice_in_dim(tokens, start, min(context, tokens.size))
+        logits = jnp.asarray(model.apply(variables, window[None]))[0, position - 1 - start]
+        choice = jax.random.categorical(jax.random.fold_in(key, position), logits / _TEMPERATURE)
+        return tokens.at[position].set(choice.astype(jnp.int32))
+
+    return lax.fori_loop(first, tokens.size, add, tokens)

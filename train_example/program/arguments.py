@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line, and the configuration that it makes of a preset, a public model or a saved run."""
 
 import argparse
 import json
@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from blaze_jax.benchmark.mesh import parse_mesh
-from blaze_jax.config import Save
-from blaze_jax.implementation import Implementation
-from train_example.attention import AttentionKernel
-from train_example.config import DType, Remat, TrainConfig, Trained
-from train_example.devices import Cluster
-from train_example.errors import UserError
-from train_example.experts_layer import ExpertsLayer
-from train_example.presets import FINE_TUNING, PRESETS
-from train_example.public_config import public_config
+from train_example.config import (
+    AttentionKernel,
+    DType,
+    ExpertsLayer,
+    Implementation,
+    Remat,
+    Save,
+    TrainConfig,
+    Trained,
+    UserError,
+)
+from train_example.program.devices import Cluster
+from train_example.program.presets import FINE_TUNING, PRESETS
+from train_example.public_models.config import public_config
 
 _MAY_CHANGE = ("data", "checkpoint", "checkpoint_every", "steps", "schedule_steps")
-"""In a resumed run. The text itself is compared, not its path, and so are the model's sizes."""
+"""Options that a resumed run may change. The text itself is compared, not its path, and so are the model's sizes."""
 _MAX_WHOLE = 2**31 - 1
 _REMAT_HELP = (
     "what the backward pass computes again, for less memory: nothing; all but what the experts keep by --save; or "
@@ -31,14 +36,14 @@ _REMAT_HELP = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the user asked for.
+    """A command line, read.
 
     Attributes:
       out: the run's folder.
       resume: whether to go on with the run that is there.
       compile_only: the GPU for which only the memory is to be planned; None to train.
       mesh: devices by role; None for one device.
-      cluster: of several processes; None for one.
+      cluster: the processes of the run; None for one.
       options: fields of `TrainConfig` that were given.
     """
 
@@ -120,7 +125,7 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
 
 
 def _start(options: dict[str, Any]) -> TrainConfig:
-    """What the options change: a preset, or the model of a checkpoint."""
+    """The run that the options change: a preset's, or the one of a public model."""
     if checkpoint := options.get("checkpoint"):
         model = public_config(checkpoint)
         length = min(FINE_TUNING.sequence_length, model.max_positions or FINE_TUNING.sequence_length)
@@ -129,19 +134,17 @@ def _start(options: dict[str, Any]) -> TrainConfig:
 
 
 def _checked(config: TrainConfig) -> TrainConfig:
-    if config.experts_layer != "blaze_jax" and config.implementation is not None:
+    model, layer = config.model, config.experts_layer
+    if layer != "blaze_jax" and config.implementation is not None:
+        what = f"--implementation {config.implementation} is of blaze_jax's kernels"
+        raise UserError(f"{what}: leave it out with --experts-layer {layer}")
+    if layer != "blaze_jax" and (model.router.token_rounding or model.router.capacity(1, 1, 1)):
+        raise UserError(f"--experts-layer {layer} has no token rounding and no expert capacity")
+    if layer != "blaze_jax" and model.activation != "swiglu":
+        raise UserError(f"--experts-layer {layer} has no {model.activation}, only swiglu")
+    if config.sequence_length > (model.max_positions or config.sequence_length):
         raise UserError(
-            f"--implementation {config.implementation} is of blaze_jax's kernels: leave it out with --experts-layer "
-            f"{config.experts_layer}"
-        )
-    router = config.model.router
-    if config.experts_layer != "blaze_jax" and (router.token_rounding or router.capacity(1, 1, 1)):
-        raise UserError(f"--experts-layer {config.experts_layer} has no token rounding and no expert capacity")
-    if config.experts_layer != "blaze_jax" and config.model.activation != "swiglu":
-        raise UserError(f"--experts-layer {config.experts_layer} has no {config.model.activation}, only swiglu")
-    if config.sequence_length > (config.model.max_positions or config.sequence_length):
-        raise UserError(
-            f"--sequence-length {config.sequence_length} must be at most {config.model.max_positions}, the "
+            f"--sequence-length {config.sequence_length} must be at most {model.max_positions}, the "
             f"max_position_embeddings of the model in {config.checkpoint}"
         )
     if config.batch_size % config.accumulate:

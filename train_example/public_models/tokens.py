@@ -9,12 +9,16 @@ from jaxtyping import Int32
 
 from blaze_jax.checkpoints import CheckpointError
 from blaze_jax.json_file import read_json
+from train_example.config import UserError
 from train_example.data import ByteStream
-from train_example.errors import UserError
 
 _CHUNK = 2**20
 _FILE = "tokenizer.json"
-_WITH_IDS, _WITH_TEXT = ("config.json", "generation_config.json"), "tokenizer_config.json"
+_NAMES_THE_END = {
+    "config.json": "eos_token_id",
+    "generation_config.json": "eos_token_id",
+    "tokenizer_config.json": "eos_token",
+}
 
 
 class TokenStream:
@@ -22,12 +26,12 @@ class TokenStream:
 
     Args:
       text: the bytes, UTF-8.
-      folder: of the model, with `tokenizer.json`.
+      folder: the model's folder, with `tokenizer.json`.
       vocabulary: how many tokens the model knows.
 
     Attributes:
       unit: what the stream consists of.
-      bytes_per_unit: of the text, a token's share.
+      bytes_per_unit: how many bytes of text a token stands for.
       documents: how many there are.
       end: the token that ends each; None where the model's files name none.
 
@@ -79,25 +83,22 @@ def _end_token(folder: Path, tokenizer: Any) -> int | None:
     Raises:
       UserError: a file cannot be read, or names what is no token.
     """
-    try:
-        found = {name: read_json(folder / name) for name in (*_WITH_IDS, _WITH_TEXT) if (folder / name).exists()}
-    except CheckpointError as error:
-        raise UserError(f"--checkpoint {folder}: {error}") from error
-    for name in _WITH_IDS:
-        end = found.get(name, {}).get("eos_token_id")
-        end = end[0] if isinstance(end, list) and end else end
-        if end is not None:
-            if type(end) is not int or tokenizer.id_to_token(end) is None:
-                raise UserError(f"--checkpoint {folder}: {name} has eos_token_id={end}, which {_FILE} has not")
-            return end
-    text = found.get(_WITH_TEXT, {}).get("eos_token")
-    text = text.get("content") if isinstance(text, dict) else text
-    if text is None:
-        return None
-    end = tokenizer.token_to_id(text) if isinstance(text, str) else None
-    if end is None:
-        raise UserError(f"--checkpoint {folder}: {_WITH_TEXT} has eos_token={text!r}, which {_FILE} has not")
-    return end
+    for name, field in _NAMES_THE_END.items():
+        try:
+            end = read_json(folder / name).get(field) if (folder / name).exists() else None
+        except CheckpointError as error:
+            raise UserError(f"--checkpoint {folder}: {error}") from error
+        end = end[0] if isinstance(end, list) and end else end.get("content") if isinstance(end, dict) else end
+        if isinstance(end, str):
+            found = tokenizer.token_to_id(end)
+        else:
+            is_token = type(end) is int and 0 <= end < 2**32 and tokenizer.id_to_token(end) is not None
+            found: Any = end if is_token else None
+        if end is not None and found is None:
+            raise UserError(f"--checkpoint {folder}: {name} has {field}={end!r}, which {_FILE} has not")
+        if found is not None:
+            return found
+    return None
 
 
 def _parts(text: ByteStream, document: int) -> Iterator[str]:

@@ -1,14 +1,40 @@
-"""Rotary attention: against a definition in NumPy, and cuDNN's against XLA's."""
+"""The norm against Flax's, rotary attention against a definition in NumPy, and cuDNN's attention against XLA's."""
 
 from types import SimpleNamespace
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train_example import attention
-from train_example.attention import Attention, best_kernel, rotate, rotation
+from train_example import layers
+from train_example.layers import Attention, RMSNorm, best_kernel, rms_norm, rotate, rotation
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.02)])
+def test_the_norm_and_its_gradients_are_those_of_flax(dtype, tolerance):
+    x, dy = 3 * jax.random.normal(jax.random.key(0), (2, 4, 5, 32))
+    params = {"params": {"scale": jax.random.normal(jax.random.key(1), (32,))}}
+
+    def results(norm, dtype):
+        y, backward = jax.vjp(norm.apply, params, x.astype(dtype))
+        return y, *jax.tree.leaves(backward(dy.astype(y.dtype)))
+
+    for found, expected in zip(results(RMSNorm(dtype), dtype), results(nn.RMSNorm(), jnp.float32), strict=True):
+        difference = jnp.linalg.norm((found.astype(jnp.float32) - expected).ravel())
+        assert difference < tolerance * jnp.linalg.norm(expected.ravel())
+
+
+def test_a_vector_of_zeros_has_a_gradient():
+    dx = jax.grad(lambda x: rms_norm(x, jnp.ones(8)).sum())(jnp.zeros((2, 8)))
+    assert np.isfinite(dx).all()
+
+
+def test_no_float32_copy_of_the_input_is_kept():
+    x = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16)
+    kept = jax.eval_shape(lambda x: jax.vjp(rms_norm, x, jnp.ones(32))[1], x)
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)) == 64 * 32 * 2 + 64 * 4 + 32 * 4
 
 
 def test_rotation_makes_attention_see_distances_only():
@@ -35,31 +61,26 @@ def test_attention_is_its_definition():
 
 
 @pytest.mark.parametrize(
-    ("capability", "version", "dtype", "width", "expected"),
+    ("capability", "version", "dtype", "width", "length", "expected"),
     [
-        ("9.0", "cuda 13000", jnp.bfloat16, 64, "cudnn"),
-        ("8.0", "cuda 12090", jnp.float16, 128, "cudnn"),
-        ("10.0", "cuda 13000", jnp.bfloat16, 64, "cudnn"),
-        ("7.5", "cuda 12090", jnp.float16, 64, "xla"),
-        ("9.0", "cuda 13000", jnp.float32, 64, "xla"),
-        ("9.0", "cuda 13000", jnp.bfloat16, 20, "xla"),
-        ("9.0", "cuda 13000", jnp.bfloat16, 136, "xla"),
-        ("gfx942", "rocm 60200", jnp.bfloat16, 64, "xla"),
+        ("9.0", "cuda 13000", jnp.bfloat16, 64, 8, "cudnn"),
+        ("8.0", "cuda 12090", jnp.float16, 128, 8, "cudnn"),
+        ("10.0", "cuda 13000", jnp.bfloat16, 64, 8, "cudnn"),
+        ("7.5", "cuda 12090", jnp.float16, 64, 8, "xla"),
+        ("9.0", "cuda 13000", jnp.float32, 64, 8, "xla"),
+        ("9.0", "cuda 13000", jnp.bfloat16, 20, 8, "xla"),
+        ("9.0", "cuda 13000", jnp.bfloat16, 136, 8, "xla"),
+        ("9.0", "cuda 13000", jnp.bfloat16, 64, 38, "cudnn"),
+        ("9.0", "cuda 13000", jnp.bfloat16, 64, 37, "xla"),
+        ("9.0", "cuda 13000", jnp.bfloat16, 64, 1, "xla"),
+        ("gfx942", "rocm 60200", jnp.bfloat16, 64, 8, "xla"),
     ],
 )
-def test_the_kernel_is_cudnns_where_that_can_run(monkeypatch, capability, version, dtype, width, expected):
+def test_the_kernel_is_cudnns_where_that_can_run(monkeypatch, capability, version, dtype, width, length, expected):
     client = SimpleNamespace(platform_version=version)
     device = SimpleNamespace(platform="gpu", compute_capability=capability, client=client)
-    monkeypatch.setattr(attention.jax, "devices", lambda: [device])
-    assert best_kernel(jax.ShapeDtypeStruct((2, 8, 4, width), dtype)) == expected
-
-
-def test_cudnn_takes_even_lengths_alone(monkeypatch):
-    client = SimpleNamespace(platform_version="cuda 13000")
-    device = SimpleNamespace(platform="gpu", compute_capability="9.0", client=client)
-    monkeypatch.setattr(attention.jax, "devices", lambda: [device])
-    kernels = [best_kernel(jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16)) for length in (1, 37, 38)]
-    assert kernels == ["xla", "xla", "cudnn"]
+    monkeypatch.setattr(layers.jax, "devices", lambda: [device])
+    assert best_kernel(jax.ShapeDtypeStruct((2, length, 4, width), dtype)) == expected
 
 
 def test_the_kernel_on_a_cpu_is_xlas():

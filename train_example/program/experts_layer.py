@@ -1,22 +1,17 @@
-"""What computes the experts of a block: blaze_jax, or a conventional layer for comparison."""
+"""The experts of a block, computed by blaze_jax, or by a conventional layer to compare it with."""
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 from jaxtyping import Array
 
 from blaze_jax import expert_ffn
 from blaze_jax.benchmark.peers import UnavailableError, sorted_layer, tokamax_ragged_dot
-from train_example.errors import UserError
-
-ExpertsLayer = Literal["blaze_jax", "sort+tokamax", "sort+ragged_dot"]
-"""What computes the experts: this library; or a sort, a copy of the tokens in expert order, and grouped products by
-tokamax or by jax.lax.ragged_dot."""
+from train_example.config import ExpertsLayer, UserError
 
 
 def experts_function(experts_layer: ExpertsLayer) -> Callable[..., Array]:
-    """What `blaze_jax.MoE` is to call for its experts.
+    """The function that `blaze_jax.MoE` calls for its experts.
 
     The conventional ones are SwiGLU without biases, for tokens whose slots are all in use.
 

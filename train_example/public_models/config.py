@@ -1,4 +1,4 @@
-"""What a public model's `config.json` says of the decoder. What the decoder has not is refused."""
+"""A public model's `config.json`, read as the decoder's sizes. What the decoder has not is refused."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,9 +6,8 @@ from typing import Any
 
 from blaze_jax import checkpoints
 from blaze_jax.json_file import read_json
-from train_example.attention import QKNorm
-from train_example.config import ModelConfig
-from train_example.errors import UserError
+from train_example.config import ModelConfig, UserError
+from train_example.layers import QKNorm
 
 FAMILIES: dict[str, QKNorm] = {"olmoe": "token", "qwen3_moe": "head"}
 """Families that the decoder covers, and what their norms of queries and keys take together."""

@@ -8,9 +8,8 @@ import numpy as np
 
 from blaze_jax.benchmark.memory import MemoryPlan, plan_of
 from pallas_kernels.compile_only import compile_for_gpu
-from train_example.config import TrainConfig
-from train_example.errors import UserError
-from train_example.setup import make_model
+from train_example.config import TrainConfig, UserError
+from train_example.program.setup import make_model
 from train_example.step import init_state, make_train_step
 
 H200_BYTES = 141 * 10**9
@@ -39,7 +38,7 @@ def memory_plan(config: TrainConfig) -> MemoryPlan:
 
 
 def plan_text(config: TrainConfig, plan: MemoryPlan) -> str:
-    """What the user reads."""
+    """The plan in a line, for the user."""
     fits = "fits on one" if plan.total <= H200_BYTES else f"takes {-(-plan.total // H200_BYTES)} or more"
     return (
         f"{config.batch_size} × {config.sequence_length} tokens a step, trained: {config.trained}: "

@@ -1,0 +1,1 @@
+"""Public models, OLMoE and Qwen3-MoE: their `config.json`, weights and tokenizer, for `--checkpoint`."""
