@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from blaze_jax import EMPTY_SLOT, build_dispatch
-from pallas_kernels import simt
 from pallas_kernels.xla.dispatch import tile_pairs
 from tests.numerics import assert_same_bits
 from tests.routings import ROUTINGS, random_experts, reference_dispatch, routings
@@ -17,24 +16,9 @@ from tests.routings import ROUTINGS, random_experts, reference_dispatch, routing
 build_jitted = jax.jit(build_dispatch, static_argnums=1, static_argnames=("row_alignment", "implementation"))
 
 
-def interpreted(*arguments, **options):
-    with simt.interpreted():
-        return build_dispatch(*arguments, implementation="mosaic_gpu", **options)
-
-
-over_builds = pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param(partial(build_jitted, implementation="xla"), id="xla"),
-        pytest.param(interpreted, id="interpreter"),
-        pytest.param(partial(build_dispatch, implementation="mosaic_gpu"), id="gpu", marks=pytest.mark.gpu),
-    ],
-)
-
-
-def assert_is_reference(experts, num_experts, row_alignment=1, build=build_jitted):
+def assert_is_reference(experts, num_experts, row_alignment=1):
     experts = np.asarray(experts, np.int32)
-    out = build(experts, num_experts, row_alignment=row_alignment)
+    out = build_jitted(experts, num_experts, row_alignment=row_alignment)
     token_indices, offsets, positions = reference_dispatch(experts, num_experts, row_alignment)
     num_rows = out.expert_token_indices.size
     assert num_rows % row_alignment == 0
@@ -48,9 +32,8 @@ def assert_is_reference(experts, num_experts, row_alignment=1, build=build_jitte
     assert_same_bits(out.token_index_map, np.where(positions == EMPTY_SLOT, num_rows, positions).astype(np.int32))
 
 
-@over_builds
-def test_example_of_the_paper(build):
-    out = build(jnp.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]), 4)
+def test_example_of_the_paper():
+    out = build_jitted(jnp.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]), 4)
     assert out.expert_token_indices.tolist() == [1, 2, 4, 1, 3, 0, 3, 0, 2, 4]
     assert out.expert_token_offsets.tolist() == [0, 3, 5, 7, 10]
     assert out.token_expert_indices.tolist() == [[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]]
@@ -72,9 +55,8 @@ def test_generated_shapes(case):
     assert_is_reference(*case)
 
 
-@over_builds
-def test_no_tokens(build):
-    out = build(jnp.zeros((0, 2), jnp.int32), 3)
+def test_no_tokens():
+    out = build_jitted(jnp.zeros((0, 2), jnp.int32), 3)
     assert out.expert_token_indices.shape == (0,)
     assert out.expert_token_offsets.tolist() == [0, 0, 0, 0]
 

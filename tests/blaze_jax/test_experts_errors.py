@@ -116,15 +116,6 @@ def test_implementation_that_cannot_run_this():
         call(implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist], ids=["numpy", "lists"])
-@pytest.mark.slow
-def test_whatever_makes_an_array(convert):
-    problem = make_problem(random_experts(6, 2, range(3)), 3, d=4, n=2)
-    arrays = {"x": problem.x, **problem.params, "weights": problem.weights, "experts": problem.experts}
-    out = expert_ffn(**{name: convert(np.asarray(array)) for name, array in arrays.items()})
-    assert_same_bits(out, call())
-
-
 @pytest.mark.parametrize(
     ("dtype", "wrong"), [("uint32", 2**32 - 1), ("int64", 2**32 + 1), ("int64", -(2**32)), ("uint8", 255), ("int8", -2)]
 )

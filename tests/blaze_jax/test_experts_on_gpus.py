@@ -83,12 +83,6 @@ def test_forward_and_backward_lower_for_cuda(family, mesh, options):
     assert [kernel for kernel in KERNELS if kernel not in text] == []
 
 
-def lowered_for_cuda(function, *arguments) -> str:
-    """The gradient of `function` in all arguments but the last, lowered for a GPU that need not be there."""
-    grad = jax.grad(lambda *a: function(*a).astype(jnp.float32).sum(), tuple(range(len(arguments) - 1)))
-    return jax.jit(grad).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def on_kernels(x, params, weights, experts, **options):
     return apply(expert_ffn, x, params, weights, experts, implementation="mosaic_gpu", **options)
 
@@ -102,24 +96,13 @@ def scanned(x, *rest):
     return jax.lax.scan(layer, x, None, length=2)[0]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(partial(on_kernels, save="inputs"), id="save inputs"),
-        pytest.param(jax.checkpoint(on_kernels), id="checkpoint"),
-        pytest.param(
-            jax.checkpoint(on_kernels, policy=jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)),
-            id="checkpoint with names",
-        ),
-        pytest.param(scanned, id="scan of checkpoint"),
-        pytest.param(mapped, id="vmap"),
-    ],
-)
+@pytest.mark.parametrize("function", [scanned, mapped])  # others in test_layers_share_kernels.py
 @pytest.mark.slow
 def test_transformations_lower_for_cuda(function):
     problem = problem_of(ROUTINGS["random"])
-    text = lowered_for_cuda(function, problem.x, problem.params, problem.weights, problem.experts)
-    assert "moe_down_backward" in text
+    gradient = jax.grad(lambda *a: function(*a, problem.experts).astype(jnp.float32).sum(), (0, 1, 2))
+    traced = jax.jit(gradient).trace(problem.x, problem.params, problem.weights)
+    assert "moe_down_backward" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_no_kernel_writes_through_the_pointer_of_an_operand():
@@ -127,19 +110,6 @@ def test_no_kernel_writes_through_the_pointer_of_an_operand():
     problem = problem_of(ROUTINGS["random"])
     step = jax.grad(lambda *a: on_kernels(*a, problem.experts).astype(jnp.float32).sum(), (0, 1, 2))
     assert "new_ref" not in str(jax.make_jaxpr(step)(problem.x, problem.params, problem.weights))
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.slow
-def test_shard_map_lowers_for_cuda(check_vma):
-    problem = problem_of(Case(random_experts(40, 2, range(6)), 6))
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    data, whole = P("data"), P()
-    sharded = jax.shard_map(
-        on_kernels, mesh=mesh, in_specs=(data, whole, data, data), out_specs=data, check_vma=check_vma
-    )
-    arguments = (problem.x, problem.params, problem.weights, problem.experts)
-    assert "moe_down_backward" in lowered_for_cuda(sharded, *arguments)
 
 
 @pytest.mark.parametrize(

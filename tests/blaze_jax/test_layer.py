@@ -212,36 +212,28 @@ def test_retraces_only_for_new_shapes():
     assert_same_bits(out, ref)
 
 
-@pytest.mark.parametrize("config", ["plain", None, PARAMS], ids=["text", "none", "parameters"])
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda config: moe(random_tokens(3), PARAMS, config),
-        lambda config: MoE(config).init(jax.random.key(0), random_tokens(3)),
-        lambda config: nnx.MoE(WIDTH, config, rngs=flax.nnx.Rngs(0)),
-        lambda config: init(jax.random.key(0), config, WIDTH),
-    ],
-    ids=["function", "linen", "nnx", "init"],
-)
-def test_configuration_that_is_none_is_named(use, config):
-    with pytest.raises(ValueError, match=r"config=.* must be a MoEConfig"):
-        use(config)
+FORMS = {
+    "function": lambda x, config: moe(x, PARAMS, config),
+    "init": lambda x, config: init(jax.random.key(0), config, WIDTH),
+    "linen": lambda x, config: MoE(config).init(jax.random.key(0), x),
+    "nnx": lambda x, config: nnx.MoE(WIDTH, config, rngs=flax.nnx.Rngs(0))(x),
+}
 
 
-@pytest.mark.parametrize(
-    "x", [jnp.zeros(()), jnp.zeros((3, 0)), "tokens", None], ids=["scalar", "empty", "text", "none"]
-)
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda x: MoE(CONFIGS["plain"]).init(jax.random.key(0), x),
-        lambda x: nnx.MoE(WIDTH, CONFIGS["plain"], rngs=flax.nnx.Rngs(0))(x),
-    ],
-    ids=["linen", "nnx"],
-)
-def test_tokens_of_modules_are_named(use, x):
-    with pytest.raises(ValueError, match=r"x(=.*)? must be a"):
-        use(x)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.default_cases("*")
+def test_configuration_that_is_none_is_named(form):
+    for config in ("plain", None, PARAMS):
+        with pytest.raises(ValueError, match=r"config=.* must be a MoEConfig"):
+            FORMS[form](random_tokens(3), config)
+
+
+@pytest.mark.parametrize("form", ["linen", "nnx"])
+@pytest.mark.default_cases("*")
+def test_tokens_of_modules_are_named(form):
+    for x in (jnp.zeros(()), jnp.zeros((3, 0)), "tokens", None):
+        with pytest.raises(ValueError, match=r"x(=.*)? must be a"):
+            FORMS[form](x, CONFIGS["plain"])
 
 
 @pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist], ids=["numpy", "lists"])

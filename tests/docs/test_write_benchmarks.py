@@ -2,7 +2,7 @@
 
 from blaze_jax.benchmark.results import PUBLISHED, read_results
 from docs.write_benchmarks import END, RESULTS, START, written
-from tests.blaze_jax.benchmark.test_results import result, scaling_record
+from tests.blaze_jax.benchmark.records import result, scaling_record
 
 
 def test_every_recorded_file_says_where_it_comes_from():

@@ -1,5 +1,7 @@
 """Rows grouped by expert, random operands, and numpy views of them."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,8 @@ import pytest
 
 from blaze_jax.activations import get_activation
 from pallas_kernels import ampere, xla
-from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT
-from tests.numerics import TOLERANCE
+from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS
+from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 from tests.routings import ROUTINGS
 
 D, N = 72, 136
@@ -112,3 +114,49 @@ def wide(array) -> np.ndarray:
 def product(rows, matrices) -> np.ndarray:
     """Every row times its own matrix."""
     return np.einsum("ra,rab->rb", rows, matrices)
+
+
+def expert_outputs(rows, hidden, w_down, b_down):
+    out = product(wide(hidden), rows.per_row(w_down))
+    return out if b_down is None else out + rows.per_row(b_down)
+
+
+def assert_down_backward(kernels, rows, dtype, biases, projections):
+    dy = rows.normal(rows.num_tokens, D, dtype=dtype)
+    w_down = rows.normal(rows.num_experts, N, D, fan_in=D)
+    b_down = rows.normal(rows.num_experts, D) if biases else None
+    pre = tuple(rows.of_rows(N, dtype=dtype) for _ in range(projections))
+    row_weights = rows.of_rows()
+    activation = ACTIVATIONS[projections]
+    run = jax.jit(lambda *args: kernels.down_backward(*args, activation=activation))
+    d_pre, weighted_hidden, d_weights = run(dy, w_down, b_down, pre, row_weights, rows.groups)
+
+    hidden, activation_vjp = jax.vjp(activation, *(p.astype(jnp.float32) for p in pre))
+    dy_rows, weight = rows.gather(dy), wide(row_weights)[:, None]
+    d_hidden = product(dy_rows, rows.per_row(w_down).swapaxes(1, 2))
+    expected_d_pre = activation_vjp(jnp.asarray(weight * d_hidden, jnp.float32))
+    expected_d_weights = (expert_outputs(rows, hidden, w_down, b_down) * dy_rows).sum(-1)
+    owned = rows.owned
+    assert_close([d[owned] for d in d_pre], [d[owned] for d in expected_d_pre], tolerance(kernels, dtype))
+    assert_close(weighted_hidden[owned], (weight * wide(hidden))[owned], tolerance(kernels, dtype))
+    assert_close(d_weights[owned], expected_d_weights[owned], tolerance(kernels, dtype))
+    assert d_weights.dtype == jnp.float32
+    assert {d.dtype.name for d in (*d_pre, weighted_hidden)} == {dtype}
+
+
+def assert_same_as_portable(experts, num_experts, out):
+    expected = portable_dispatch(jnp.asarray(experts), num_experts, row_alignment=8, spare_rows=SPARE_ROWS)
+    assert_same_bits(out._replace(tiles=None), expected)
+    assert_is_schedule(out)
+
+
+def assert_is_schedule(out):
+    """Tiles cut each group from its start on, group after group; the unused ones are zero."""
+    tiles, offsets = out.tiles, np.asarray(out.expert_token_offsets)
+    expected = [
+        (expert, row, min(TILE_ROWS, stop - row))
+        for expert, (start, stop) in enumerate(pairwise(offsets))
+        for row in range(start, stop, TILE_ROWS)
+    ]
+    expected += [(0, 0, 0)] * (tiles.num_tiles - len(expected))
+    assert list(zip(*(np.asarray(a).tolist() for a in tiles.arrays), strict=True)) == expected

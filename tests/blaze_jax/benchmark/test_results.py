@@ -6,6 +6,7 @@ from blaze_jax.benchmark.plots import draw
 from blaze_jax.benchmark.results import PUBLISHED, ResultsFile, command_line, environment, read_results
 from blaze_jax.benchmark.sizes import GPU_SIZES
 from blaze_jax.benchmark.tables import flatness, flatness_text
+from tests.blaze_jax.benchmark.records import result, scaling_record
 
 
 def test_what_was_measured_is_in_the_file_after_each_record(tmp_path):
@@ -29,16 +30,6 @@ def test_published_figures_are_at_the_sizes_that_are_measured():
     records = read_results(PUBLISHED)["records"]
     sizes = {tuple(r["sizes"].values()) for r in records if r["kind"] == "published"}
     assert sizes == {tuple(s) for s in GPU_SIZES}
-
-
-def result(*records):
-    values = {"platform": "gpu", "device": "A GPU", "driver": "1", "cuda": "13.0", "jax": "0", "date": "2026-11-20"}
-    return {"environment": values, "command": "made up for a test", "records": list(records)}
-
-
-def scaling_record(tokens, ns):
-    sizes = {"num_tokens": tokens, "model_width": 512, "expert_width": 2048, "num_experts": 4, "experts_per_token": 1}
-    return {"kind": "scaling", "sizes": sizes, "ns_per_token": ns, "saved_bytes_per_token": 8200.0}
 
 
 def test_flatness_looks_at_many_tokens_alone():

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.numerics import assert_same_bits
-from tests.pallas_kernels.rows import N, Rows, wide
-from tests.pallas_kernels.test_down_projection_and_backward import check_down_backward
+from tests.pallas_kernels.rows import N, Rows, assert_down_backward, wide
 
 
 def test_row_that_is_not_finite_poisons_no_other(kernels):
@@ -24,4 +23,4 @@ def test_row_that_is_not_finite_poisons_no_other(kernels):
 def test_tiles_do_not_race_for_pre_activations(kernels):
     """Their gradients may take their memory."""
     rows = Rows(kernels, "every_expert")
-    check_down_backward(kernels, rows, "bfloat16", biases=False, projections=1)
+    assert_down_backward(kernels, rows, "bfloat16", biases=False, projections=1)
