@@ -17,7 +17,7 @@ class Activation:
 
     Attributes:
       name: how it is asked for.
-      function: of `(gate, up)` if gated, else of `(up)`. It sees the float32 pre-activations, and jax takes its
+      function: takes `(gate, up)` if gated, else of `(up)`. It sees the float32 pre-activations, and jax takes its
         derivative. It closes over constants, not over traced arrays. Activations are equal if their functions are,
         so a new function compiles everything again.
       gated: whether the expert has a gate projection in addition to the up projection.

@@ -1,6 +1,8 @@
-"""Checks of arguments that several modules share."""
+"""Checks of arguments that several modules share, and warnings that are given once."""
 
 import reprlib
+import warnings
+from functools import cache
 from numbers import Integral, Real
 
 import jax
@@ -62,3 +64,9 @@ def _check(arguments: dict, holds, rule: str) -> None:
     for name, value in arguments.items():
         if not holds(value):
             raise ValueError(f"{name}={value!r} must be {rule}")
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Warns of `message`, the first time that it is given in this process."""
+    warnings.warn(message, stacklevel=2)

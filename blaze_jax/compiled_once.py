@@ -8,12 +8,12 @@ from functools import partial
 
 from blaze_jax.implementation import family_in_demand
 from blaze_jax.layer_observer import are_observers
-from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.xla.loops import forced_turn
 
 
 def _surroundings() -> tuple | None:
-    """What the layer looks at besides its arguments; observers have to be told of each call."""
+    """All that the layer looks at besides its arguments; None under observers, who have to be told of each call."""
     return None if are_observers() else (family_in_demand(), forced_turn())
 
 

@@ -98,7 +98,7 @@ def _built(experts, *, num_experts: int, row_alignment: int, implementation: Imp
 
 
 def group_by_expert(kernels: Kernels, experts: Int[Array, "T K"], num_experts: int, **alignment: int) -> Dispatch:
-    """What the kernels make of int32 ids, their rows aligned as they like it or as is said."""
+    """The dispatch that the kernels make of int32 ids, rows aligned as they like it or as is said."""
     return one_by_one(kernels, partial(kernels.dispatch, num_experts=num_experts, **alignment))(experts)
 
 

@@ -45,7 +45,7 @@ class Transport:
       expert, tensor: mesh axes along which tokens travel; together, the group.
       exchange: how they do.
       fsdp: mesh axes along which parameters are gathered.
-      specs: of the experts' parameters, in the order of `jax.tree.leaves`.
+      specs: how the experts' parameters are split, in the order of `jax.tree.leaves`.
       keep: whether the backward pass keeps what was gathered.
       own_first: whether tokens are computed with as they arrive, this device's own before the others'; for "permute".
       own_experts_first: the same for experts that are split along `fsdp`.
@@ -72,7 +72,7 @@ class Transport:
 
     @property
     def devices(self) -> int:
-        """Of the group."""
+        """How many devices the group has."""
         return lax.axis_size(self.group)
 
     def gather(self, trips: Trips | None, tokens: Float[Array, "T ..."]) -> Float[Array, "T_group ..."]:
@@ -116,11 +116,11 @@ class Transport:
 
     @property
     def expert_devices(self) -> int:
-        """Those of the group that share out the experts."""
+        """How many devices of the group share out the experts."""
         return lax.axis_size(self.expert)
 
     def trips(self, experts: Int[Array, "T K"], experts_per_device: int) -> Trips | None:
-        """What `gather` and `scatter` need to know of tokens with these experts' ids."""
+        """Which tokens with these experts' ids travel where: `gather` and `scatter` need it for "all_to_all"."""
         if self.devices == 1 or self.exchange != "all_to_all":
             return None
         return _trips(experts, experts_per_device, self.devices, self.expert_devices)
@@ -209,12 +209,21 @@ def gather_shards(shard: Array, spec: P, axes: Sequence[str]) -> Array:
     return shard
 
 
+def own_part(array: Array, spec: P) -> Array:
+    """This device's part of an array that is split as `spec` says, inside `jax.shard_map`."""
+    for dimension, axes in enumerate(spec):
+        if axes:
+            size = array.shape[dimension] // lax.axis_size(axes)
+            array = lax.dynamic_slice_in_dim(array, lax.axis_index(axes) * size, size, dimension)
+    return array
+
+
 def _has(names, axes: Sequence[str]) -> bool:
     return any(name in axes for name in ((names,) if isinstance(names, str) else names or ()))
 
 
 def _rotated(part: Array, group: tuple[str, ...], shift: int) -> Array:
-    """That of the device `shift` places before this one in the group."""
+    """The part of the device `shift` places before this one in the group."""
     if not shift:
         return part
     ordered, places = _in_the_order_of_the_mesh(group)

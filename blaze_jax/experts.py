@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
-from blaze_jax.checks import as_array
+from blaze_jax.checks import as_array, warn_once
 from blaze_jax.compiled_once import compiled_once
 from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_experts
 from blaze_jax.exchange import HERE, Transport, gathered
@@ -26,7 +26,6 @@ from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.plan import ROW_MULTIPLE, Parameters, Plan, Save, Tokens, token_ranges
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
-from blaze_jax.warn import warn_once
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes, when_lowered_unsplit
 from pallas_kernels.contract import Kernels, accumulator_dtype
 

@@ -245,7 +245,7 @@ def _gradients_of_turns(of, xs, params: Parameters, tokens: Tokens, rows: Rows, 
 
 
 class _Down(NamedTuple):
-    """What the down projection's backward pass gives the other kernels.
+    """Results of the down projection's backward pass, which the other kernels take.
 
     Attributes:
       d_pre_activations: `dP`, in the place of `P`.

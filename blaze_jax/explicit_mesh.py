@@ -47,7 +47,7 @@ def token_axes(*arrays: Array) -> tuple[str, ...]:
 
 
 def _leading(x: Array) -> tuple[Axes | None, ...]:
-    """What splits each dimension but the last."""
+    """The mesh axes that split each dimension but the last."""
     return tuple(jax.typeof(x).sharding.spec)[:-1]
 
 
@@ -66,8 +66,8 @@ def per_device(function: Callable, mesh: AbstractMesh, axes: tuple[str, ...], by
 
     Args:
       function: what a device does; its collectives may use `axes`.
-      mesh: with explicit axes.
-      axes: those that split the tokens.
+      mesh: a mesh with explicit axes.
+      axes: the mesh axes that split the tokens.
       by_token: tree of arrays whose first dimension counts tokens.
       shared: tree of arrays, the same on every device. Their gradients are summed over the devices.
       out_specs: specs of the results, from the spec of what is split by tokens.

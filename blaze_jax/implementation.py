@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array
 
-from blaze_jax.warn import warn_once
+from blaze_jax.checks import warn_once
 from pallas_kernels import ampere, hopper, xla
 from pallas_kernels.compat import has_symbolic_sizes
 from pallas_kernels.contract import Kernels
@@ -59,14 +59,14 @@ def choose_implementation(
 def choose_router_implementation(
     implementation: Implementation | None, logits: Array, experts_per_token: int
 ) -> Implementation:
-    """The same for the router of these logits."""
+    """Chooses in the same way for the router of these logits."""
     return _choose(implementation, partial(_gpu_family().router_unsupported, logits, experts_per_token), logits)
 
 
 def choose_dispatch_implementation(
     implementation: Implementation | None, experts: Array, num_experts: int
 ) -> Implementation:
-    """The same for grouping rows by these experts."""
+    """Chooses in the same way for grouping rows by these experts."""
     return _choose(implementation, partial(_gpu_family().dispatch_unsupported, num_experts), experts)
 
 
@@ -110,7 +110,7 @@ def kernels_of(implementation: Implementation, num_tokens: int = 1, dtype=jnp.bf
 
 @contextmanager
 def demanded_family(name: str | None) -> Iterator[None]:
-    """What is traced inside runs on this family of `FAMILIES`, whatever the GPU; None leaves the choice as it is."""
+    """Runs what is traced inside on this family of `FAMILIES`, whatever the GPU; None leaves the choice as it is."""
     token = _demanded.set(name)
     try:
         yield

@@ -10,9 +10,10 @@ from jax import P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.checks import as_array, check_dtypes, shown
+from blaze_jax.checks import as_array, check_dtypes, shown, warn_once
 from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
+from blaze_jax.exchange import own_part
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer_program import (
     auxiliary_losses,
@@ -22,9 +23,7 @@ from blaze_jax.layer_program import (
     over_automatic_axes,
 )
 from blaze_jax.parallelism import Parallelism
-from blaze_jax.placement import own_part
 from blaze_jax.routing import AxisName, Routing
-from blaze_jax.warn import warn_once
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 
@@ -42,11 +41,11 @@ def init(
     """Parameters for `moe`.
 
     Args:
-      key: of `jax.random`.
+      key: a key of `jax.random`.
       config: the layer.
       width: d, the width of a token.
       use_bias: biases on all projections of the experts.
-      dtype: of the parameters.
+      dtype: the parameters' dtype.
       kernel_init: initialiser of each expert's matrices.
       bias_init: initialiser of the biases.
       router_init: initialiser of the router's matrix.
@@ -147,12 +146,12 @@ def _check_selection_bias(selection_bias, config: MoEConfig) -> None:
 
 
 def statistics(routing: Routing) -> dict[str, Array]:
-    """What is worth watching in training, by name: tokens of each expert, share of dropped choices, entropy in nats."""
+    """Values to watch in training, by name: tokens of each expert, share of dropped choices, entropy in nats."""
     return {name: getattr(routing, name) for name in ("tokens_per_expert", "dropped_share", "entropy")}
 
 
 def skipped(x: Float[Array, "... d"], config: MoEConfig) -> tuple[Float[Array, "... d"], Routing]:
-    """What `moe` would return if no token chose any expert: zeros of the same types."""
+    """Zeros of the types that `moe` returns, as if no token chose any expert."""
     wide, tokens = accumulator_dtype(x.dtype), math.prod(x.shape[:-1])
     zero, counts = jnp.zeros((), wide), jnp.zeros(config.num_experts, jnp.int32)
     slots = (tokens, config.experts_per_token)

@@ -32,8 +32,7 @@ from blaze_jax.explicit_mesh import (
 )
 from blaze_jax.parallelism import Parallelism, names_of
 from blaze_jax.router import Router
-from blaze_jax.router_logits import router_logits
-from blaze_jax.routing import AxisName, Routing, route_and_group
+from blaze_jax.routing import AxisName, Routing, route_and_group, router_logits
 from blaze_jax.shared_experts import shared_experts
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT
@@ -167,7 +166,7 @@ def _layer(
     """The output of these tokens and what the router decided.
 
     Args:
-      tokens: of one device, or of all.
+      tokens: all tokens, or those of one device.
       dense: whole parameters whose names begin with one of its arguments.
       config: the layer.
       route: the routing of logits, and its pairs grouped by expert if they are.
@@ -206,7 +205,7 @@ def _route_and_group(config: MoEConfig, router: Router, selection_bias, logits, 
 
 
 def _options(config: MoEConfig) -> dict[str, Any]:
-    """What `expert_ffn` takes from the configuration."""
+    """The options of `expert_ffn` that the configuration has."""
     return {"activation": config.activation, "save": config.save, "implementation": config.implementation}
 
 
@@ -246,7 +245,7 @@ def _on_this_device(
     axes: tuple[str, ...],
     num_tokens: int,
 ) -> tuple[Float[Array, "T d"], Routing]:
-    """What one device does: `num_tokens` are all devices' tokens that count, those past them are padding.
+    """The layer on one device: `num_tokens` are all devices' tokens that count, those past them are padding.
 
     Tokens are split over `axes`, those of `parallel` in this order.
     """

@@ -14,11 +14,17 @@ from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
+from blaze_jax.modules import (
+    bias_of_step,
+    check_train,
+    placement_of,
+    remember,
+    warn_of_frozen_bias,
+    warn_of_lost_losses,
+    warn_of_missing_train,
+)
 from blaze_jax.parallelism import Axes, Parallelism
-from blaze_jax.phase import check_train, warn_of_frozen_bias, warn_of_lost_losses, warn_of_missing_train
-from blaze_jax.placement import placement_of
 from blaze_jax.routing import AxisName
-from blaze_jax.shared_calls import bias_of_step, remember
 
 
 class Partitioned(nn.LogicallyPartitioned):
@@ -55,9 +61,9 @@ class MoE(nn.Module):
 
     Attributes:
       config: the layer.
-      dtype: of the computation and the output; None for the common dtype of the input and the experts' parameters. Say
-        `jnp.bfloat16` for the fastest kernels: float32 parameters make the common dtype float32.
-      param_dtype: of the parameters when they are initialised.
+      dtype: in which it computes, and of the output; None for the common dtype of the input and the experts'
+        parameters. Say `jnp.bfloat16` for the fastest kernels: float32 parameters make the common dtype float32.
+      param_dtype: the dtype of parameters that it initialises.
       use_bias: biases on all projections of the experts.
       kernel_init: initialiser of each expert's matrices.
       bias_init: initialiser of the biases.

@@ -13,11 +13,17 @@ from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
+from blaze_jax.modules import (
+    bias_of_step,
+    check_train,
+    mesh_of,
+    placement_of,
+    remember,
+    warn_of_lost_losses,
+    warn_of_missing_train,
+)
 from blaze_jax.parallelism import Parallelism
-from blaze_jax.phase import check_train, warn_of_lost_losses, warn_of_missing_train
-from blaze_jax.placement import mesh_of, placement_of
 from blaze_jax.routing import AxisName
-from blaze_jax.shared_calls import bias_of_step, remember
 from pallas_kernels.compat import is_traced
 
 
@@ -43,9 +49,9 @@ class MoE(nnx.Module):
     Args:
       model_width: d.
       config: the layer.
-      dtype: of the computation and the output; None for the common dtype of the input and the experts' parameters. Say
-        `jnp.bfloat16` for the fastest kernels: float32 parameters make the common dtype float32.
-      param_dtype: of the parameters when they are initialised.
+      dtype: in which it computes, and of the output; None for the common dtype of the input and the experts'
+        parameters. Say `jnp.bfloat16` for the fastest kernels: float32 parameters make the common dtype float32.
+      param_dtype: the dtype of parameters that it initialises.
       use_bias: biases on all projections of the experts.
       kernel_init: initialiser of each expert's matrices.
       bias_init: initialiser of the biases.

@@ -17,7 +17,7 @@ from blaze_jax.exchange import Exchange
 type Axes = str | tuple[str, ...]
 
 ROLES = ("data", "fsdp", "expert", "tensor")
-"""What an axis may be for."""
+"""The roles that a mesh axis may have."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Parallelism:
     An axis of the mesh without a role counts as `data`, if it is automatic or splits the tokens already.
 
     Attributes:
-      mesh: with these axes; None for that of `jax.set_mesh`, of the arrays' types, or of an enclosing `jax.shard_map`.
+      mesh: has these axes; None for that of `jax.set_mesh`, of the arrays' types, or of an enclosing `jax.shard_map`.
       data: splits nothing but tokens: every device along it has all that it computes with.
       fsdp: splits the parameters at rest. A layer gathers its own in the dtype of the tokens, and scatters the sums of
         their gradients.

@@ -159,14 +159,14 @@ def token_ranges(num_tokens: int, slots: int, num_experts: int, row_bytes: int) 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a layer's arrays do not say.
+    """Settings of the experts' work, and the rows of each turn.
 
     Attributes:
       activation, save: see `expert_ffn`.
       kernels: the family that computes.
       transport: how tokens and parameters travel.
       row_budget: rows of a buffer; None for as many as there may be.
-      ranges: of the tokens; None for all at once.
+      ranges: cuts of the tokens; None for all at once.
     """
 
     activation: Activation

@@ -7,9 +7,8 @@ from typing import get_args
 
 from jax.core import min_dim
 
-from blaze_jax.checks import check_integers, check_numbers, shown
+from blaze_jax.checks import check_integers, check_numbers, shown, warn_once
 from blaze_jax.token_rounding import TokenRounding
-from blaze_jax.warn import warn_once
 from pallas_kernels.compat import InconclusiveDimensionOperation
 from pallas_kernels.contract import Rule, Scoring
 

@@ -1,29 +1,31 @@
 """Routing: from router logits to the experts of every token, their weights, and what training wants to know of it."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import P, lax
 from jaxtyping import Array, Float, Int
 
-from blaze_jax.capacity import drop_beyond_capacity
 from blaze_jax.checks import as_array
 from blaze_jax.compiled_once import compiled_once
-from blaze_jax.dispatch import Grouped
+from blaze_jax.dispatch import Grouped, group_by_expert
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, reshard, token_axes
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
+from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, differentiated_once
 from blaze_jax.router import Router, check_router
-from blaze_jax.router_vjp import differentiable_router
 from blaze_jax.token_rounding import round_token_counts
-from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed
+from pallas_kernels.compat import reverse_mode_token
+from pallas_kernels.contract import EMPTY_SLOT, Kernels, Losses, Routed, Rule, accumulator_dtype
 from pallas_kernels.xla.router import balance_loss, ranking_scores, weights_of, widened
 
 type AxisName = str | tuple[str, ...] | None
 
 
 class Routing(NamedTuple):
-    """What the router decided. K' is K, plus `rounding_slots` when token rounding adds experts to a token.
+    """The router's decision. K' is K, plus `rounding_slots` when token rounding adds experts to a token.
 
     The counts, losses and shares are those of all tokens of the call; with an `axis_name`, of all devices along it. A
     token without a possible expert, as padding with logits of -inf is, counts in none of them: T are the others.
@@ -165,12 +167,12 @@ def _route(
     num_tokens, num_experts = logits.shape
     kernels = kernels_of(choose_router_implementation(implementation, logits, experts_per_token), num_tokens)
     rule = router.rule(experts_per_token)
-    routed = differentiable_router(kernels, logits, selection_bias, rule)
+    routed = _differentiable_router(kernels, logits, selection_bias, rule)
     experts, weights, demand = routed.experts, routed.weights, routed.demand
     tokens_per_expert, dropped = demand, jnp.int32(0)
     grouped = Grouped(kernels, routed.dispatch) if routed.dispatch else None
     if capacity := router.capacity(num_tokens, num_experts, experts_per_token):
-        experts = drop_beyond_capacity(kernels, routed, capacity)
+        experts = _drop_beyond_capacity(kernels, routed, capacity)
         weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
         tokens_per_expert = jnp.minimum(demand, capacity)
     elif (mode := router.token_rounding) and router.rounds(num_tokens, num_experts, experts_per_token):
@@ -225,3 +227,60 @@ def update_selection_bias(
     """Loss-free balancing (DeepSeek-V3): a bias rises by `rate` where demand is below the mean, and falls above it."""
     demand = demand.astype(selection_bias.dtype)
     return selection_bias + rate * jnp.sign(demand.mean() - demand)
+
+
+@compiled_once()
+def router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> Float[Array, "T E"]:
+    """The product of the tokens and the router's matrix, in float32 or wider, plus its bias if there is one."""
+    wide = accumulator_dtype(tokens.dtype)
+
+    @jax.checkpoint  # the backward pass widens the tokens again, or it would keep a wide copy of them
+    def product(tokens, w_router):
+        return jnp.dot(tokens.astype(wide), w_router.astype(wide), precision=jax.lax.Precision.HIGHEST)
+
+    logits = product(tokens, params["w_router"])
+    return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
+
+
+def _differentiable_router(
+    kernels: Kernels, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule
+) -> Routed:
+    """The result of these kernels' router; its weights, losses and probability have a gradient."""
+    if kernels.transformable:
+        return kernels.router(logits, bias, rule)
+    return _router_with_gradient((kernels, rule), reverse_mode_token(REVERSE_MODE_ONLY, logits), logits, bias)
+
+
+@differentiated_once
+def _run_router(settings: tuple[Kernels, Rule], logits, bias) -> Routed:
+    kernels, rule = settings
+    return kernels.router(logits, bias, rule)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _router_with_gradient(settings: tuple[Kernels, Rule], token, logits, bias) -> Routed:
+    return _run_router(settings, logits, bias)
+
+
+def _router_forward(settings: tuple[Kernels, Rule], _, logits, bias):
+    routed = _run_router(settings, logits, bias)
+    return routed, (logits, bias, routed.experts, routed.demand)
+
+
+def _router_backward(settings: tuple[Kernels, Rule], residuals, d: Routed):
+    (kernels, rule), (logits, bias, experts, demand) = settings, residuals
+    d_logits = kernels.router_backward(logits, experts, demand, d.weights, d.losses, d.probability, rule)
+    return None, d_logits, None if bias is None else jnp.zeros_like(bias)
+
+
+_router_with_gradient.defvjp(_router_forward, _router_backward)
+
+
+def _drop_beyond_capacity(kernels: Kernels, routed: Routed, capacity: int) -> Int[Array, "T K"]:
+    """The choice, with empty slots where an expert already has `capacity` tokens of lower id.
+
+    A pair's rank is its row less its expert's first: the dispatch knows both, and nothing is selected or sorted.
+    """
+    dispatch = routed.dispatch or group_by_expert(kernels, routed.experts, routed.demand.shape[0])
+    rank = dispatch.token_index_map - dispatch.expert_token_offsets[routed.experts]
+    return jnp.where(rank < capacity, routed.experts, EMPTY_SLOT)

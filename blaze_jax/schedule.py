@@ -26,7 +26,7 @@ def after[T](value: T, *others) -> T:
 def in_place[T](arrays: T, parts: int) -> T:
     """`arrays`, of which a kernel writes one of `parts` and trusts XLA that the other rows are there.
 
-    For one layer of a stack, XLA would give it the stack's memory for its result alone (see `mosaic/in_place.py`).
+    For one layer of a stack, XLA would give it the stack's memory for its result alone (see `mosaic/launches.py`).
     """
     return arrays if parts == 1 else after(arrays)
 
@@ -93,7 +93,7 @@ def one_by_one(ranges: TokenRanges, step: Callable, sums, *stacks):
     """`step(start, *own) -> (by_token, terms, others)` for each range, where its first token is `start`.
 
     Args:
-      ranges: of the tokens.
+      ranges: cuts of the tokens.
       step: a function of the range's entries `own` in `stacks`.
       sums: what the terms of the first range are added to.
       *stacks: pytrees of arrays `(count, ...)`, or None.

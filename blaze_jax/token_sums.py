@@ -16,7 +16,7 @@ from blaze_jax.schedule import after, uninitialised
 from pallas_kernels.contract import Dispatch, Kernels, accumulator_dtype
 
 type RowsOf = Callable[[Any, int], Callable]
-"""Of operands and the number of a part: `rows(first_column, num_columns)`, which `combine_columns` combines."""
+"""Makes of operands and a part's number the `rows(first_column, num_columns)` that `combine_columns` combines."""
 
 
 class _Part(NamedTuple):
@@ -47,15 +47,15 @@ def token_sums(
     now, is the addend of this device's own. So two are under way at most, and nothing else is as wide as the sums.
 
     Args:
-      plan: of the work.
+      plan: the plan of the work.
       tokens: whose sums they are.
-      rows: of this turn.
+      rows: the rows of this turn.
       weights: factors `(T_part, K)` of the rows of each part; None for ones.
       rows_of: what makes the rows.
       operands: what it takes.
       before: sums to add to.
       w_down: whose shape says how wide sums and experts are.
-      dtype: of the sums.
+      dtype: the dtype of the sums.
       meanwhile: `(result, operands)` of the operands, computed while the last block travels.
     """
     departures = plan.transport.departures(tokens.trips, len(rows.parts))

@@ -1,4 +1,4 @@
-"""What differs between jax releases, or is not yet part of its documented interface, in one place."""
+"""All that differs between jax releases, or is not yet part of its documented interface, in one place."""
 
 import math
 from collections.abc import Callable

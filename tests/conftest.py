@@ -40,7 +40,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 # Where the layer's and the portable kernels' numbers are held to the oracle and to NumPy on one device.
-USED_ON_CPUS = ("tests/blaze_jax/test_experts", "tests/pallas_kernels/test_", "tests/pallas_kernels/xla/")
+USED_ON_CPUS = ("tests/blaze_jax/test_experts.py", "tests/pallas_kernels/test_", "tests/pallas_kernels/xla/")
 
 hypothesis.settings.register_profile("library", derandomize=True, deadline=None, max_examples=30, database=None)
 hypothesis.settings.load_profile("library")
@@ -125,6 +125,6 @@ def pytest_collection_modifyitems(config, items):
 def kind_of(case) -> tuple:
     """The family of kernels, if the test faces several, and marks; both portable forms are one family."""
     given = case.callspec.params
-    family = next((str(given[name]) for name in ("kernels", "implementation") if name in given), "")
+    family = next((str(given[name]) for name in ("kernels", "implementation", "family") if name in given), "")
     marks = {mark.name for mark in case.iter_markers() if mark.name != "skipif" or mark.args[0]}
     return family.removesuffix("_batched"), *sorted(marks & {"gpu", "compile_only", "skip", "skipif"})

@@ -12,6 +12,11 @@ from blaze_jax import expert_ffn
 from blaze_jax.activations import get_activation
 from pallas_kernels.xla.loops import Turn, turns_of
 
+KERNELS = [f"moe_{name}" for name in ("dispatch_count", "dispatch_place", "combine")]
+KERNELS += [f"moe_{name}" for name in ("up_projection", "down_projection", "down_backward", "up_backward")]
+KERNELS += ["moe_up_weight_gradients", "moe_down_weight_gradients"]
+"""What the kernels of a step are called in its program."""
+
 
 class Problem(NamedTuple):
     """What `expert_ffn` is called with, and the gradient `dy` of its output."""

@@ -1,14 +1,16 @@
 """Whether the tests notice faults: `python -m tests.faults [--all] [--named] [WORD ...]` makes them, one at a time, in a copy.
 
-Each fault changes one expression. The tests that should notice it run first, a process for each core, and only if they
-pass, the whole suite; what no test notices is reported, and more than a few of those is an error. With words, only faults
-whose place or text has one of them.
+Each fault changes one expression of a function. The tests that should notice it run first, a process for each core, and
+only if they pass, the whole suite; what no test notices is reported, and more than a few of those is an error. With
+words, only faults whose function or text has one of them.
 """
 
 # ruff: noqa: E501  (a fault is a line)
 
 import argparse
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,244 +20,287 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+SCOPES = (ast.FunctionDef, ast.ClassDef)
+PACKAGES = ("blaze_jax", "pallas_kernels", "train_example")
 MAY_SURVIVE = 0.1  # of the faults, the default suite; --all must notice every one
 SECONDS = 1800  # of a run of the tests at most
 
 
 class Fault(NamedTuple):
-    """`old`, which stands once in the file, becomes `new`; `tests` are where it should be noticed."""
+    """In a function, class or constant, `old` becomes `new`; the files test_NAME.py of `tests` should notice it.
 
-    file: str
+    The function is known by its name, with the end of its module's or class's where others are called so, too. `old`
+    is to stand in it once, however it is formatted and wherever it moves; if it is renamed, once in the project.
+    """
+
+    function: str
     old: str
     new: str
     tests: str
 
 
-XLA, HOPPER, SIMT, LAYER = "pallas_kernels/xla", "pallas_kernels/hopper", "pallas_kernels/simt", "blaze_jax"
-AMPERE, ROUTING_KERNELS = "pallas_kernels/ampere", "pallas_kernels/routing"
-FILES = "blaze_jax/checkpoints"
-KERNELS, MODULES = "tests/pallas_kernels", "tests/blaze_jax"
-ROUTER = f"{MODULES}/test_routing_losses.py {MODULES}/test_routing.py {KERNELS}/routing/test_router.py"
-ROUTING = f"{MODULES}/test_routing_capacity.py {MODULES}/test_token_rounding.py {MODULES}/test_routing.py"
-EXPERTS = f"{MODULES}/test_experts.py {MODULES}/test_experts_batched.py"
-QUEUE = f"{KERNELS}/hopper/test_tile_queue.py"
-LOOPS = f"{KERNELS}/xla/test_row_groups.py {MODULES}/test_experts_batched.py {KERNELS}/test_weight_gradients.py"
-
-ON_AMPERE = f"{KERNELS}/ampere/test_as_every_family.py"
-TILES, EDGES, FLOAT32 = (f"{KERNELS}/ampere/test_{name}.py" for name in ("tiles", "edges", "float32"))
-
-PARALLEL = f"{MODULES}/test_parallelism.py"
-AUTOMATIC = f"{MODULES}/test_automatic_mesh.py"
-PIECES, EXCHANGE, RANGES = (f"{MODULES}/test_{name}.py" for name in ("pieces", "exchange", "token_ranges"))
-
 # fmt: off
-FAULTS = [
+FAULTS = [Fault(*fault) for fault in [
     # the router and its losses
-    Fault(f"{XLA}/router.py", "ranking = jnp.where(ranking == 0, 0, ranking)", "ranking = ranking", ROUTER),
-    Fault(f"{XLA}/router.py", "jnp.where(best == -jnp.inf, EMPTY_SLOT,", "jnp.where(best == jnp.inf, EMPTY_SLOT,", ROUTER),
-    Fault(f"{XLA}/router.py", "ranking = jnp.where(logits == -jnp.inf, -jnp.inf, ranking)", "ranking = ranking", ROUTER),
-    Fault(f"{XLA}/router.py", "top_k(grouped, min(2, grouped.shape[-1]))", "top_k(grouped, 1)", ROUTER),
-    Fault(f"{XLA}/router.py", "return rule.scale * jnp.where(values", "return jnp.where(values", ROUTER),
-    Fault(f"{XLA}/router.py", "return demand.shape[0] * jnp.vdot(share", "return jnp.vdot(share", ROUTER),
-    Fault(f"{XLA}/router.py", "jnp.square(jax.nn.logsumexp(logits, axis=-1))", "jax.nn.logsumexp(logits, axis=-1)", ROUTER),
-    Fault(f"{XLA}/router.py", "entropy=-jnp.sum(", "entropy=jnp.sum(", ROUTER),
-    Fault(f"{XLA}/router.py", "losses_vjp((d_losses, d_probability))[0] + common_vjp(d_common)[0]", "losses_vjp((d_losses, d_probability))[0]", ROUTER),
-    Fault(f"{XLA}/router.py", "return jnp.where(experts == EMPTY_SLOT, num_experts, experts)", "return experts", ROUTER),
-    Fault(f"{ROUTING_KERNELS}/router.py", "MAX_EXPERTS = 1024", "MAX_EXPERTS = 512", f"{KERNELS}/routing/test_router.py {MODULES}/test_routing_hopper.py"),
+    ("_select", "ranking = jnp.where(ranking == 0, 0, ranking)", "ranking = ranking", "routing_losses routing router"),
+    ("_select", "jnp.where(best == -jnp.inf, EMPTY_SLOT,", "jnp.where(best == jnp.inf, EMPTY_SLOT,", "routing_losses routing router"),
+    ("_select", "ranking = jnp.where(logits == -jnp.inf, -jnp.inf, ranking)", "ranking = ranking", "routing_losses routing router"),
+    ("_keep_best_groups", "top_k(grouped, min(2, grouped.shape[-1]))", "top_k(grouped, 1)", "routing_losses routing router"),
+    ("_weights", "return rule.scale * jnp.where(values", "return jnp.where(values", "routing_losses routing router"),
+    ("balance_loss", "return demand.shape[0] * jnp.vdot(share", "return jnp.vdot(share", "routing_losses routing router"),
+    ("_losses", "jnp.square(jax.nn.logsumexp(logits, axis=-1))", "jax.nn.logsumexp(logits, axis=-1)", "routing_losses routing router"),
+    ("_losses", "entropy=-jnp.sum(", "entropy=jnp.sum(", "routing_losses routing router"),
+    ("router_backward", "losses_vjp((d_losses, d_probability))[0] + common_vjp(d_common)[0]", "losses_vjp((d_losses, d_probability))[0]", "routing_losses routing router"),
+    ("_past_the_last", "return jnp.where(experts == EMPTY_SLOT, num_experts, experts)", "return experts", "routing_losses routing router"),
+    ("MAX_EXPERTS", "MAX_EXPERTS = 1024", "MAX_EXPERTS = 512", "router routing_hopper"),
     # what comes after the choice
-    Fault(f"{LAYER}/capacity.py", "rank < capacity", "rank <= capacity", ROUTING),
-    Fault(f"{LAYER}/routing.py", "tokens_per_expert = jnp.minimum(demand, capacity)", "tokens_per_expert = demand", ROUTING),
-    Fault(f"{LAYER}/routing.py", "weights = jnp.where(experts == EMPTY_SLOT, 0, weights)", "weights = weights", ROUTING),
-    Fault(f"{LAYER}/routing.py", "return selection_bias + rate * jnp.sign(demand.mean() - demand)", "return selection_bias - rate * jnp.sign(demand.mean() - demand)", f"{ROUTING} {MODULES}/test_linen.py"),
-    Fault(f"{LAYER}/router.py", "experts_per_token > 1 if self.normalize_weights is None", "True if self.normalize_weights is None", ROUTING),
-    Fault(f"{LAYER}/routing.py", "num_tokens *= devices", "devices = devices", f"{MODULES}/test_axis_name.py"),
-    Fault(f"{LAYER}/routing.py", "losses.balance * share * share", "losses.balance * share", ROUTER),
-    Fault(f"{LAYER}/router.py", "return self if train else replace(self, token_rounding=None)", "return self", f"{MODULES}/test_layer.py"),
-    Fault(f"{LAYER}/routing.py", "        grouped = None\n", "", f"{MODULES}/test_grouped_once.py {MODULES}/test_routing_hopper.py"),
-    Fault(f"{LAYER}/experts.py", "if grouped and grouped.kernels.dispatch is kernels.dispatch:", "if grouped:", f"{MODULES}/test_grouped_once.py"),
-    Fault(f"{LAYER}/layer_program.py", "partial(compute_experts, grouped)", "partial(compute_experts, None)", f"{MODULES}/test_grouped_once.py"),
-    Fault(f"{LAYER}/token_rounding.py", "wanted = -(-demand // tile) * tile if mode", "wanted = demand // tile * tile if mode", ROUTING),
-    Fault(f"{LAYER}/token_rounding.py", "(demand + tile // 2) // tile * tile", "(demand + tile // 2 - 1) // tile * tile", ROUTING),
-    Fault(f"{LAYER}/token_rounding.py", 'last_resort = demand if mode == "up" else down', "last_resort = down", ROUTING),
-    Fault(f"{LAYER}/token_rounding.py", "scores = jnp.where(jnp.isnan(scores), 0, scores)", "scores = scores", ROUTING),
-    Fault(f"{XLA}/token_selection.py", "jnp.argmax(equal_so_far >= (wanted - larger)", "jnp.argmax(equal_so_far > (wanted - larger)", f"{KERNELS}/test_token_selection.py {MODULES}/test_token_rounding.py"),
-    Fault("pallas_kernels/contract.py", "(token <= self.tokens[expert])", "(token < self.tokens[expert])", f"{KERNELS}/test_token_selection.py {MODULES}/test_token_rounding.py"),
+    ("_drop_beyond_capacity", "rank < capacity", "rank <= capacity", "routing_capacity token_rounding routing"),
+    ("_route", "tokens_per_expert = jnp.minimum(demand, capacity)", "tokens_per_expert = demand", "routing_capacity token_rounding routing"),
+    ("_route", "weights = jnp.where(experts == EMPTY_SLOT, 0, weights)", "weights = weights", "routing_capacity token_rounding routing"),
+    ("update_selection_bias", "return selection_bias + rate * jnp.sign(demand.mean() - demand)", "return selection_bias - rate * jnp.sign(demand.mean() - demand)", "routing_capacity token_rounding routing linen"),
+    ("rule", "experts_per_token > 1 if self.normalize_weights is None", "True if self.normalize_weights is None", "routing_capacity token_rounding routing"),
+    ("_losses", "num_tokens *= devices", "devices = devices", "axis_name"),
+    ("_losses", "losses.balance * share * share", "losses.balance * share", "routing_losses routing router"),
+    ("for_phase", "return self if train else replace(self, token_rounding=None)", "return self", "layer"),
+    ("_route", "grouped = None", "pass", "grouped_once routing_hopper"),
+    ("_compute", "if grouped and grouped.kernels.dispatch is kernels.dispatch:", "if grouped:", "grouped_once"),
+    ("layer_here", "partial(compute_experts, grouped)", "partial(compute_experts, None)", "grouped_once"),
+    ("_round_token_counts", "wanted = -(-demand // tile) * tile if mode", "wanted = demand // tile * tile if mode", "routing_capacity token_rounding routing"),
+    ("_round_token_counts", "(demand + tile // 2) // tile * tile", "(demand + tile // 2 - 1) // tile * tile", "routing_capacity token_rounding routing"),
+    ("_round_token_counts", 'last_resort = demand if mode == "up" else down', "last_resort = down", "routing_capacity token_rounding routing"),
+    ("_round_token_counts", "scores = jnp.where(jnp.isnan(scores), 0, scores)", "scores = scores", "routing_capacity token_rounding routing"),
+    ("token_cutoffs", "jnp.argmax(equal_so_far >= (wanted - larger)", "jnp.argmax(equal_so_far > (wanted - larger)", "token_selection token_rounding"),
+    ("take", "(token <= self.tokens[expert])", "(token < self.tokens[expert])", "token_selection token_rounding"),
     # the dispatch
-    Fault(f"{XLA}/dispatch.py", "earlier = (place[None] < place[:, None])[None]", "earlier = (place[None] <= place[:, None])[None]", f"{KERNELS}/test_dispatch.py"),
-    Fault(f"{XLA}/dispatch.py", "aligned_sizes = -(-group_sizes // row_alignment) * row_alignment", "aligned_sizes = group_sizes", f"{KERNELS}/test_dispatch.py"),
-    Fault(f"{XLA}/dispatch.py", "pairs_before_tile = jnp.cumsum(counts, axis=0) - counts", "pairs_before_tile = jnp.cumsum(counts, axis=0)", f"{KERNELS}/test_dispatch.py {MODULES}/test_dispatch.py"),
-    Fault(f"{XLA}/dispatch.py", "jnp.where(tiles < num_experts, rows, num_rows)", "rows", f"{KERNELS}/test_dispatch.py {MODULES}/test_dispatch.py"),
-    Fault(f"{ROUTING_KERNELS}/dispatch_place.py", "lower_lanes = (simt.Int(1) << self.lane) - 1", "lower_lanes = simt.Int(1) << self.lane", f"{KERNELS}/routing/test_dispatch.py {KERNELS}/test_dispatch.py"),
-    Fault(f"{ROUTING_KERNELS}/dispatch_place.py", "select((expert >= 0) & (expert < num_experts), expert, num_experts)", "select(expert < num_experts, expert, num_experts)", f"{KERNELS}/routing/test_dispatch.py {KERNELS}/test_dispatch.py"),
-    Fault(f"{LAYER}/dispatch.py", "wrong = (values < EMPTY_SLOT) | (values >= num_experts)", "wrong = values >= num_experts", f"{MODULES}/test_dispatch.py {MODULES}/test_experts_errors.py"),
+    ("count_by_comparison", "earlier = (place[None] < place[:, None])[None]", "earlier = (place[None] <= place[:, None])[None]", "dispatch"),
+    ("dispatch", "aligned_sizes = -(-group_sizes // row_alignment) * row_alignment", "aligned_sizes = group_sizes", "dispatch"),
+    ("dispatch", "pairs_before_tile = jnp.cumsum(counts, axis=0) - counts", "pairs_before_tile = jnp.cumsum(counts, axis=0)", "dispatch"),
+    ("dispatch", "jnp.where(tiles < num_experts, rows, num_rows)", "rows", "dispatch"),
+    ("walk", "lower_lanes = (simt.Int(1) << self.lane) - 1", "lower_lanes = simt.Int(1) << self.lane", "dispatch"),
+    ("known_expert", "select((expert >= 0) & (expert < num_experts), expert, num_experts)", "select(expert < num_experts, expert, num_experts)", "dispatch"),
+    ("check_experts", "wrong = (values < EMPTY_SLOT) | (values >= num_experts)", "wrong = values >= num_experts", "dispatch experts_errors"),
     # the loops over rows
-    Fault("pallas_kernels/xla/loops.py", "mine = (row >= wanted[:, None]) & (row < end[:, None])", "mine = row < end[:, None]", LOOPS),
-    Fault("pallas_kernels/xla/loops.py", "tiles = ((end - first).max() + turn.rows - 1) // turn.rows", "tiles = (end - first).max() // turn.rows", LOOPS),
-    Fault("pallas_kernels/xla/loops.py", "tiles = ((end - first).max() +", "tiles = ((end - first).min() +", LOOPS),
-    Fault("pallas_kernels/xla/loops.py", "busy = (load > 0).sum(dtype=jnp.int32)", "busy = (load > 1).sum(dtype=jnp.int32)", LOOPS),
-    Fault("pallas_kernels/xla/loops.py", "return jnp.where(tile.mine, read_rows(array, tile), 0)", "return read_rows(array, tile)", LOOPS),
-    Fault("pallas_kernels/xla/loops.py", "preferred_element_type=accumulator_dtype(lhs.dtype)", "preferred_element_type=lhs.dtype", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/test_weight_gradients.py"),
-    Fault("pallas_kernels/xla/loops.py", "accumulator_dtype(o.dtype, *read), groups, like)", "o.dtype, groups, like)", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
+    ("_for_each_batch", "mine = (row >= wanted[:, None]) & (row < end[:, None])", "mine = row < end[:, None]", "loops experts_batched weight_gradients"),
+    ("_for_each_batch", "tiles = ((end - first).max() + turn.rows - 1) // turn.rows", "tiles = (end - first).max() // turn.rows", "loops experts_batched weight_gradients"),
+    ("_for_each_batch", "tiles = ((end - first).max() +", "tiles = ((end - first).min() +", "loops experts_batched weight_gradients"),
+    ("_for_each_batch", "busy = (load > 0).sum(dtype=jnp.int32)", "busy = (load > 1).sum(dtype=jnp.int32)", "loops experts_batched weight_gradients"),
+    ("read_own_rows", "return jnp.where(tile.mine, read_rows(array, tile), 0)", "return read_rows(array, tile)", "loops experts_batched weight_gradients"),
+    ("product", "preferred_element_type=accumulator_dtype(lhs.dtype)", "preferred_element_type=lhs.dtype", "up_projection_and_backward weight_gradients"),
+    ("sum_rows", "accumulator_dtype(o.dtype, *read), groups, like)", "o.dtype, groups, like)", "weight_gradients experts experts_batched"),
     # each term of the VJP, portable
-    Fault("pallas_kernels/xla/experts.py", "d_weight = (d_hidden * hidden).sum(-1, keepdims=True)", "d_weight = d_hidden.sum(-1, keepdims=True)", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
-    Fault("pallas_kernels/xla/experts.py", "d_weight += product(dy_rows, own[1][:, None], 2, 2)", "d_weight += 0", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
-    Fault("pallas_kernels/xla/experts.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(d_hidden), weight * hidden", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
-    Fault("pallas_kernels/xla/experts.py", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(weight * d_hidden), hidden", f"{KERNELS}/test_down_projection_and_backward.py {EXPERTS}"),
-    Fault("pallas_kernels/xla/experts.py", "_column_sums(weight * dy_rows", "_column_sums(dy_rows", f"{KERNELS}/test_weight_gradients.py {EXPERTS}"),
-    Fault("pallas_kernels/xla/experts.py", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", f"{KERNELS}/test_up_projection_and_backward.py {EXPERTS}"),
-    Fault("pallas_kernels/xla/dispatch.py", "weights[:, slot, None].astype(wide) * row", "row", f"{KERNELS}/test_combine.py {EXPERTS}"),
-    Fault(f"{LAYER}/token_sums.py", "carry[0] < width, turn,", "carry[0] <= width - block, turn,", EXPERTS),
-    Fault(f"{LAYER}/experts_vjp.py", "jnp.where(tokens.experts < num_experts, tokens.weights, jnp.nan)", "tokens.weights", f"{MODULES}/test_experts_errors.py {MODULES}/test_experts_poison.py"),
-    Fault(f"{LAYER}/experts_vjp.py", 'if plan.save == "pre_activations":', "if True:", f"{MODULES}/test_experts_memory.py"),
-    Fault(f"{LAYER}/experts_vjp.py", "partial(_up_projection, True), partial(_up_projection, False))", "partial(_up_projection, True))", f"{MODULES}/test_experts_memory.py"),
-    Fault(f"{LAYER}/experts_vjp.py", "tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)", "tuple(pre_activations)", f"{MODULES}/test_experts_memory.py"),
-    Fault(f"{LAYER}/experts.py", "checkpoint_name((dispatch, most_pairs), INDEX_NAME)", "(dispatch, most_pairs)", f"{MODULES}/test_experts_memory.py"),
+    ("down_backward", "d_weight = (d_hidden * hidden).sum(-1, keepdims=True)", "d_weight = d_hidden.sum(-1, keepdims=True)", "down_projection_and_backward experts experts_batched"),
+    ("down_backward", "d_weight += product(dy_rows, own[1][:, None], 2, 2)", "d_weight += 0", "down_projection_and_backward experts experts_batched"),
+    ("down_backward", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(d_hidden), weight * hidden", "down_projection_and_backward experts experts_batched"),
+    ("down_backward", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(weight * d_hidden), hidden", "down_projection_and_backward experts experts_batched"),
+    ("down_weight_gradients", "_column_sums(weight * dy_rows", "_column_sums(dy_rows", "weight_gradients experts experts_batched"),
+    ("up_projection", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", "up_projection_and_backward experts experts_batched"),
+    ("combine", "weights[:, slot, None].astype(wide) * row", "row", "combine experts experts_batched"),
+    ("combine_columns", "carry[0] < width, turn,", "carry[0] <= width - block, turn,", "experts experts_batched"),
+    ("_weights_of_parts", "jnp.where(tokens.experts < num_experts, tokens.weights, jnp.nan)", "tokens.weights", "experts_errors experts_poison"),
+    ("_forward", 'if plan.save == "pre_activations":', "if True:", "experts_memory"),
+    ("_pre_activations_and_hidden", "partial(_up_projection, True), partial(_up_projection, False))", "partial(_up_projection, True))", "experts_memory"),
+    ("_forward", "tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)", "tuple(pre_activations)", "experts_memory"),
+    ("_compute", "checkpoint_name((dispatch, most_pairs), INDEX_NAME)", "(dispatch, most_pairs)", "experts_memory"),
     # the Hopper kernels, interpreted
-    Fault(f"{HOPPER}/ring.py", "gather.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),
-    Fault(f"{HOPPER}/row_matmul.py", "rows = jnp.clip(self.rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(self.rows, 0, GROUP_ROWS)", f"{KERNELS}/hopper/test_tile_order.py"),
-    Fault(f"{HOPPER}/ring.py", "self.release(step + self.stages - 1)\n            return step + 1", "self.release(step)\n            return step + 1", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/test_down_projection_and_backward.py"),
-    Fault("pallas_kernels/hopper/panels.py", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", f"{KERNELS}/test_up_projection_and_backward.py {KERNELS}/mosaic/test_interpreter.py"),
-    Fault(f"{HOPPER}/down_backward.py", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", f"{KERNELS}/test_down_projection_and_backward.py"),
-    Fault(f"{HOPPER}/down_backward.py", "value_and_gradients(activation, pre, weight * d_hidden)", "value_and_gradients(activation, pre, d_hidden)", f"{KERNELS}/test_down_projection_and_backward.py"),
-    Fault(f"{HOPPER}/weight_gradients.py", "@pl.when(tile.end - row < K_STEP)", "@pl.when(tile.end - row < 0)", f"{KERNELS}/test_weight_gradients.py"),
-    Fault(f"{HOPPER}/weight_gradients.py", "row = jnp.where(k + 1 < steps, row, start_of(following))", "row = row", f"{KERNELS}/test_weight_gradients.py {QUEUE}"),
-    Fault(f"{HOPPER}/tile_queue.py", "        plgpu.barrier_wait(self.refs.handed.at[place])\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
-    Fault(f"{HOPPER}/tile_queue.py", "        pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))\n", "", f"{QUEUE} {KERNELS}/test_weight_gradients.py"),
-    Fault(f"{HOPPER}/row_matmul.py", "is_one, number = number < tiles,", "is_one, number = number <= tiles,", QUEUE),
-    Fault(f"{ROUTING_KERNELS}/combine.py", "addend.load_vector(Long(token) * width + column, COLUMNS).wide()", "sums", f"{KERNELS}/test_combine.py"),
-    Fault("pallas_kernels/xla/dispatch.py", "jnp.zeros(shape, wide) if addend is None else addend.astype(wide)", "jnp.zeros(shape, wide)", f"{KERNELS}/test_combine.py"),
-    Fault(f"{ROUTING_KERNELS}/combine.py", "values = select(is_slot, values, Vector.zeros(rows.kind, COLUMNS))", "pass", f"{KERNELS}/routing/test_combine.py"),
-    Fault(f"{ROUTING_KERNELS}/combine.py", "select(is_slot, shuffle(factor, slot), 0.0)", "shuffle(factor, slot)", f"{KERNELS}/routing/test_combine.py"),
-    Fault(f"{ROUTING_KERNELS}/combine.py", "counts = counts | ~factor.equals(factor)", "pass", f"{KERNELS}/routing/test_combine.py"),
-    Fault(f"{ROUTING_KERNELS}/combine.py", "lanes_where(counts & (lane < size))", "lanes_where(counts)", f"{KERNELS}/test_combine.py {KERNELS}/routing/test_combine.py"),
-    Fault(f"{HOPPER}/row_matmul.py", "if self.used is None else refs.used[0]\n", "if self.used is None else refs.used[0] - 1\n", QUEUE),
+    ("multiply", "gather.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", "up_projection_and_backward interpreter"),
+    ("half", "rows = jnp.clip(self.rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(self.rows, 0, GROUP_ROWS)", "tile_order"),
+    ("one", "self.release(step + self.stages - 1)", "self.release(step)", "up_projection_and_backward down_projection_and_backward"),
+    ("store_through", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", "up_projection_and_backward interpreter"),
+    ("down_backward", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", "down_projection_and_backward"),
+    ("down_backward", "value_and_gradients(activation, pre, weight * d_hidden)", "value_and_gradients(activation, pre, d_hidden)", "down_projection_and_backward"),
+    ("multiply", "@pl.when(tile.end - row < K_STEP)", "@pl.when(tile.end - row < 0)", "weight_gradients"),
+    ("fill", "row = jnp.where(k + 1 < steps, row, start_of(following))", "row = row", "weight_gradients tile_queue"),
+    ("_wait", "plgpu.barrier_wait(self.refs.handed.at[place])", "pass", "tile_queue weight_gradients"),
+    ("_hand", "pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))", "pass", "tile_queue weight_gradients"),
+    ("find", "is_one, number = number < tiles,", "is_one, number = number <= tiles,", "tile_queue"),
+    ("combine", "addend.load_vector(Long(token) * width + column, COLUMNS).wide()", "sums", "combine"),
+    ("combine", "jnp.zeros(shape, wide) if addend is None else addend.astype(wide)", "jnp.zeros(shape, wide)", "combine"),
+    ("combine", "values = select(is_slot, values, Vector.zeros(rows.kind, COLUMNS))", "pass", "combine"),
+    ("combine", "select(is_slot, shuffle(factor, slot), 0.0)", "shuffle(factor, slot)", "combine"),
+    ("combine", "counts = counts | ~factor.equals(factor)", "pass", "combine"),
+    ("combine", "lanes_where(counts & (lane < size))", "lanes_where(counts)", "combine"),
+    ("find", "if self.used is None else refs.used[0]", "if self.used is None else refs.used[0] - 1", "tile_queue"),
     # the kernels for Ampere, interpreted
-    Fault(f"{AMPERE}/pipeline.py", "ahead = ring.tile.stages - 1", "ahead = ring.tile.stages", TILES),
-    Fault(f"{AMPERE}/pipeline.py", "wait_for_copies(self.tile.stages - 2)", "wait_for_copies(self.tile.stages - 1)", TILES),
-    Fault(f"{AMPERE}/pipeline.py", "        simt.block_barrier()\n", "", TILES),
-    Fault(f"{AMPERE}/pipeline.py", "state = operands.state(following + 1)", "state = operands.state(following)", f"{KERNELS}/ampere/test_weight_gradients.py"),
-    Fault("pallas_kernels/mosaic/jaxprs.py", "jax.sharding.use_abstract_mesh(_NO_MESH)", "jax.named_scope('')", f"{KERNELS}/simt/test_elementwise.py"),
-    Fault("pallas_kernels/compat.py", "jax.tree.flatten(vary_over(arrays, varying_axes(arrays)))", "jax.tree.flatten(arrays)", f"{KERNELS}/mosaic/test_unchecked.py"),
-    Fault(f"{AMPERE}/pipeline.py", "simt.block_barrier()  # all have left", "0  # all have left", TILES),
-    Fault(f"{AMPERE}/pipeline.py", "if not ring_is_free or each == 1:", "if each == 1:", TILES),
-    Fault(f"{AMPERE}/row_matmul.py", "start_piece(column_tile, step - steps)", "start_piece(columns.first, step - steps)", TILES),
-    Fault(f"{AMPERE}/tile.py", "column_tile * width + later + self.panel * PANEL", "column_tile * width + self.panel * PANEL", ON_AMPERE),
-    Fault(f"{AMPERE}/row_matmul.py", "                ring.wait()\n", "", ON_AMPERE),
-    Fault(f"{AMPERE}/row_matmul.py", "[tensor_operand(load_matrices(rows, word + m * apart), kind) for", "[load_matrices(rows, word + m * apart) for", FLOAT32),
-    Fault(f"{AMPERE}/operands.py", "return tensor_operand(load_matrices(columns, word + first * (self.tile.k_step // 2)), self.kind)", "return load_matrices(columns, word + first * (self.tile.k_step // 2))", FLOAT32),
-    Fault(f"{AMPERE}/operands.py", "all_or_none(first + chunk_elements < k.depth, valid_rows - row) > i * apart", "valid_rows - row > i * apart", EDGES),
-    Fault(f"{AMPERE}/operands.py", "all_or_none(step_row + row < k.depth, Int(end) - column) > later", "Int(end) - column > later", ON_AMPERE),
-    Fault(f"{AMPERE}/operands.py", "select(second, step - self.of_pair, step) * self.each", "step * self.each", f"{MODULES}/test_experts_ampere.py"),
-    Fault("pallas_kernels/ampere/operands.py", "return tensor_operand([registers[i] for i in ((0, 2, 1, 3) if left else range(4))], self.kind)", "return [registers[i] for i in ((0, 2, 1, 3) if left else range(4))]", FLOAT32),
-    Fault("pallas_kernels/ampere/operands.py", "else row % 8\n", "else row % 4\n", TILES),
-    Fault("pallas_kernels/ampere/operands.py", "(lane % 8 + lane // 16 * 8, lane // 8 % 2) if left", "(lane % 16, lane // 16) if left", ON_AMPERE),
-    Fault("pallas_kernels/ampere/down_backward.py", "known = (of_warp < where.rows) & (column < self.columns)", "known = column < self.columns", EDGES),
-    Fault(f"{AMPERE}/pieces.py", "else (row >> 1) % 4", "else row % 4", TILES),
-    Fault(f"{AMPERE}/tile.py", "across = minimum(Int(row_tiles) - first, rows)", "across = Int(rows)", ON_AMPERE),
-    Fault(f"{AMPERE}/weight_gradients.py", "known = (row < end) & (token >= 0)", "known = (row <= end) & (token >= 0)", ON_AMPERE),
-    Fault(f"{AMPERE}/down_backward.py", "row_weights[2 * of_rows + i]", "row_weights[of_rows + i]", ON_AMPERE),
-    Fault("pallas_kernels/ampere/projections.py", "[add_bias(values, own) for", "[add_bias(add_bias(values, own), own) for", TILES),
-    Fault("pallas_kernels/ampere/row_matmul.py", "(row < where.rows) & (own < num_columns)", "(row <= where.rows) & (own < num_columns)", ON_AMPERE),
-    Fault("pallas_kernels/tuning/parameters.py", "block_kib(capability) > 99", "block_kib(capability) >= 99", f"{KERNELS}/tuning/test_tuning.py"),
-    Fault(f"{SIMT}/interpreter.py", "memories[after].accesses = memories[after - updated].accesses", "pass", f"{KERNELS}/simt/test_language.py"),
+    ("sum_products", "ahead = ring.tile.stages - 1", "ahead = ring.tile.stages", "tiles"),
+    ("wait", "wait_for_copies(self.tile.stages - 2)", "wait_for_copies(self.tile.stages - 1)", "tiles"),
+    ("wait", "simt.block_barrier()", "pass", "tiles"),
+    ("sum_products", "state = operands.state(following + 1)", "state = operands.state(following)", "weight_gradients"),
+    ("traced", "jax.sharding.use_abstract_mesh(_NO_MESH)", "jax.named_scope('')", "elementwise"),
+    ("kernel_launch", "jax.tree.flatten(vary_over(arrays, varying_axes(arrays)))", "jax.tree.flatten(arrays)", "launch"),
+    ("sweep_columns", "simt.block_barrier()  # all have left", "0  # all have left", "tiles"),
+    ("sweep_columns", "if not ring_is_free or each == 1:", "if each == 1:", "tiles"),
+    ("row_matmul", "start_piece(column_tile, step - steps)", "start_piece(columns.first, step - steps)", "tiles"),
+    ("halves", "column_tile * width + later + self.panel * PANEL", "column_tile * width + self.panel * PANEL", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("row_matmul", "ring.wait()", "pass", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("row_matmul", "[tensor_operand(load_matrices(rows, word + m * apart), kind) for", "[load_matrices(rows, word + m * apart) for", "float32"),
+    ("load", "return tensor_operand(load_matrices(columns, word + first * (self.tile.k_step // 2)), self.kind)", "return load_matrices(columns, word + first * (self.tile.k_step // 2))", "float32"),
+    ("copy_rows", "all_or_none(first + chunk_elements < k.depth, valid_rows - row) > i * apart", "valid_rows - row > i * apart", "edges"),
+    ("copy_panels", "all_or_none(step_row + row < k.depth, Int(end) - column) > later", "Int(end) - column > later", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("choose", "select(second, step - self.of_pair, step) * self.each", "step * self.each", "experts_on_gpus"),
+    ("load", "return tensor_operand([registers[i] for i in ((0, 2, 1, 3) if left else range(4))], self.kind)", "return [registers[i] for i in ((0, 2, 1, 3) if left else range(4))]", "float32"),
+    ("word", "else row % 8", "else row % 4", "tiles"),
+    ("load", "(lane % 8 + lane // 16 * 8, lane // 8 % 2) if left", "(lane % 16, lane // 16) if left", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("start", "known = (of_warp < where.rows) & (column < self.columns)", "known = column < self.columns", "edges"),
+    ("word", "else (row >> 1) % 4", "else row % 4", "tiles"),
+    ("abreast", "across = minimum(Int(row_tiles) - first, rows)", "across = Int(rows)", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("_row_contraction", "known = (row < end) & (token >= 0)", "known = (row <= end) & (token >= 0)", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("down_backward", "row_weights[2 * of_rows + i]", "row_weights[of_rows + i]", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("up_projection", "[add_bias(values, own) for", "[add_bias(add_bias(values, own), own) for", "tiles"),
+    ("store_rows", "(row < where.rows) & (own < num_columns)", "(row <= where.rows) & (own < num_columns)", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("mma_heuristic", "block_kib(capability) > 99", "block_kib(capability) >= 99", "tuning"),
+    ("launch", "memories[after].accesses = memories[after - updated].accesses", "pass", "language"),
     # tokens in ranges
-    Fault(f"{LAYER}/plan.py", "second = self.num_tokens - (self.count - 1) * self.size", "second = self.size", RANGES),
-    Fault(f"{LAYER}/plan.py", "jnp.where(tokens < self.size, start + tokens, self.num_tokens)", "start + tokens", RANGES),
-    Fault(f"{LAYER}/plan.py", "max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", "min(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", RANGES),
-    Fault(f"{LAYER}/experts_vjp.py", "lambda array: accumulator_dtype(array.dtype), params", "lambda array: array.dtype, params", RANGES),
+    ("dispatch", "second = self.num_tokens - (self.count - 1) * self.size", "second = self.size", "token_ranges"),
+    ("dispatch", "jnp.where(tokens < self.size, start + tokens, self.num_tokens)", "start + tokens", "token_ranges"),
+    ("token_ranges", "max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", "min(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", "token_ranges"),
+    ("_gradients_in_ranges", "lambda array: accumulator_dtype(array.dtype), params", "lambda array: array.dtype, params", "token_ranges"),
     # over devices
-    Fault(f"{LAYER}/token_sums.py", "there if addend is None else addend + there", "addend", PIECES),
-    Fault(f"{LAYER}/token_sums.py", "arriving.append(reduce(jnp.add, departed)", "arriving.append(departed[0]", PIECES),
-    Fault(f"{LAYER}/token_sums.py", "y = done = finished(y, operands, number - 1)", "y = done = finished(None, operands, number - 1)", PIECES),
-    Fault(f"{LAYER}/experts_vjp.py", "else d_weights + of_slots", "else of_slots", PARALLEL),
-    Fault(f"{LAYER}/exchange.py", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", PARALLEL),
-    Fault(f"{ROUTING_KERNELS}/dispatch.py", "jnp.moveaxis(rows.reshape(-1, parts), 1, 0)", "rows.reshape(parts, -1)", f"{KERNELS}/hopper/test_in_parts.py"),
-    Fault(f"{ROUTING_KERNELS}/dispatch.py", "tokens = groups.expert_token_indices - p * of_part", "tokens = groups.expert_token_indices % of_part", f"{KERNELS}/hopper/test_in_parts.py"),
-    Fault(f"{ROUTING_KERNELS}/dispatch.py", "first if counted_from is None else counted_from", "first", f"{KERNELS}/hopper/test_in_parts.py"),
-    Fault(f"{ROUTING_KERNELS}/dispatch.py", "values.at[before + tile].get", "values.at[tile].get", f"{KERNELS}/hopper/test_in_parts.py"),
-    Fault(f"{LAYER}/exchange.py", "group=self.fsdp, shift=-block", "group=self.fsdp, shift=block", PIECES),
-    Fault(f"{LAYER}/exchange.py", "(experts - first) % num_experts", "experts", PIECES),
-    Fault(f"{LAYER}/exchange.py", "group=self.fsdp, shift=block)", "group=self.fsdp, shift=-block)", PIECES),
-    Fault(f"{LAYER}/exchange.py", "group=self.group, shift=-shift) for", "group=self.group, shift=shift) for", EXCHANGE),
-    Fault(f"{LAYER}/exchange.py", "devices.transpose([ordered.index(axis) for axis in group])", "devices", EXCHANGE),
-    Fault(f"{LAYER}/exchange.py", "return jnp.where(known, (experts", "return jnp.where(experts < num_experts, (experts", EXCHANGE),
-    Fault(f"{LAYER}/exchange.py", "return all(_has(spec[0], self.fsdp) and", "return all(True or", EXCHANGE),
-    Fault(f"{LAYER}/exchange.py", "most_pairs = jnp.max(", "most_pairs = jnp.min(", EXCHANGE),
-    Fault(f"{LAYER}/plan.py", "rows, axes = tokens.most_pairs + groups * (ROW_MULTIPLE - 1),", "rows, axes = tokens.most_pairs,", EXCHANGE),
-    Fault(f"{LAYER}/experts_vjp.py", "Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))", "Journeys((*to_come(transport, params.ups), *to_come(transport, [params.down])))", PIECES),
-    Fault(f"{LAYER}/schedule.py", "partial(transport.block_arrives, pair, block)", "partial(transport.block_arrives, pair, 1)", PIECES),
-    Fault(f"{LAYER}/experts_vjp.py", "own[i % len(own)] = _sum(own[i % len(own)], gradients)", "own[i % len(own)] = gradients", PIECES),
-    Fault(f"{HOPPER}/up_projection.py", 'aliases=[("into", "written")] if into else ()', "aliases=()", f"{KERNELS}/hopper/test_in_parts.py"),
-    Fault(f"{LAYER}/exchange.py", "return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))", "return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))[::-1]", PARALLEL),
-    Fault(f"{LAYER}/exchange.py", "unknown = experts >= num_experts * self.expert_devices", "unknown = experts < 0", PARALLEL),
-    Fault(f"{LAYER}/experts.py", "given[\"b_down\"] = jnp.where(lax.axis_index(tensor) == 0, given[\"b_down\"], 0)", "given[\"b_down\"] = given[\"b_down\"]", PARALLEL),
-    Fault(f"{LAYER}/plan.py", "turns = lax.pmax(vary_over(turns, axes), tuple(sorted(axes)))", "turns = lax.pmin(vary_over(turns, axes), tuple(sorted(axes)))", PARALLEL),
-    Fault(f"{LAYER}/experts_vjp.py", "rows, dys, down, gradients)", "rows, dys, down)", PARALLEL),
-    Fault(f"{LAYER}/experts_vjp.py", "[before.down, *before.ups][len(own) :][: len(gradients)]", "[before.down, *before.ups][: len(gradients)]", PARALLEL),
-    Fault(f"{LAYER}/routing.py", "jnp.sum(routed.experts[:, 0] != EMPTY_SLOT, dtype=jnp.int32)", "jnp.int32(num_tokens)", f"{ROUTING} {PARALLEL}"),
-    Fault(f"{LAYER}/compiled_once.py", "(family_in_demand(), forced_turn())", "()", f"{MODULES}/test_eager.py"),
-    Fault(f"{LAYER}/compiled_once.py", "None if are_observers() else ", "", f"{MODULES}/test_eager.py"),
-    Fault("pallas_kernels/mosaic/traced_once.py", "jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inline else False)", "run", f"{MODULES}/test_eager.py"),
-    Fault(f"{LAYER}/layer_program.py", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", PARALLEL),
-    Fault(f"{XLA}/dispatch.py", "(place >= 0) & (place < offsets[-1])", "place >= 0", f"{KERNELS}/test_row_range.py"),
+    ("token_sums", "there if addend is None else addend + there", "addend", "pieces"),
+    ("token_sums", "arriving.append(reduce(jnp.add, departed)", "arriving.append(departed[0]", "pieces"),
+    ("token_sums", "y = done = finished(y, operands, number - 1)", "y = done = finished(None, operands, number - 1)", "pieces"),
+    ("_other_gradients", "else d_weights + of_slots", "else of_slots", "parallelism"),
+    ("experts_here", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", "parallelism"),
+    ("in_parts", "rows[p::parts]", "rows[::parts]", "parts in_parts"),
+    ("in_parts", "tokens = groups.expert_token_indices - p * size", "tokens = groups.expert_token_indices % size", "parts in_parts"),
+    ("routing.dispatch.of_experts", "first if counted_from is None else counted_from", "first", "in_parts"),
+    ("of_experts", "values.at[before + tile].get", "values.at[tile].get", "in_parts"),
+    ("block_arrives", "group=self.fsdp, shift=-block", "group=self.fsdp, shift=block", "pieces"),
+    ("by_block", "(experts - first) % num_experts", "experts", "pieces"),
+    ("block_departs", "group=self.fsdp, shift=block)", "group=self.fsdp, shift=-block)", "pieces"),
+    ("departures", "group=self.group, shift=-shift) for", "group=self.group, shift=shift) for", "exchange"),
+    ("_in_the_order_of_the_mesh", "devices.transpose([ordered.index(axis) for axis in group])", "devices", "exchange"),
+    ("by_block", "return jnp.where(known, (experts", "return jnp.where(experts < num_experts, (experts", "exchange"),
+    ("splits_experts", "return all(_has(spec[0], self.fsdp) and", "return all(True or", "exchange"),
+    ("experts_here", "most_pairs = jnp.max(", "most_pairs = jnp.min(", "exchange"),
+    ("turns", "rows, axes = tokens.most_pairs + groups * (ROW_MULTIPLE - 1),", "rows, axes = tokens.most_pairs,", "exchange"),
+    ("_down_backward", "Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))", "Journeys((*to_come(transport, params.ups), *to_come(transport, [params.down])))", "pieces"),
+    ("to_come", "partial(transport.block_arrives, pair, block)", "partial(transport.block_arrives, pair, 1)", "pieces"),
+    ("_weight_gradients", "own[i % len(own)] = _sum(own[i % len(own)], gradients)", "own[i % len(own)] = gradients", "pieces"),
+    ("up_projection", 'aliases=[("into", "written")] if into else ()', "aliases=()", "in_parts"),
+    ("_rotations", "return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))", "return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))[::-1]", "parallelism"),
+    ("experts_here", "unknown = experts >= num_experts * self.expert_devices", "unknown = experts < 0", "parallelism"),
+    ("experts_over_devices", 'given["b_down"] = jnp.where(lax.axis_index(tensor) == 0, given["b_down"], 0)', 'given["b_down"] = given["b_down"]', "parallelism"),
+    ("turns", "turns = lax.pmax(vary_over(turns, axes), tuple(sorted(axes)))", "turns = lax.pmin(vary_over(turns, axes), tuple(sorted(axes)))", "parallelism"),
+    ("_gradients_of_turns", "rows, dys, down, gradients)", "rows, dys, down)", "parallelism"),
+    ("_weight_gradients", "[before.down, *before.ups][len(own) :][: len(gradients)]", "[before.down, *before.ups][: len(gradients)]", "parallelism"),
+    ("_losses", "jnp.sum(routed.experts[:, 0] != EMPTY_SLOT, dtype=jnp.int32)", "jnp.int32(num_tokens)", "routing_capacity token_rounding routing parallelism"),
+    ("_surroundings", "(family_in_demand(), forced_turn())", "()", "eager"),
+    ("_surroundings", "None if are_observers() else", "", "eager"),
+    ("traced_once", "jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inline else False)", "run", "eager"),
+    ("_route", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", "parallelism"),
+    ("row_range", "(place >= 0) & (place < offsets[-1])", "place >= 0", "row_range"),
     # public checkpoints
-    Fault(f"{FILES}/decode.py", "[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]", f"{MODULES}/checkpoints/test_decode.py"),
-    Fault(f"{FILES}/decode.py", "jnp.where(scale == MXFP4_NAN", "jnp.where(scale == 256", f"{MODULES}/checkpoints/test_decode.py"),
-    Fault(f"{FILES}/layouts.py", "step = len(self.parameters) if self.alternating else 1", "step = 1", f"{MODULES}/checkpoints/test_load.py"),
-    Fault(f"{FILES}/layouts.py", 'Tensor("experts.gate_up_proj", ("w_gate", "w_up"), alt', 'Tensor("experts.gate_up_proj", ("w_up", "w_gate"), alt', f"{MODULES}/checkpoints/test_load.py"),
-    Fault(f"{FILES}/layouts.py", '_by_expert("w1", "w3", "w2")', '_by_expert("w3", "w1", "w2")', f"{MODULES}/checkpoints/test_load.py"),
-    Fault(f"{FILES}/matrices.py", "return slice(part.start // unit, -(-part.stop // unit))", "return slice(part.start // unit, part.stop // unit)", f"{MODULES}/checkpoints/test_load.py"),
-    Fault(f"{FILES}/matrices.py", "(part.start - around.start, part.stop - around.start)", "(0, part.stop - part.start)", f"{MODULES}/checkpoints/test_load.py"),
-    Fault(f"{FILES}/matrices.py", "at = [expert - start for start, _ in leading]", "at = [expert for _ in leading]", f"{MODULES}/checkpoints/test_load.py"),
-    Fault(f"{FILES}/matrices.py", "start = -memory.ctypes.data % 64", "start = -memory.ctypes.data % 64 + 2", f"{MODULES}/checkpoints/test_load.py"),
-    Fault(f"{FILES}/folder.py", "if self.shape != tuple(shape):", "if len(self.shape) != len(tuple(shape)):", f"{MODULES}/checkpoints/test_errors.py"),
-    Fault(f"{FILES}/folder.py", 'or ".." in path.parts', "", f"{MODULES}/checkpoints/test_errors.py"),
-    Fault(f"{FILES}/layouts.py", "if missing := sorted(names - present - optional):", "if missing := []:", f"{MODULES}/checkpoints/test_errors.py"),
-    Fault(f"{FILES}/matrices.py", "~np.isfinite(scales)", "np.isposinf(scales)", f"{MODULES}/checkpoints/test_headers.py"),
-    Fault(f"{FILES}/folder.py", "if body + start != at:", "if body + start < at:", f"{MODULES}/checkpoints/test_headers.py"),
-    Fault("blaze_jax/huggingface.py", "if self._values.get(name) and not", "if name in self._values and not", f"{MODULES}/checkpoints/test_config.py"),
-    Fault(f"{FILES}/layouts.py", "optional = set() if config.selection_bias else", "optional = set() if config.has_selection_bias else", f"{MODULES}/checkpoints/test_save.py"),
-    Fault("blaze_jax/huggingface.py", "(layer + 1) % step", "layer % step", f"{MODULES}/checkpoints/test_config.py"),
-    Fault(f"{FILES}/writing.py", "unfinished.replace(folder / INDEX)", 'unfinished.replace(folder / "index")', f"{MODULES}/checkpoints/test_save.py"),
-    Fault(f"{FILES}/writing.py", "stack.enter_context(locked(folder))", "pass", f"{MODULES}/checkpoints/test_overwrite.py"),
-    Fault(f"{FILES}/writing.py", "return TensorFile(path).tensors.keys() <= names", "return False", f"{MODULES}/checkpoints/test_overwrite.py"),
-    Fault(f"{FILES}/writing.py", "elif len(kept) < len(file.tensors):", "elif False:", f"{MODULES}/checkpoints/test_overwrite.py"),
+    ("decode_mxfp4", "[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]", "decode"),
+    ("decode_mxfp4", "jnp.where(scale == MXFP4_NAN", "jnp.where(scale == 256", "decode"),
+    ("outputs", "step = len(self.parameters) if self.alternating else 1", "step = 1", "load"),
+    ("_fused", 'Tensor("experts.gate_up_proj", ("w_gate", "w_up"), alt', 'Tensor("experts.gate_up_proj", ("w_up", "w_gate"), alt', "load"),
+    ("LAYOUTS", '_by_expert("w1", "w3", "w2")', '_by_expert("w3", "w1", "w2")', "load"),
+    ("_blocks", "return slice(part.start // unit, -(-part.stop // unit))", "return slice(part.start // unit, part.stop // unit)", "load"),
+    ("read_slices", "(part.start - around.start, part.stop - around.start)", "(0, part.stop - part.start)", "load"),
+    ("store", "at = [expert - start for start, _ in leading]", "at = [expert for _ in leading]", "load"),
+    ("_aligned_empty", "start = -memory.ctypes.data % 64", "start = -memory.ctypes.data % 64 + 2", "load"),
+    ("require", "if self.shape != tuple(shape):", "if len(self.shape) != len(tuple(shape)):", "errors"),
+    ("_stays_inside", 'or ".." in path.parts', "", "errors"),
+    ("_find_layout", "if missing := sorted(names - present - optional):", "if missing := []:", "errors"),
+    ("_read_scales", "~np.isfinite(scales)", "np.isposinf(scales)", "headers"),
+    ("__init__", "if body + start != at:", "if body + start < at:", "headers"),
+    ("check_all_known", "if self._values.get(name) and not", "if name in self._values and not", "config"),
+    ("_find_layout", "optional = set() if config.selection_bias else", "optional = set() if config.has_selection_bias else", "save"),
+    ("_qwen3_moe", "(layer + 1) % step", "layer % step", "config"),
+    ("_write_index", "unfinished.replace(folder / INDEX)", 'unfinished.replace(folder / "index")', "save"),
+    ("write_tensors", "stack.enter_context(locked(folder))", "pass", "overwrite"),
+    ("_was_left", "return TensorFile(path).tensors.keys() <= names", "return False", "overwrite"),
+    ("write_tensors", "elif len(kept) < len(file.tensors):", "elif False:", "overwrite"),
     # the layer and its modules
-    Fault(f"{LAYER}/shared_experts.py", "names = (\"shared_w_gate\", \"shared_w_up\")", "names = (\"shared_w_up\", \"shared_w_gate\")", f"{MODULES}/test_layer.py"),
-    Fault(f"{LAYER}/linen.py", "bool(train and self.config.bias_update_rate and", "bool(self.config.bias_update_rate and", f"{MODULES}/test_linen.py"),
-    Fault(f"{LAYER}/shared_calls.py", "demand = self.demand + demand", "demand = demand", f"{MODULES}/test_shared_calls.py"),
-    Fault(f"{LAYER}/layer.py", "accumulator_dtype(x.dtype), math.prod", "jnp.float32, math.prod", f"{MODULES}/test_shared_calls.py"),
-    Fault(f"{LAYER}/placement.py", "lax.axis_index(axes) * size", "0 * lax.axis_index(axes)", f"{MODULES}/test_init_in_shard_map.py"),
-    Fault(f"{LAYER}/linen.py", "P(*(split.get(name) for name in self.names))", "P(*(axes for _, axes in self.mesh_axes))", f"{MODULES}/test_placement.py"),
-    Fault(f"{LAYER}/linen.py", 'self.sow("losses", name, loss)', 'self.sow("losses", name, 2 * loss)', f"{MODULES}/test_linen.py"),
-    Fault(f"{LAYER}/linen.py", "x = in_common_dtype(x, self.dtype, params)", "x = x", f"{MODULES}/test_linen.py"),
-    Fault(f"{LAYER}/explicit_mesh.py", "return in_order or not any(_leading(x)[1:])", "return True", f"{MODULES}/test_collectives.py"),
-    Fault(f"{LAYER}/explicit_mesh.py", "if mesh is None or _is_in_order(x, in_order):", "if True:", f"{MODULES}/test_explicit_mesh.py"),
-    Fault(f"{LAYER}/layer_program.py", "(*split, *(axis for axis in parallel.axes if axis not in split))", "parallel.axes", f"{MODULES}/test_collectives.py"),
-    Fault(f"{LAYER}/layer_program.py", "if kind == AxisType.Auto} - axes_of_vmap()", "if kind == AxisType.Auto}", PARALLEL),
-    Fault(f"{LAYER}/layer_program.py", "Parallelism(mesh, data=axes) if", "None if", AUTOMATIC),
-    Fault(f"{LAYER}/explicit_mesh.py", "(*meshes, jax.sharding.get_abstract_mesh())", "meshes", AUTOMATIC),
-    Fault(f"{LAYER}/layer_program.py", " if axis not in axes_of_vmap()", "", AUTOMATIC),
-    Fault(f"{LAYER}/experts.py", "experts = when_lowered_unsplit(_warn_of_unsplit, experts)", "pass", AUTOMATIC),
-    Fault(f"{LAYER}/nnx.py", "any(was is False for was in sown)", "not all(sown)", f"{MODULES}/test_nnx.py"),
-]
+    ("shared_experts", 'names = ("shared_w_gate", "shared_w_up")', 'names = ("shared_w_up", "shared_w_gate")', "layer"),
+    ("linen.MoE.__call__", "bool(train and self.config.bias_update_rate and", "bool(self.config.bias_update_rate and", "linen"),
+    ("after", "demand = self.demand + demand", "demand = demand", "shared_calls"),
+    ("skipped", "accumulator_dtype(x.dtype), math.prod", "jnp.float32, math.prod", "shared_calls"),
+    ("own_part", "lax.axis_index(axes) * size", "0 * lax.axis_index(axes)", "init_in_shard_map"),
+    ("get_sharding", "P(*(split.get(name) for name in self.names))", "P(*(axes for _, axes in self.mesh_axes))", "placement"),
+    ("__call__", 'self.sow("losses", name, loss)', 'self.sow("losses", name, 2 * loss)', "linen"),
+    ("__call__", "x = in_common_dtype(x, self.dtype, params)", "x = x", "linen"),
+    ("_is_in_order", "return in_order or not any(_leading(x)[1:])", "return True", "collectives"),
+    ("tokens_in_order", "if mesh is None or _is_in_order(x, in_order):", "if True:", "explicit_mesh"),
+    ("layer_over_devices", "(*split, *(axis for axis in parallel.axes if axis not in split))", "parallel.axes", "collectives"),
+    ("_with_axes_without_a_role", "if kind == AxisType.Auto} - axes_of_vmap()", "if kind == AxisType.Auto}", "parallelism"),
+    ("over_automatic_axes", "Parallelism(mesh, data=axes) if", "None if", "automatic_mesh"),
+    ("meshes_of", "(*meshes, jax.sharding.get_abstract_mesh())", "meshes", "automatic_mesh"),
+    ("over_automatic_axes", "if axis not in axes_of_vmap()", "", "automatic_mesh"),
+    ("_compute", "experts = when_lowered_unsplit(_warn_of_unsplit, experts)", "pass", "automatic_mesh"),
+    ("__call__", "any(was is False for was in sown)", "not all(sown)", "nnx"),
+]]
 # fmt: on
 
 
-def make(fault: Fault, folder: Path) -> None:
-    """Copies the project into `folder`, with the fault.
+class Definition(NamedTuple):
+    """Where a function, class or constant is defined, the name with its module's."""
+
+    name: str
+    path: Path
+    text: str
+    start: int
+    end: int
+
+
+def definitions() -> list[Definition]:
+    """Everything that has a name in the project, but for local variables."""
+    found = []
+
+    def visit(node, name, path, text, lines):
+        for child in ast.iter_child_nodes(node):
+            own = None
+            if isinstance(child, SCOPES):
+                own = child.name
+            elif isinstance(child, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Module | ast.ClassDef):
+                own = getattr(child.targets[0] if isinstance(child, ast.Assign) else child.target, "id", None)
+            if own:
+                first = min(part.lineno for part in (child, *getattr(child, "decorator_list", ())))
+                found.append(Definition(f"{name}.{own}", path, text, lines[first - 1], lines[child.end_lineno]))
+            visit(child, f"{name}.{own}" if isinstance(child, SCOPES) else name, path, text, lines)
+
+    for path in sorted(p.relative_to(ROOT) for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        lines = [0]
+        for line in text.splitlines(keepends=True):
+            lines.append(lines[-1] + len(line))
+        visit(ast.parse(text), ".".join(path.with_suffix("").parts), path, text, lines)
+    return found
+
+
+def place(fault: Fault, among: list[Definition]) -> tuple[Path, int, int]:
+    """File, start and end of what the fault replaces.
 
     Raises:
-      ValueError: what the fault replaces does not stand once in its file.
+      ValueError: it does not stand once in the functions of that name, nor, if there are none, in the project.
     """
-    text = (ROOT / fault.file).read_text(encoding="utf-8")
-    if text.count(fault.old) != 1:
-        raise ValueError(f"{fault.file} has {fault.old!r} {text.count(fault.old)} times, must have it once")
-    for name in ("blaze_jax", "docs", "pallas_kernels", "tests", "train_example"):
+    words = re.findall(r"\w+|[^\w\s]", fault.old)
+    old = re.compile(r"\s*".join(rf",?\s*{re.escape(w)}" if w in ")]}" else re.escape(w) for w in words))
+    named = [definition for definition in among if f".{definition.name}".endswith(f".{fault.function}")]
+    found = {
+        (definition.path, *match.span())
+        for definition in named or among
+        for match in old.finditer(definition.text, definition.start, definition.end)
+    }
+    if len(found) != 1:
+        raise ValueError(f"{fault.function} has {fault.old!r} {len(found)} times, must have it once")
+    return found.pop()
+
+
+def make(fault: Fault, folder: Path) -> None:
+    """Copies the project into `folder`, with the fault."""
+    path, start, end = place(fault, definitions())
+    for name in (*PACKAGES, "docs", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, folder / name)
-    (folder / fault.file).write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    text = (ROOT / path).read_text(encoding="utf-8")
+    (folder / path).write_text(text[:start] + fault.new + text[end:], encoding="utf-8")
+
+
+def files(name: str) -> list[str]:
+    """Tests of that name, in any folder."""
+    return [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob(f"test_{name}.py"))]
 
 
 def noticed(fault: Fault, *arguments: str) -> bool:
@@ -276,7 +321,7 @@ def noticed(fault: Fault, *arguments: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*")
-    parser.add_argument("--all", action="store_true", help="with every parameter set")
+    parser.add_argument("--all", action="store_true", help="with every case of the tests")
     parser.add_argument(
         "--named", action="store_true", help="with the tests named with each fault, not the whole suite"
     )
@@ -285,7 +330,7 @@ def main() -> int:
     chosen = [f for f in FAULTS if not arguments.words or any(w in " ".join(f[:3]) for w in arguments.words)]
 
     def noticed_where_named(fault):
-        return noticed(fault, "-n", "0", *options, *fault.tests.split())
+        return noticed(fault, "-n", "0", *options, *(file for name in fault.tests.split() for file in files(name)))
 
     survivors = []
     with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -295,7 +340,10 @@ def main() -> int:
             found = found or (not arguments.named and noticed(fault, *options))
             if not found:
                 survivors.append(fault)
-            print(f"{number}/{len(chosen)} {'noticed' if found else 'SURVIVED'}: {fault.file}: {fault.new}", flush=True)
+            print(
+                f"{number}/{len(chosen)} {'noticed' if found else 'SURVIVED'}: {fault.function}: {fault.new}",
+                flush=True,
+            )
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults noticed")
     return int(len(survivors) > (0 if arguments.all else MAY_SURVIVE * len(chosen)))
 

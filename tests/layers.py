@@ -43,11 +43,14 @@ def layer(x, params, config: MoEConfig, train: bool = False, selection_bias=None
     return moe(x, params, config, selection_bias=selection_bias, train=train)
 
 
-def loss(params, x, config: MoEConfig, **options):
-    """Mean square of the output and the weighted losses, while training; beside it, output and routing."""
+def loss(params, x, config: MoEConfig, *, axis_name=None, parallel=None):
+    """Mean square of the output and the weighted losses, in training, of all devices; output and routing beside."""
     bias = jnp.linspace(-0.1, 0.1, config.num_experts) if config.has_selection_bias else None
-    y, routing = moe(x, params, config, selection_bias=bias, train=True, **options)
-    return jnp.square(y).mean() + sum(routing.weighted_losses.values()), (y, routing)
+    y, routing = moe(x, params, config, selection_bias=bias, train=True, axis_name=axis_name, parallel=parallel)
+    mean = jnp.square(y).mean()
+    if axes := axis_name or (parallel and jax.sharding.get_abstract_mesh().manual_axes and parallel.axes):
+        mean = jax.lax.pmean(mean, axes)
+    return mean + sum(routing.weighted_losses.values()), (y, routing)
 
 
 OPTIONS = ("router", "implementation", "axis_name", *(field.name for field in fields(Router)))

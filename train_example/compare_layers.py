@@ -1,4 +1,4 @@
-"""The same model trained with blaze_jax's experts and with conventional ones: `python -m train_example.compare_layers`.
+"""Trains one model with blaze_jax's experts and with conventional ones: `python -m train_example.compare_layers`.
 
 Same seed, parameters, batches and router. Nothing is saved but a results file, which `python -m blaze_jax.benchmark
 draw FILE --plot FOLDER` draws.

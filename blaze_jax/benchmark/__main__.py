@@ -79,7 +79,7 @@ _REMOVED = {
 
 
 def _options() -> dict[str, dict[str, Any]]:
-    """What `add_argument` takes, by the name of an option."""
+    """Keyword arguments of `add_argument` by the name of an option."""
     several = {"action": "append", "default": []}
     return {
         "config": {"type": known.Sizes.parse, "metavar": "T,d,n,E,K", "help": "sizes; repeatable"} | several,

@@ -30,7 +30,7 @@ _SLOW_US, _SLOW_REPEATS = 250_000.0, 3
 
 
 class Limits(NamedTuple):
-    """What a call may take: seconds, where products run at so many TFLOP/s, and bytes of memory."""
+    """Bounds of a call: seconds, where products run at so many TFLOP/s, and bytes of memory."""
 
     seconds: float = math.inf
     tflops: float = 1.0

@@ -92,7 +92,7 @@ def measure_mesh(case: Case, dtype, *, layers: int, repeats: int, implementation
 
 
 def measured_here(case: Case, dtype: str, layers: int, repeats: int, implementation) -> Record:
-    """What a case's record says of its passes, and the most memory in use."""
+    """The passes of a case's record, and the most memory in use."""
     sizes, axes, options = case
     devices = math.prod(axes.values())
     if jax.config.jax_num_cpu_devices < devices:  # has no effect where there are GPUs

@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
         """Numbers in the experts' three weight arrays."""
         return 3 * self.num_experts * self.model_width * self.expert_width
 
-    def config_fields(self) -> dict[str, int]:
+    def config_fields(self) -> dict[str, Any]:
         """The sizes that `MoEConfig` takes."""
         names = ("num_experts", "experts_per_token", "expert_width")
         return {name: getattr(self, name) for name in names}

@@ -157,7 +157,7 @@ DECIDERS: dict[str, dict[str, Any]] = {
     "rounded to nearest": {"token_rounding": "nearest"},
     "rounded down": {"token_rounding": "down"},
 }
-"""What else may decide which tokens an expert takes, each timed as `OURS` with it; index arrays are then built anew."""
+"""Other deciders of which tokens an expert takes, each timed as `OURS` with it; index arrays are then built anew."""
 
 
 def measure_routing(sizes: Routed, dtype=None, *, repeats: int, implementation=None) -> Record:

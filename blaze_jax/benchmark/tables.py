@@ -261,7 +261,7 @@ def _ceilings(record: Record) -> Iterator[str]:
 
 
 def _notes(value: Any) -> Iterator[str]:
-    """What a record says of itself and its parts."""
+    """Notes and failures of a record and its parts."""
     if isinstance(value, list):
         for part in value:
             yield from _notes(part)

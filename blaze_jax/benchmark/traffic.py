@@ -60,7 +60,7 @@ def traffic(
 
 
 TFLOPS = 600
-"""What the experts of one H200 reach, forward and backward: 581 (back to back) to 627 at 32768,4096,1024,128,8."""
+"""Reached by the experts of one H200, forward and backward: 581 (back to back) to 627 at 32768,4096,1024,128,8."""
 
 LINK, NETWORK = 250, 45
 """GB/s that a GPU receives inside a host, as measured of collectives on two H200s, and of 400 Gbit/s between hosts."""

@@ -28,9 +28,10 @@ BITS |= {kind + str(bits): bits for kind in ("U", "I", "F") for bits in (16, 32,
 """Bits of a number, for each type of the format."""
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-DTYPES |= {"F8_E4M3": jnp.float8_e4m3fn, "U8": np.uint8}
+DTYPES |= {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "BOOL": np.bool_}
+DTYPES |= {f"{kind}{8 * size}": f"{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)}
 DTYPES = {name: np.dtype(dtype) for name, dtype in DTYPES.items()}
-"""Types that public checkpoints use, by the format's names."""
+"""Types that numpy and jax have, by the format's names."""
 
 
 class MissingExtraError(ImportError):
@@ -66,6 +67,8 @@ class Stored(NamedTuple):
 
     def read(self, *index: int | slice) -> np.ndarray:
         """Reads a part of the tensor, `tensor[index]`, with whole slices for the axes not named, and nothing else."""
+        if self.dtype not in DTYPES:
+            raise CheckpointError(f"{self} has dtype {self.dtype}, which numpy has not")
         dtype = DTYPES[self.dtype]
         bits = self.raw.view(f"u{dtype.itemsize}").reshape(self.shape)  # numpy copies runs of these, not single numbers
         return np.array(bits[index]).view(dtype)

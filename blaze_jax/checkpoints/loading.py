@@ -115,7 +115,7 @@ def load(
       layer: number of the layer in the model, from 0.
       config: what the layer is, as `MoEConfig.from_huggingface` says. With a `bias_update_rate` and without
         `selection_bias=True`, a selection bias that the files do not have is zero.
-      dtype: of the parameters; None for the file's, bfloat16 where it is compressed. The selection bias is float32.
+      dtype: the parameters' type; None for the file's, bfloat16 where it is compressed. The selection bias is float32.
       sharding: where each parameter goes: one sharding for all, or one by name, which leaves out those of the default
         device; None for that device. Only what this process's devices hold is read.
 

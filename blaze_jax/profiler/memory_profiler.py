@@ -180,7 +180,7 @@ class MemoryProfiler:
                     pieces = [(size / MIB, colors.get(part, _TRANSIENT)) for part, size in parts.items()]
                     bars.append(Bar(name, pieces, _kept_and_transient(memory)))
             draw_bars(axes, str(report.layer), bars)
-        handles = [figure.axes[0].bar([0], [0], color=color) for color in (*colors.values(), _TRANSIENT)]
+        handles: list[Any] = [figure.axes[0].bar([0], [0], color=color) for color in (*colors.values(), _TRANSIENT)]
         names = [*colors, "transient"]
         figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
         save(figure, Path(path))

@@ -1,26 +1,21 @@
-"""`python -m blaze_jax.tune`."""
+"""`python -m blaze_jax.tune`: finds the fastest parameters of the kernels on this GPU and writes them to a file."""
 
 import argparse
 import math
 import os
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from blaze_jax.benchmark.inputs import expert_inputs
 from blaze_jax.benchmark.results import describe, environment
 from blaze_jax.benchmark.sizes import Sizes
-from blaze_jax.implementation import FAMILIES, kernels_of
+from blaze_jax.implementation import FAMILIES, demanded_family, kernels_of
 from blaze_jax.progress import counted, write
-from blaze_jax.tune.cases import Case, Operands, make_operands, tuning_cases
-from blaze_jax.tune.measure import Found, tune
+from blaze_jax.tune.trials import Found, tune_layer
 from pallas_kernels.tuning.files import USER_FILE_VARIABLE, add_tunings, user_file
 from pallas_kernels.tuning.parameters import KINDS, MMA, nvidia_gpu
 
@@ -49,24 +44,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         epilog=f"The file is {USER_FILE_VARIABLE}, or blaze_jax/tuning.json in $XDG_CACHE_HOME or ~/.cache.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add(
-        "--config",
-        type=Sizes.parse,
-        action="append",
-        required=True,
-        metavar="T,d,n,E,K",
-        help="tokens, width, expert width, experts, experts per token; repeatable",
-    )
+    add, sizes = parser.add_argument, "tokens, width, expert width, experts, experts per token; repeatable"
+    add("--config", type=Sizes.parse, action="append", required=True, metavar="T,d,n,E,K", help=sizes)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(bfloat16)")
-    add("--family", choices=tuple(FAMILIES), help="of kernels (those that the GPU and the dtype get)")
-    add(
-        "--kernel",
-        choices=NAMES,
-        action="append",
-        metavar="NAME",
-        help=f"of {', '.join(NAMES)}; repeatable (all)",
-    )
+    add("--family", choices=tuple(FAMILIES), help="(the kernels that the GPU and the dtype get)")
+    add("--kernel", choices=NAMES, action="append", metavar="NAME", help=f"{', '.join(NAMES)}; repeatable (all)")
     add("--seconds", type=float, default=90.0, metavar="N", help="per config, to compile and time in (90)")
     add("--output", type=Path, metavar="FILE", help="write there instead; entries of other shapes there are kept")
     arguments = parser.parse_args(argv)
@@ -87,37 +69,40 @@ def _tune_all(arguments: argparse.Namespace) -> None:
     os.environ[USER_FILE_VARIABLE] = ""  # earlier results must not change what is measured
     machine = describe(environment())
     print(machine)
-    for sizes in arguments.config:
-        print(f"{sizes}, {arguments.dtype}")
-        for case, found in _tune_layer(sizes, jnp.dtype(arguments.dtype), arguments.kernel or NAMES, arguments):
-            write(line(case.kernel, found))
-            measured = {"us": round(found.us, 2), "heuristic_us": round(found.heuristic_us, 2), "on": machine}
-            entry = {"tuning": asdict(found.tuning), "measured": measured}
-            add_tunings(path, {(gpu, case.kernel, case.shape): entry})
+    dtype = jnp.dtype(arguments.dtype)
+    for sizes, say in counted(arguments.config):
+        write(f"{sizes}, {dtype.name}")
+        with demanded_family(arguments.family):
+            check(sizes, dtype)
+            names = arguments.kernel or NAMES
+            found, notes = tune_layer(sizes, dtype, names, seconds=arguments.seconds, say=say)
+        entries = {}
+        for kernel, outcome in found.items():
+            write(line(kernel, outcome))
+            measured = {"us": round(outcome.us, 2), "heuristic_us": round(outcome.heuristic_us, 2), "on": machine}
+            entries[gpu, kernel, outcome.shape] = {"tuning": asdict(outcome.tuning), "measured": measured}
+        for note in notes:
+            write(f"    note: {note}")
+        add_tunings(path, entries)
     print(f"wrote {path}")
 
 
-def _tune_layer(sizes: Sizes, dtype, names: Sequence[str], arguments: argparse.Namespace):
-    """Yields each case with what was found."""
-    began = time.monotonic()
-    kernels: Any = FAMILIES[arguments.family] if arguments.family else kernels_of("mosaic_gpu", dtype=dtype)
-    inputs = expert_inputs(sizes, dtype)
-    if reason := kernels.unsupported(inputs[0], inputs[1:4], ()):
+def check(sizes: Sizes, dtype) -> None:
+    """Raises ValueError if the kernels cannot run such a layer."""
+    tokens, d, n, num_experts, _ = sizes
+    array: Any = jax.ShapeDtypeStruct
+    up, down = array((num_experts, d, n), dtype), array((num_experts, n, d), dtype)
+    kernels = kernels_of("mosaic_gpu", dtype=dtype)
+    if reason := kernels.unsupported(array((tokens, d), dtype), (up, up, down), ()):
         raise ValueError(f"--config {','.join(map(str, sizes))} cannot run on the kernels: {reason}")
-    operands: Operands = jax.block_until_ready(jax.jit(partial(make_operands, kernels=kernels))(*inputs))
-    cases: list[Case] = [case for case in tuning_cases(operands, kernels) if case.kernel.removeprefix(MMA) in names]
-    for number, (case, say) in enumerate(counted(cases, unit="kernel")):
-        left = arguments.seconds - (time.monotonic() - began)
-        yield case, tune(case, operands, seconds=left / (len(cases) - number), say=say)
 
 
 def line(kernel: str, found: Found) -> str:
-    """What was found, for people; notes in lines of their own."""
+    """A kernel's outcome in a line."""
     change = found.us / found.heuristic_us - 1
     values = ", ".join(f"{name}={value}" for name, value in asdict(found.tuning).items())
     times = f"{found.heuristic_us:9.1f} us -> {found.us:9.1f} us {change:+6.1%}"
-    text = f"  {kernel:22s} {times}, best of {found.tried}: {values}"
-    return "\n".join([text, *(f"    note: {note}" for note in found.notes)])
+    return f"  {kernel:22s} {times}, best of {found.tried}: {values}"
 
 
 if __name__ == "__main__":

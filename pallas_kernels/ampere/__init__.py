@@ -12,15 +12,15 @@ contract over an expert's rows.
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels import contract
 from pallas_kernels.ampere.down_backward import down_backward as down_backward
 from pallas_kernels.ampere.projections import down_projection as down_projection
 from pallas_kernels.ampere.projections import up_backward as up_backward
 from pallas_kernels.ampere.projections import up_projection as up_projection
 from pallas_kernels.ampere.weight_gradients import down_weight_gradients as down_weight_gradients
 from pallas_kernels.ampere.weight_gradients import up_weight_gradients as up_weight_gradients
-from pallas_kernels.contract import no_limit
+from pallas_kernels.mosaic.device import weights_unsupported
 from pallas_kernels.mosaic.interpreter import interpreted as interpreted
-from pallas_kernels.mosaic.support import weights_unsupported
 from pallas_kernels.routing.combine import combine as combine
 from pallas_kernels.routing.dispatch import dispatch as dispatch
 from pallas_kernels.routing.dispatch import dispatch_unsupported as dispatch_unsupported
@@ -33,7 +33,7 @@ from pallas_kernels.xla.experts import column_block as column_block
 from pallas_kernels.xla.router import router_backward as router_backward
 
 in_parts = of_experts = None  # these kernels compute all rows at once
-why_kernels_spill = no_limit
+why_kernels_spill = contract.no_limit
 transformable = False
 
 

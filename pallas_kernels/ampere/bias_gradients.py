@@ -13,8 +13,8 @@ from pallas_kernels.simt.values import WARP, Float, Long, minimum, select, total
 
 _WARPGROUPS = 2
 _WARPS = _WARPGROUPS * 4
-_COLUMNS = 64  # of a block
-_NEIGHBOURS = 8  # columns of a thread
+_COLUMNS = 64  # that a block has
+_NEIGHBOURS = 8  # columns that a thread has
 _LANES = _COLUMNS // _NEIGHBOURS
 _ROWS = _WARPS * WARP // _LANES  # that a block's threads load at once
 _IN_FLIGHT = 4  # loads of a thread
@@ -33,11 +33,11 @@ def expert_sums(
     """Sums over each expert's rows, in float32 and always in the same order; rows of no token do not count.
 
     Args:
-      name: of the kernel in profiles.
+      name: what profiles call the kernel.
       rows: `(T, width)` if `gathered`, else `(R, width)`; a multiple of 8 columns.
       groups: the rows by expert.
       num_tokens: T.
-      dtype: of the sums.
+      dtype: that of the sums.
       weights: factors of the rows, float32.
       gathered: whether rows are read by token index.
     """

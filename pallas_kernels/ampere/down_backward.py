@@ -10,19 +10,17 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import simt
 from pallas_kernels.ampere.row_matmul import RingEnd, Where, row_matmul, store_rows
-from pallas_kernels.ampere.tile import HALF, WARPS, Tile, tuned_tile
+from pallas_kernels.ampere.tile import HALF, Tile, tuned_tile
 from pallas_kernels.contract import Dispatch
-from pallas_kernels.mosaic.bias_part import bias_part
-from pallas_kernels.mosaic.row_groups import TileSchedule
-from pallas_kernels.mosaic.sum_in_order import sum_in_order
-from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.mosaic.row_groups import TileSchedule, bias_part, sum_in_order
 from pallas_kernels.simt.elementwise import with_gradients
 from pallas_kernels.simt.matrices import CHUNK, chunk_size, load_matrices, start_copy, unpack
 from pallas_kernels.simt.threads import combine_lanes, when
 from pallas_kernels.simt.values import WARP, Int, Long, Pointer, minimum, select
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
 
-ROWS = 16  # of a piece
+ROWS = 16  # that a warp has of a piece
 
 
 @traced_once("activation", "tuning")
@@ -56,7 +54,7 @@ def down_backward(
         of_rows, half = divmod(piece, 2)
         for i in range(2):
             first_row = of_rows * ROWS + 8 * i
-            with when(where.rows > first_row):  # a branch of their own, as in `store.for_rows`
+            with when(where.rows > first_row):  # a branch of their own, as in `for_rows`
                 d_hidden = [d[2 * i : 2 * i + 2] for d in sums[of_rows][half]]
                 pre, weight = pieces.load(slot, where.lane, 8 * i), row_weights[2 * of_rows + i]
                 finish_rows(results, where, first_row, where.halves[half][1], d_hidden, pre, weight)
@@ -104,13 +102,13 @@ def down_backward(
 
 
 class Pieces(NamedTuple):
-    """Pieces of some arrays, the like of each.
+    """Pieces of a tile of other operands: 16 rows of half a panel of every warp, in the warp's own part of a slot.
 
     Attributes:
-      arrays: how many.
-      kind: of their elements.
-      columns: of each array.
-      tile: of the block.
+      arrays: how many operands there are.
+      kind: dtype of their elements.
+      columns: their width.
+      tile: the block's.
     """
 
     arrays: int
@@ -120,23 +118,18 @@ class Pieces(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of a tile."""
+        """Pieces of a tile."""
         return self.tile.warp_rows // ROWS * 2
 
     @property
     def chunks(self) -> int:
-        """Of 16 bytes, of a row."""
+        """Chunks of 16 bytes in a row."""
         return HALF // chunk_size(self.kind)
 
     @property
     def words(self) -> int:
-        """Of an array's piece."""
+        """Words of an array's piece."""
         return ROWS * self.chunks * 4
-
-    @property
-    def slot_words(self) -> int:
-        """Of all the block's warps."""
-        return WARPS * self.arrays * self.words
 
     def start(self, arrays: Sequence[Pointer], where: Where, piece: Int, slot: Pointer) -> None:
         """Starts the warp's copies. What is not the tile's is zero: others may be writing there."""
@@ -153,7 +146,7 @@ class Pieces(NamedTuple):
                 start_copy(own, self.word(row, chunk) + number * self.words, array, start, known)
 
     def load(self, slot: Pointer, lane: Int, first_row: int) -> list[list[list[simt.Float]]]:
-        """What the thread has of 8 rows, from 0 or 8 on: of each array and each 8 columns, two numbers."""
+        """The thread's numbers in 8 rows, from 0 or 8 on: of each array and each 8 columns, two."""
         own = self._own(slot)
         return [self._load(own.at(number * self.words), lane, first_row) for number in range(self.arrays)]
 
@@ -169,6 +162,6 @@ class Pieces(NamedTuple):
         return slot.at(simt.thread() // WARP * (self.arrays * self.words))
 
     def word(self, row: Int, chunk: Int) -> Int:
-        """Where 16 bytes are. What lanes load together is in all 32 banks, as in `Tile.lhs_word` and `Panels.word`."""
+        """The word where 16 bytes are. What lanes load together is in all 32 banks, as with `Panels.word`."""
         swizzle = row % 4 * 2 if self.kind == "float32" else (row >> 1) % 4
         return (row * self.chunks + (chunk ^ swizzle)) * 4

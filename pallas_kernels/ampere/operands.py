@@ -1,4 +1,4 @@
-"""How a block's operands lie in a slot of its ring, how they are copied there, and what a warp multiplies of them.
+"""A block's operands: how they lie in a slot of its ring, are copied there, and are multiplied by warps.
 
 Rows of the left operand have their part of the contracted dimension side by side. Weights that are stored the same way
 for each column, so that they are transposed, lie as the rows do (`Columns`). Operands whose rows are the contracted
@@ -15,8 +15,8 @@ from pallas_kernels.ampere.tile import THREADS, Tile, WarpPart
 from pallas_kernels.simt.matrices import chunk_size, load_matrices, multiply, start_copy, tensor_operand
 from pallas_kernels.simt.values import Bool, Float, Int, Long, Pointer, select
 
-ROW_WORDS = 32  # of a panel
-CHUNKS = 8  # of a panel's row
+ROW_WORDS = 32  # a panel's row
+CHUNKS = 8  # a panel's row
 UNIT = 32  # columns
 
 type Sums = list[list[list[list[Float]]]]
@@ -26,28 +26,64 @@ type Copy = Callable[[Int, Pointer], None]
 """`copy(step, slot)` starts a thread's copy of 16 bytes of a step, if there is such a step, to its slot."""
 
 
+class Steps(NamedTuple):
+    """The contracted dimension of one or two pairs of operands, one after the other, cut into what is in a slot.
+
+    Attributes:
+      kind: dtype of the operands.
+      depth: how long the dimension is.
+      each: how much of it a slot has.
+      pairs: how many pairs of operands there are.
+    """
+
+    kind: str
+    depth: int
+    each: int
+    pairs: int
+
+    @property
+    def of_pair(self) -> int:
+        return -(-self.depth // self.each)
+
+    @property
+    def number(self) -> int:
+        return self.of_pair * self.pairs
+
+    def choose(self, operands: Sequence[Pointer], step: Int) -> tuple[Pointer, Int]:
+        """The operand, of those of all pairs, that a step is about, and where its part of the dimension starts."""
+        if self.pairs == 1:
+            return operands[0], step * self.each
+        second = step >= self.of_pair
+        return operands[0].or_else(second, operands[1]), select(second, step - self.of_pair, step) * self.each
+
+
 class Panels(NamedTuple):
     """Panels of some operand.
 
     Attributes:
-      kind: of its elements.
-      rows: of a slot.
+      kind: dtype of its elements.
+      tile: whose slots they are in.
     """
 
     kind: str
-    rows: int
+    tile: Tile
 
     @classmethod
     def of(cls, tile: Tile, kind: str) -> "Panels":
-        """Those of a tile's slots, of as many bytes whatever the dtype.
+        """Those of a tile.
 
         Raises:
           ValueError: a slot has fewer rows than the block's threads copy at once.
         """
-        panels = cls(kind, tile.k_step * chunk_size(kind) // 8)
+        panels = cls(kind, tile)
         if panels.rows < panels.apart:
             raise ValueError(f"{tile=} must have a k_step of 64 for {kind}")
         return panels
+
+    @property
+    def rows(self) -> int:
+        """Rows in a slot, which has as many bytes whatever the dtype."""
+        return self.tile.k_step * chunk_size(self.kind) // 8
 
     @property
     def apart(self) -> int:
@@ -56,12 +92,12 @@ class Panels(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of a panel."""
+        """Columns of a panel."""
         return CHUNKS * chunk_size(self.kind)
 
     @property
     def words(self) -> int:
-        """Of a panel in a slot."""
+        """Words of a panel in a slot."""
         return self.rows * ROW_WORDS
 
     @property
@@ -70,22 +106,46 @@ class Panels(NamedTuple):
         return self.rows // (2 * chunk_size(self.kind))
 
     def word(self, row: Int, chunk: Int) -> Int:
-        """Where 16 bytes of a panel's row are. What lanes load together is in all 32 banks.
+        """The word where 16 bytes of a panel's row are. What lanes load together is in all 32 banks.
 
         That is 8 rows of one chunk, or 4 rows of two chunks next to each other where elements have 32 bits.
         """
         swizzle = row % 4 * 2 if self.kind == "float32" else row % 8
         return row * ROW_WORDS + (chunk ^ swizzle) * 4
 
+    def copies(
+        self, weights: Sequence[Pointer], weight_columns: int, expert, offset: Int, first: Int, end: int, k: Steps
+    ) -> list[Copy]:
+        """This thread's copies of weights `(E, depth, weight_columns)`, of which a tile has equal parts.
+
+        The columns are those from `first` on of those wanted, which start at `offset` and of which there are `end`.
+        """
+        row, chunk = simt.thread() // CHUNKS, simt.thread() % CHUNKS
+        column = first + chunk * chunk_size(k.kind)
+        place = (Long(expert) * k.depth + row) * weight_columns + Long(offset + column)
+        sources = [of.at(place) for of in weights]
+        width = self.tile.columns // len(weights)
+        word = self.word(row, chunk) + self.tile.lhs_words
+
+        def copy(i: int, panel: int, step: Int, slot: Pointer):
+            part, later = divmod(panel * self.columns, width)
+            step_row = step * k.each + i
+            wanted = all_or_none(step_row + row < k.depth, Int(end) - column) > later
+            target = word + (panel * self.words + i * ROW_WORDS)
+            start_copy(slot, target, sources[part].at(later), step_row * weight_columns, wanted, step < k.number)
+
+        of_tile = range(self.tile.columns // self.columns)
+        return [partial(copy, i, panel) for i in range(0, self.rows, self.apart) for panel in of_tile]
+
     def load(self, panels: Pointer, unit: Int, pair: int, step: int, lane: Int, *, left: bool = False) -> list[Int]:
         """16 columns by the rows of a product, as `matrices.multiply` takes its right operand: 2 registers for each 8.
 
         Args:
-          panels: of the operand, in a slot.
+          panels: the operand's, in a slot.
           unit: the columns are among those from `32 * unit` on.
           pair: the columns start `16 * pair` later.
           step: which product's rows.
-          lane: of the thread.
+          lane: the thread's.
           left: as it takes its left operand, whose rows the columns become. 16-bit elements are loaded in this order,
             since the tensor cores want registers next to each other: to move them there takes longer than the products.
         """
@@ -107,15 +167,36 @@ class Columns(NamedTuple):
     """A right operand whose columns lie as the left one's rows.
 
     Attributes:
-      kind: of its elements.
+      kind: dtype of its elements.
       tile: whose slots it is in.
     """
 
     kind: str
     tile: Tile
 
+    def copies(
+        self, weights: Sequence[Pointer], weight_columns: int, expert, offset: Int, first: Int, end: int, k: Steps
+    ) -> list[Copy]:
+        """This thread's copies of weights `(E, weight_columns, depth)`, one of each pair.
+
+        The columns are those from `first` on of those wanted, which start at `offset` and of which there are `end`.
+        """
+        row, chunk, _, apart = self.tile.lhs_copies(simt.thread())
+        chunk_elements = chunk * chunk_size(k.kind)
+        column = first + row
+        place = (Long(expert) * weight_columns + (offset + column)) * k.depth + chunk_elements
+        word = self.tile.lhs_word(row, chunk) + self.tile.lhs_words
+
+        def copy(i: int, step: Int, slot: Pointer):
+            weight, start = k.choose(weights, step)
+            wanted = all_or_none(start + chunk_elements < k.depth, Int(end) - column) > i
+            target = word + i * (self.tile.k_step // 2)
+            start_copy(slot, target, weight.at(place), start + i * k.depth, wanted, step < k.number)
+
+        return [partial(copy, i) for i in range(0, self.tile.columns, apart)]
+
     def load(self, columns: Pointer, unit: Int, pair: int, step: int, lane: Int) -> list[Int]:
-        """As `Panels.load`. Matrices whose rows are columns need not be transposed, whatever their elements."""
+        """Loads as `Panels.load` does. Matrices whose rows are columns need not be transposed, whatever they hold."""
         word = self.tile.lhs_word(lane % 8 + lane // 16 * 8, lane // 8 % 2 + 2 * step)
         first = unit * UNIT + 16 * pair
         return tensor_operand(load_matrices(columns, word + first * (self.tile.k_step // 2)), self.kind)
@@ -145,37 +226,6 @@ def no_sums(tile: Tile) -> Sums:
 def copied(sums: Sums) -> Sums:
     """Lists of their own, to be changed."""
     return [[list(half) for half in of_rows] for of_rows in sums]
-
-
-class Steps(NamedTuple):
-    """The contracted dimension of one or two pairs of operands, one after the other, cut into what is in a slot.
-
-    Attributes:
-      kind: of the operands.
-      depth: how long the dimension is.
-      each: of a slot.
-      pairs: of operands.
-    """
-
-    kind: str
-    depth: int
-    each: int
-    pairs: int
-
-    @property
-    def of_pair(self) -> int:
-        return -(-self.depth // self.each)
-
-    @property
-    def number(self) -> int:
-        return self.of_pair * self.pairs
-
-    def choose(self, operands: Sequence[Pointer], step: Int) -> tuple[Pointer, Int]:
-        """The operand, of those of all pairs, that a step is about, and where its part of the dimension starts."""
-        if self.pairs == 1:
-            return operands[0], step * self.each
-        second = step >= self.of_pair
-        return operands[0].or_else(second, operands[1]), select(second, step - self.of_pair, step) * self.each
 
 
 def copy_rows(
@@ -227,66 +277,3 @@ def all_or_none(inside: Bool, number: Int) -> Int:
     As this depends on the step, it is asked in each; LLVM would keep answers that do not in registers, one a copy.
     """
     return select(inside, number, 0)
-
-
-def copy_panels(
-    weights: Sequence[Pointer],
-    weight_columns: int,
-    expert,
-    offset: Int,
-    first: Int,
-    end: int,
-    panels: Panels,
-    tile: Tile,
-    k: Steps,
-) -> list[Copy]:
-    """This thread's copies of weights `(E, depth, weight_columns)`, of which a tile has equal parts.
-
-    The columns are those from `first` on of those wanted, which start at `offset` and of which there are `end`.
-    """
-    row, chunk = simt.thread() // CHUNKS, simt.thread() % CHUNKS
-    column = first + chunk * chunk_size(k.kind)
-    place = (Long(expert) * k.depth + row) * weight_columns + Long(offset + column)
-    sources = [of.at(place) for of in weights]
-    width = tile.columns // len(weights)
-    word = panels.word(row, chunk) + tile.lhs_words
-
-    def copy(i: int, panel: int, step: Int, slot: Pointer):
-        part, later = divmod(panel * panels.columns, width)
-        step_row = step * k.each + i
-        wanted = all_or_none(step_row + row < k.depth, Int(end) - column) > later
-        target = word + (panel * panels.words + i * ROW_WORDS)
-        start_copy(slot, target, sources[part].at(later), step_row * weight_columns, wanted, step < k.number)
-
-    of_tile = range(tile.columns // panels.columns)
-    return [partial(copy, i, panel) for i in range(0, panels.rows, panels.apart) for panel in of_tile]
-
-
-def copy_columns(
-    weights: Sequence[Pointer],
-    weight_columns: int,
-    expert,
-    offset: Int,
-    first: Int,
-    end: int,
-    right: Columns,
-    tile: Tile,
-    k: Steps,
-) -> list[Copy]:
-    """This thread's copies of weights `(E, weight_columns, depth)`, one of each pair, which lie as `right` says.
-
-    The columns are those from `first` on of those wanted, which start at `offset` and of which there are `end`.
-    """
-    row, chunk, _, apart = tile.lhs_copies(simt.thread())
-    chunk_elements = chunk * chunk_size(k.kind)
-    column = first + row
-    place = (Long(expert) * weight_columns + (offset + column)) * k.depth + chunk_elements
-    word = tile.lhs_word(row, chunk) + tile.lhs_words
-
-    def copy(i: int, step: Int, slot: Pointer):
-        weight, start = k.choose(weights, step)
-        wanted = all_or_none(start + chunk_elements < k.depth, Int(end) - column) > i
-        target = word + i * (tile.k_step // 2)
-        start_copy(slot, target, weight.at(place), start + i * k.depth, wanted, step < k.number)
-
-    return [partial(copy, i) for i in range(0, tile.columns, apart)]

@@ -22,8 +22,8 @@ class Ring(NamedTuple):
     """The slots that a block's operands arrive in, in turns.
 
     Attributes:
-      memory: of all.
-      tile: of the block.
+      memory: all slots.
+      tile: the block's.
     """
 
     memory: Pointer
@@ -39,15 +39,15 @@ class Ring(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What is multiplied.
+    """Operands of a tile's products.
 
     Attributes:
-      kind: of the elements.
-      products: of a slot, one after the other.
+      kind: dtype of the elements.
+      products: how many a slot is good for, one after the other.
       copies: each `(step, slot, *state)` starts a copy of the thread, to the slot of a step.
       left: `(slot, product)` loads the thread's part of the left operand, for each 16 rows.
       right: `(slot, product, half)` loads its part of the right one, of a half panel.
-      state: of a step, loaded before what its copies wait for is needed.
+      state: `(step)` loads what the copies of a step need, before they do.
       behind: `(step)` may start other copies behind those of a step.
     """
 

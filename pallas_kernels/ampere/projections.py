@@ -11,8 +11,8 @@ from pallas_kernels.ampere.row_matmul import add_bias, biases_of, for_rows, row_
 from pallas_kernels.ampere.tile import tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TileSchedule
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.elementwise import value
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
 
 
@@ -53,7 +53,7 @@ def up_projection(
             if pre_activations:
                 for values, (projection, column) in zip(pre, where.halves, strict=True):
                     store_half(pre_activations[projection], where, first, column, values, n)
-            operands = [pre] if len(weights) == 2 else [[half] for half in pre]  # of each activation
+            operands = [pre] if len(weights) == 2 else [[half] for half in pre]  # for each activation
             for own, (_, column) in zip(operands, where.halves, strict=False):
                 activated = [
                     [value(activation, numbers) for numbers in zip(*of_columns, strict=True)]

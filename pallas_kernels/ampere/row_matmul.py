@@ -13,16 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import simt
-from pallas_kernels.ampere.operands import (
-    Columns,
-    Panels,
-    Steps,
-    Sums,
-    copy_columns,
-    copy_panels,
-    copy_rows,
-    load_columns,
-)
+from pallas_kernels.ampere.operands import Columns, Panels, Steps, Sums, copy_rows, load_columns
 from pallas_kernels.ampere.pipeline import Operands, Ring, sweep_columns
 from pallas_kernels.ampere.tile import WARPGROUPS, Tile, WarpPart, abreast
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
@@ -35,11 +26,11 @@ class Where(NamedTuple):
     """The part of the output that a warp has.
 
     Attributes:
-      expert: of the tile.
+      expert: the tile's.
       row: the warp's first one.
       rows: how many from there on are the tile's; none or fewer if not positive, all if as many as it has.
-      halves: of each half panel, its projection and first column there.
-      lane: of the thread.
+      halves: the projection of each half panel, and its first column there.
+      lane: the thread's.
     """
 
     expert: Int
@@ -53,7 +44,7 @@ class RingEnd(NamedTuple):
     """The end of a tile that has other operands to read. They come through the ring, behind those of the products.
 
     Attributes:
-      pieces: that the tile's end is done in, one a slot.
+      pieces: how many the tile's end is done in, one a slot.
       start: `(operands, where, piece, slot)` starts the warp's copies of a piece, an `Int`.
       begin: `(extra, where)`, what all pieces need.
       finish: `(begun, results, where, sums, piece, slot)`, the end of a piece, an `int`.
@@ -84,14 +75,14 @@ def row_matmul(
     """Runs a row kernel over the whole schedule and returns its results.
 
     Args:
-      name: of the kernel in profiles.
+      name: what profiles call the kernel.
       schedule: the row tiles.
       lhs: one `(T, k)`, with `token_indices`; else `(R, k)`; k is a multiple of 8. Of float32, products round to tf32.
       token_indices: `(R,)` int32, of the rows in `lhs`; rows outside of it are zero. None: they are in order.
       weights: one or two of `(E, k, columns)`, in the dtype of `lhs`; a tile has equal parts of each.
       transposed: weights are `(E, columns, k)`, as many as there are `lhs`, and the products of all pairs are summed.
       first_column: `(1,)` int32, of the columns wanted, a multiple of 8; None: 0.
-      num_columns: of each of the weights, a multiple of 8.
+      num_columns: how many are wanted of each of the weights, a multiple of 8.
       extra: other operands of `end`.
       in_place: what a `RingEnd` reads in pieces; the first results take their memory if XLA can do so without a copy.
       results: shapes and dtypes of the others.
@@ -109,8 +100,6 @@ def row_matmul(
     right = Columns(kind, tile) if transposed else panels
     k = Steps(kind, depth, panels.rows, len(lhs))
     steps = k.number
-
-    copy_weights = copy_columns if transposed else copy_panels
 
     def load_rows(slot: Pointer, part: WarpPart, product: int) -> list[list[Int]]:
         own_row, side = part.lane % 16, part.lane // 16  # of the 16 rows and two chunks that a warp loads at a time
@@ -141,7 +130,7 @@ def row_matmul(
                 multiplied = Operands(
                     kind,
                     panels.steps,
-                    row_copies + copy_weights(weights, *wanted, column_tile * width, num_columns, right, tile, k),
+                    row_copies + right.copies(weights, *wanted, column_tile * width, num_columns, k),
                     lambda slot, product: load_rows(slot, part, product),
                     lambda slot, *place: load_columns(right, slot.at(tile.lhs_words), tile, part, *place),
                     behind=lambda step: start_piece(column_tile, step - steps),
@@ -226,10 +215,10 @@ def store_half(
     Args:
       output: `(R, num_columns)`.
       where: the warp's part.
-      first_row: of the warp's.
-      column: of the half panel, in the output.
-      values: by 8 columns and register, as `matrices.multiply` has its sums.
-      num_columns: of the output.
+      first_row: the first of them in the warp's part.
+      column: the half panel's first one in the output.
+      values: the thread's, by 8 columns and register, as `matrices.multiply` has its sums.
+      num_columns: width of the output.
     """
     for i in range(2):
         of_rows = [v[2 * i : 2 * i + 2] for v in values]

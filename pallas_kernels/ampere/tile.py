@@ -36,7 +36,7 @@ class Tile(MmaTuning):
         return TILE_ROWS * self.panels // WARPS
 
     def sweeps(self, column_tiles: int) -> int:
-        """How many blocks share the column tiles of a row tile."""
+        """The number of blocks that share the column tiles of a row tile."""
         return -(-column_tiles // self.sweep)
 
     @property
@@ -53,7 +53,7 @@ class Tile(MmaTuning):
         return self.lhs_words + self.panels * self.panel_words
 
     def lhs_word(self, row: Int, chunk: Int) -> Int:
-        """Where 16 bytes of a row of the left operand are. Eight rows that are read at once are in all 32 banks."""
+        """The word where 16 bytes of a left operand's row are. Eight rows that are read at once are in all 32 banks."""
         swizzle = row % 8 if self.k_step == 64 else (row >> 1) % 4
         return row * (self.k_step // 2) + (chunk ^ swizzle) * 4
 
@@ -68,10 +68,10 @@ class WarpPart(NamedTuple):
     """The part of a tile that the thread's warp multiplies: from `row` on, and two halves of panels.
 
     Attributes:
-      lane: of the thread.
+      lane: the thread's.
       row: the first one.
-      panel: of the first half; the second one is in the panel `panels / 2` later.
-      half: of each of the two panels, 0 or 1.
+      panel: the first half's; the second one is in the panel `panels / 2` later.
+      half: which half of the two panels, 0 or 1.
     """
 
     lane: Int
@@ -87,7 +87,7 @@ class WarpPart(NamedTuple):
 
     @property
     def unit(self) -> Int:
-        """Which 32 columns the first half is."""
+        """The number of the 32 columns that the first half is."""
         return self.panel * 2 + self.half
 
     def halves(self, tile: Tile, column_tile: Int, width: int) -> tuple[tuple[int, Int], tuple[int, Int]]:

@@ -20,9 +20,9 @@ from pallas_kernels.ampere.row_matmul import Where, store_sums
 from pallas_kernels.ampere.tile import WARPGROUPS, Tile, WarpPart, abreast, tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.matrices import chunk_size, start_copy
 from pallas_kernels.simt.values import Int, Long, Pointer, minimum
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
 
 
@@ -42,10 +42,10 @@ def up_weight_gradients(
     """
     gradients = _row_contraction(
         "moe_up_weight_gradients",
-        _Operand((x,), gathered=True),
-        _Operand(d_pre_activations, gathered=False),
+        x,
+        d_pre_activations,
         groups,
-        num_tokens=x.shape[0],
+        left_gathered=True,
         dtypes=dtypes,
         tile=tuned_tile("up_weight_gradients", tuning, d_pre_activations[0], x.shape[1], groups),
     )
@@ -68,10 +68,10 @@ def down_weight_gradients(
     """`(weights · A)ᵀ · dy_g`; see the portable twin. Rounds as `up_weight_gradients` does."""
     (gradient,) = _row_contraction(
         "moe_down_weight_gradients",
-        _Operand((weighted_hidden,), gathered=False),
-        _Operand((dy,), gathered=True),
+        weighted_hidden,
+        (dy,),
         groups,
-        num_tokens=dy.shape[0],
+        left_gathered=False,
         dtypes=(dtype,),
         tile=tuned_tile("down_weight_gradients", tuning, weighted_hidden, dy.shape[1], groups),
     )
@@ -84,30 +84,21 @@ def down_weight_gradients(
     )
 
 
-class _Operand(NamedTuple):
-    """Arrays of one width, read by token index if `gathered`, else by row; a tile has equal parts of each."""
-
-    arrays: tuple[jax.Array, ...]
-    gathered: bool
-
-    @property
-    def width(self) -> int:
-        return self.arrays[0].shape[1]
-
-
 class _Side(NamedTuple):
     """An operand's part of a block's tile.
 
     Attributes:
-      operand: whose part it is.
-      pointers: to its arrays.
+      arrays: the operand's, of which the tile has equal parts.
+      gathered: whether they are read by token index, or else by row.
+      width: that of each array.
       first: the first column of each array's part.
-      columns: of each array's part.
+      columns: width of each array's part.
       word: where its panels are in a slot.
     """
 
-    operand: _Operand
-    pointers: Sequence[Pointer]
+    arrays: Sequence[Pointer]
+    gathered: bool
+    width: int
     first: Int
     columns: int
     word: int
@@ -115,37 +106,33 @@ class _Side(NamedTuple):
 
 def _row_contraction(
     name: str,
-    left: _Operand,
-    right: _Operand,
+    left: jax.Array,
+    right: tuple[jax.Array, ...],
     groups: Dispatch[TileSchedule],
     *,
-    num_tokens: int,
+    left_gathered: bool,
     dtypes: tuple,
     tile: Tile,
 ) -> list[jax.Array]:
     """`leftᵀ · r` over each expert's rows for every array `r` of the right operand.
 
     Args:
-      name: of the kernel in profiles.
-      left: one array of a columns.
+      name: what profiles call the kernel.
+      left: an array of a columns.
       right: arrays of b columns, a multiple of 8 as is a, in the dtype of the left one.
       groups: the rows by expert; those of no token do not count.
-      num_tokens: rows of what is gathered.
-      dtypes: of the results, `(E, a, b)`.
+      left_gathered: whether the left operand is read by token index and the right one by row, or the other way round.
+      dtypes: those of the results, `(E, a, b)`.
       tile: its shape. Blocks that run together share most of what they read if several row tiles are abreast.
     """
-    kind = jnp.dtype(left.arrays[0].dtype).name
+    kind = jnp.dtype(left.dtype).name
     elements, panels = chunk_size(kind), Panels.of(tile, kind)
-    shape = left.width, right.width
-    width = tile.columns // len(right.arrays)
+    shape = left.shape[1], right[0].shape[1]
+    num_tokens = (left if left_gathered else right[0]).shape[0]
+    width = tile.columns // len(right)
     row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
     sweeps = tile.sweeps(column_tiles)
     num_rows = groups.num_rows
-
-    def place(block: Int) -> tuple[Int, Int, Int]:
-        """Expert, row tile and sweep of a block: so many row tiles abreast, column by column."""
-        expert, of_expert = block // (row_tiles * sweeps), block % (row_tiles * sweeps)
-        return expert, *abreast(of_expert, row_tiles, sweeps, tile.abreast)
 
     def copies(
         sides: Sequence[_Side], first_row: Int, end: Int, token_indices: Pointer
@@ -169,43 +156,44 @@ def _row_contraction(
             row, token = row_of(k, i), tokens[number]
             known = (row < end) & (token >= 0) & (token < num_tokens)
             column = side.first + chunk * elements
-            start = Long(token if side.operand.gathered else row) * side.operand.width + column
+            start = Long(token if side.gathered else row) * side.width + column
             target = word + (side.word + i * ROW_WORDS + panel * panels.words)
             array, later = divmod(panel * panels.columns, side.columns)
-            wanted = all_or_none(known, Int(side.operand.width) - column) > later
-            start_copy(slot, target, side.pointers[array].at(start), Int(later), wanted)
+            wanted = all_or_none(known, Int(side.width) - column) > later
+            start_copy(slot, target, side.arrays[array].at(start), Int(later), wanted)
 
         return tokens, [
             partial(copy, number, i, side, panel)
             for number, i in enumerate(apart)
             for side in sides
-            for panel in range(len(side.pointers) * side.columns // panels.columns)
+            for panel in range(len(side.arrays) * side.columns // panels.columns)
         ]
 
-    def load_rows(slot: Pointer, part: WarpPart, product: int) -> list[list[Int]]:
-        first = part.row // UNIT
-        return [
-            panels.load(slot, first + m // 2, m % 2, product, part.lane, left=True) for m in range(tile.warp_rows // 16)
-        ]
-
-    def body(offsets, token_indices, left_array, right_arrays, *results_and_ring):
+    def body(offsets, token_indices, left, right, *results_and_ring):
         *results, ring = results_and_ring
-        expert, row_tile, sweep = place(simt.block())
+        block = simt.block()
+        expert, of_expert = block // (row_tiles * sweeps), block % (row_tiles * sweeps)
+        row_tile, sweep = abreast(of_expert, row_tiles, sweeps, tile.abreast)
         first_row, end = offsets[expert], offsets[expert + 1]
         steps = (end - first_row + (panels.rows - 1)) // panels.rows
         part = WarpPart.of(tile)
 
+        def load_rows(slot: Pointer, product: int) -> list[list[Int]]:
+            first = part.row // UNIT
+            units = ((first + m // 2, m % 2) for m in range(tile.warp_rows // 16))
+            return [panels.load(slot, unit, pair, product, part.lane, left=True) for unit, pair in units]
+
         def of_column(column_tile: Int) -> tuple[Operands, Int]:
             sides = (
-                _Side(left, (left_array,), row_tile * TILE_ROWS, TILE_ROWS, 0),
-                _Side(right, right_arrays, column_tile * width, width, tile.lhs_words),
+                _Side((left,), left_gathered, shape[0], row_tile * TILE_ROWS, TILE_ROWS, 0),
+                _Side(right, not left_gathered, shape[1], column_tile * width, width, tile.lhs_words),
             )
             tokens_of, own_copies = copies(sides, first_row, end, token_indices)
             multiplied = Operands(
                 kind,
                 panels.steps,
                 own_copies,
-                lambda slot, product: load_rows(slot, part, product),
+                load_rows,
                 lambda slot, *place: load_columns(panels, slot.at(tile.lhs_words), tile, part, *place),
                 state=tokens_of,
             )
@@ -226,4 +214,4 @@ def _row_contraction(
         blocks=groups.num_experts * row_tiles * sweeps,
         warpgroups=WARPGROUPS,
         shared=[tile.stages * tile.slot_words],
-    )(groups.expert_token_offsets, groups.expert_token_indices, *left.arrays, right.arrays)
+    )(groups.expert_token_offsets, groups.expert_token_indices, left, right)

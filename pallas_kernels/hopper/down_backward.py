@@ -16,10 +16,16 @@ from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.panels import load_columns, store_columns
 from pallas_kernels.hopper.ring import PANELS
 from pallas_kernels.hopper.row_matmul import PanelEnd, RowMatmul, ragged_copy
-from pallas_kernels.mosaic.bias_part import bias_part
-from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, rows_of_tiles
-from pallas_kernels.mosaic.sum_in_order import sum_in_order
-from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.mosaic.row_groups import (
+    GROUP_ROWS,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    TileSchedule,
+    bias_part,
+    rows_of_tiles,
+    sum_in_order,
+)
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)

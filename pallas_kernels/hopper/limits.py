@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jaxlib.version
 from jaxtyping import Array
 
-from pallas_kernels.mosaic.support import weights_unsupported
+from pallas_kernels.mosaic.device import weights_unsupported
 from pallas_kernels.routing.dispatch import dispatch_unsupported
 
 

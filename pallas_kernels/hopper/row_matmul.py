@@ -8,7 +8,6 @@ run on the tensor cores. Or a tile ends with more operands, which follow its k s
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.launch import TileKernel, launch
 from pallas_kernels.hopper.panels import end_ragged_copy, store_buffers, store_through, wgmma
 from pallas_kernels.hopper.ring import PANELS
+from pallas_kernels.hopper.tile_kernel import TileKernel
 from pallas_kernels.hopper.tile_queue import is_dynamic
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, ROW_ALIGNMENT, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.tuning.parameters import TileTuning
@@ -155,22 +154,11 @@ class RowMatmul(TileKernel):
         self.dtype = jax.tree.leaves(list(self.operands.values()))[0].dtype
         tokens = self.operands.get("tokens")
         self.gather = None if tokens is None else RowGather(tokens, rows=TILE_ROWS, columns=K_STEP)
+        self.num_tiles = self.schedule.num_tiles * self.column_tiles
         # Counted out, a tile without rows would cost as long as it takes to get the next one.
         self.used = self.schedule.count_used() if is_dynamic(self.tuning.shares) else None
-
-    def run(self, name: str, **options) -> SimpleNamespace:
-        """The results by name; `results`, `copies` and other options are those of `launch`."""
-        return launch(
-            name,
-            self,
-            tiles=self.schedule.num_tiles * self.column_tiles,
-            operands={"schedule": self.schedule.arrays, "used": self.used, **self.operands},
-            tuning=self.tuning,
-            dtype=self.dtype,
-            gathers=self.gather is not None,
-            buffers=store_buffers(self.dtype) if isinstance(self.end, HeldEnd) else None,
-            **options,
-        )
+        self.operands = {"schedule": self.schedule.arrays, "used": self.used, **self.operands}
+        self.buffers = store_buffers(self.dtype) if isinstance(self.end, HeldEnd) else None
 
     def find(self, refs, number):
         row_tiles = self.schedule.num_tiles if self.used is None else refs.used[0]

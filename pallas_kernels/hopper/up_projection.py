@@ -14,7 +14,7 @@ from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.ring import PANELS
 from pallas_kernels.hopper.row_matmul import HeldEnd, RowMatmul, store_rows, tile_panel
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TileSchedule
-from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
 

@@ -20,12 +20,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.launch import TileKernel, launch
 from pallas_kernels.hopper.panels import store_buffers, store_through, wgmma, zero_rows
 from pallas_kernels.hopper.ring import PANELS
+from pallas_kernels.hopper.tile_kernel import TileKernel
+from pallas_kernels.mosaic.device import WIDTH_MULTIPLE
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
-from pallas_kernels.mosaic.support import WIDTH_MULTIPLE
-from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
 
 
@@ -48,7 +48,7 @@ def up_weight_gradients(
     shape = shape_key(num_rows, x[0].dtype, d=x[0].shape[1], n=n, E=num_experts)
     tuning = find_tuning(TileTuning, "up_weight_gradients", tuning, shape)
     contraction = RowContraction(x, d_pre_activations, groups, dtypes[0], transposed=False, tuning=tuning)
-    gradients = contraction.run("moe_up_weight_gradients")
+    gradients = contraction.gradients("moe_up_weight_gradients")
     if not bias_dtypes:
         return gradients, ()
     # Sums over rows are products with ones: every row gathers the same token.
@@ -56,7 +56,7 @@ def up_weight_gradients(
     rows_of_ones = groups._replace(expert_token_indices=jnp.where(is_row, jnp.int32(0), 1))
     ones = jnp.ones((1, WIDTH_MULTIPLE), x[0].dtype)
     bias_contraction = RowContraction((ones,), d_pre_activations, rows_of_ones, jnp.float32, transposed=False)
-    sums = bias_contraction.run("moe_up_bias_gradients")
+    sums = bias_contraction.gradients("moe_up_bias_gradients")
     return gradients, tuple(s[:, 0].astype(t) for s, t in zip(sums, bias_dtypes, strict=True))
 
 
@@ -78,11 +78,11 @@ def down_weight_gradients(
     shape = shape_key(num_rows, dy[0].dtype, d=dy[0].shape[1], n=n, E=num_experts)
     tuning = find_tuning(TileTuning, "down_weight_gradients", tuning, shape)
     contraction = RowContraction(dy, (weighted_hidden,), groups, dtype, transposed=True, tuning=tuning)
-    (gradient,) = contraction.run("moe_down_weight_gradients")
+    (gradient,) = contraction.gradients("moe_down_weight_gradients")
     if bias_dtype is None:
         return gradient, None
     stored = jnp.broadcast_to(row_weights.astype(dy[0].dtype)[:, None], (groups.num_rows, WIDTH_MULTIPLE))
-    (sums,) = RowContraction(dy, (stored,), groups, bias_dtype, transposed=True).run("moe_down_bias_gradients")
+    (sums,) = RowContraction(dy, (stored,), groups, bias_dtype, transposed=True).gradients("moe_down_bias_gradients")
     return gradient, sums[:, 0]
 
 
@@ -108,7 +108,7 @@ class RowContraction(TileKernel):
       tokens: `(T, a)` in one or several arrays, read by token index.
       stored: arrays `(R, b)`, read by row.
       groups: the rows by expert.
-      dtype: of the results. 16-bit ones wait in registers for the next tile's products.
+      result_dtype: of the results. 16-bit ones wait in registers for the next tile's products.
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
       tuning: slots of the ring, the order of an expert's tiles, and how tiles are shared out.
     """
@@ -116,7 +116,7 @@ class RowContraction(TileKernel):
     tokens: tuple[jax.Array, ...]
     stored: tuple[jax.Array, ...]
     groups: Dispatch[TileSchedule]
-    dtype: Any
+    result_dtype: Any
     transposed: bool
     tuning: TileTuning = field(default_factory=TileTuning)
 
@@ -127,32 +127,20 @@ class RowContraction(TileKernel):
         self.width = TILE_COLUMNS // len(self.stored)  # of a result's part of a tile
         self.tiles = (-(-self.shape[0] // TILE_ROWS), -(-self.shape[1] // self.width))  # of an expert
         self.num_tiles = self.groups.num_experts * self.tiles[0] * self.tiles[1]
+        indices = {"offsets": self.groups.expert_token_offsets, "token_indices": self.groups.expert_token_indices}
+        self.operands = {**indices, "tokens": self.tokens, "stored": self.stored}
+        self.dtype = self.tokens[0].dtype
         self.gather = RowGather(self.tokens, rows=K_STEP, columns=TILE_ROWS)
-        self.wide = jnp.dtype(self.dtype) == jnp.float32
+        self.wide = jnp.dtype(self.result_dtype) == jnp.float32
         self.chunk_columns = 32 if self.wide else 64  # a chunk of the result is 128 bytes wide
+        self.buffers = store_buffers(self.result_dtype, self.chunk_columns)
+        self.barriers = {"zeroed": plgpu.Barrier(num_arrivals=2)}
 
-    def run(self, name: str) -> tuple[jax.Array, ...]:
+    def gradients(self, name: str) -> tuple[jax.Array, ...]:
         """The results, from a kernel of that name."""
-        shape = self.shape[::-1] if self.transposed else self.shape
-        result = jax.ShapeDtypeStruct((self.groups.num_experts, *shape), self.dtype)
-        return launch(
-            name,
-            self,
-            tiles=self.num_tiles,
-            operands={
-                "offsets": self.groups.expert_token_offsets,
-                "token_indices": self.groups.expert_token_indices,
-                "tokens": self.tokens,
-                "stored": self.stored,
-            },
-            results={"results": (result,) * len(self.stored)},
-            tuning=self.tuning,
-            dtype=self.tokens[0].dtype,
-            copies=PANELS,
-            gathers=True,
-            buffers=store_buffers(self.dtype, self.chunk_columns),
-            barriers={"zeroed": plgpu.Barrier(num_arrivals=2)},
-        ).results
+        shape = (self.groups.num_experts, *(self.shape[::-1] if self.transposed else self.shape))
+        result = jax.ShapeDtypeStruct(shape, self.result_dtype)
+        return self.run(name, results={"results": (result,) * len(self.stored)}, copies=PANELS).results
 
     def find(self, refs, number):
         is_one, number = number < self.num_tiles, jnp.minimum(number, self.num_tiles - 1)
@@ -196,7 +184,7 @@ class RowContraction(TileKernel):
 
     def nothing_held(self):
         columns = 8 if self.wide else TILE_COLUMNS  # nothing is held of a wide result
-        return _zeros(columns, self.dtype), GradientTile(*[jnp.int32(0)] * 5)
+        return _zeros(columns, self.result_dtype), GradientTile(*[jnp.int32(0)] * 5)
 
     def part(self, refs, tile: GradientTile):
         return tile, tile.steps
@@ -218,7 +206,7 @@ class RowContraction(TileKernel):
 
         def end(accumulator):
             if not self.wide:
-                return accumulator.astype(self.dtype)
+                return accumulator.astype(self.result_dtype)
             for chunk in self.stores(refs, accumulator, tile):
                 chunk()
             return held[0]

@@ -1,11 +1,13 @@
-"""Rows grouped by expert, cut into tiles: computed once, shared by all the kernels."""
+"""Rows grouped by expert, cut into tiles: computed once, shared by all the kernels; and sums of rows in XLA."""
 
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.place_values import place_values
 
 TILE_ROWS = 128
@@ -46,22 +48,27 @@ class TileSchedule(NamedTuple):
         return jnp.sum(self.valid_rows > 0, dtype=jnp.int32)[None] if self.used is None else self.used
 
 
-class Where(NamedTuple):
-    """The part of the output that a warpgroup works on: rows `row` to `row + rows` of a column tile.
-
-    For a consumer these are its own 64 rows at most, for the producer all of the tile's.
-    """
-
-    warpgroup: jax.Array | int
-    expert: jax.Array
-    row: jax.Array
-    rows: jax.Array  # valid ones, a multiple of 8
-    row_tile: jax.Array
-    column_tile: jax.Array
-
-
 def rows_of_tiles(values: Array, schedule: TileSchedule, num_rows: int) -> Array:
     """`(tiles, 128)` values of the tiles' rows as `(num_rows,)` values; zero for rows of no tile."""
     row = jnp.arange(TILE_ROWS, dtype=jnp.int32)[None]
     target = jnp.where(row < schedule.valid_rows[:, None], schedule.first_row[:, None] + row, num_rows)
     return place_values(values, target, num_rows)
+
+
+def bias_part(
+    dy: Float[Array, "T d"], b_down: Float[Array, "E d"], groups: Dispatch[TileSchedule]
+) -> Float[Array, " R"]:
+    """`⟨dy, b_down⟩` of every row: a product for all experts is cheaper than gathering rows of dy for it."""
+    products = jnp.dot(dy, b_down.astype(dy.dtype).T, preferred_element_type=jnp.float32)
+    of_tiles = jnp.broadcast_to(groups.tiles.expert[:, None], (groups.tiles.num_tiles, TILE_ROWS))
+    expert = rows_of_tiles(of_tiles, groups.tiles, groups.num_rows)
+    return products.at[groups.expert_token_indices, expert].get(mode="fill", fill_value=0)
+
+
+def sum_in_order(parts: Float[Array, "parts *rest"]) -> Float[Array, "*rest"]:
+    """The sum over the first axis, from the first part to the last.
+
+    XLA times several ways to sum along an axis as it compiles for a GPU, which differ in the last bits, so two
+    compilations of one program may (openxla/xla issue 37902).
+    """
+    return reduce(add, parts)

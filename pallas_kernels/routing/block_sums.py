@@ -23,7 +23,7 @@ _MOST_PARTS = 32  # where lanes cannot add up among themselves
 
 
 class _Share(NamedTuple):
-    """What a thread adds up: from `first_row` on, at `start`; `loaded` if all of it is on its way."""
+    """A thread's part: `array` starts at its `first_row` and column; `loaded` if all of it is on its way."""
 
     item: Int
     column: Int
@@ -33,7 +33,7 @@ class _Share(NamedTuple):
 
 
 class ColumnSums:
-    """How the threads share `(rows, width)`; `words` is the size of the shared array of one kind of sums."""
+    """The division of `(rows, width)` among threads; `words` is the size of the shared array of one kind of sums."""
 
     def __init__(self, rows: int, width: int, threads: int):
         self.width, self.threads = width, threads

@@ -7,15 +7,15 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import simt
 from pallas_kernels.mosaic.device import num_sms
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.threads import branch, indices, lanes_where, shuffle, when
 from pallas_kernels.simt.values import WARP, Long, Vector, lowest_bit, minimum, select
+from pallas_kernels.traced_once import traced_once
 
 WARPGROUPS = 1
 WARPS, THREADS = WARPGROUPS * 4, WARPGROUPS * 128
 BLOCKS_PER_SM = 24
-COLUMNS = 8  # of a lane: 16 bytes
-ROWS_IN_FLIGHT = 4  # of a warp, which is what device memory needs
+COLUMNS = 8  # that a lane has: 16 bytes
+ROWS_IN_FLIGHT = 4  # for each warp, which is what device memory needs
 
 
 @traced_once("blocks")

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import simt, xla
 from pallas_kernels.contract import Dispatch, Losses
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, TileSchedule
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.routing.dispatch_place import Size, known_expert, place
 from pallas_kernels.simt.threads import block_barrier, indices
 from pallas_kernels.simt.values import minimum, select
+from pallas_kernels.traced_once import traced_once
 
 MAX_EXPERTS = 2048  # every warp counts them in shared memory
 BLOCKS = 128  # a power of two, and one SM left for the block that adds up the router's sums
@@ -77,8 +77,10 @@ def in_parts(
     everything, own = xla.in_parts(groups._replace(tiles=None), parts)
     windows = jax.tree.map(lambda *rows: jnp.stack(rows), *(part.tiles for part in own))
     tiles = jax.vmap(partial(_tiles, num_rows=groups.num_rows - SPARE_ROWS))(*windows)
-    own = (part._replace(tiles=TileSchedule(*(t[p] for t in tiles))) for p, part in enumerate(own))
-    return everything._replace(tiles=groups.tiles._replace(expert=groups.tiles.expert // parts)), tuple(own)
+    of_parts = [jax.tree.map(lambda rows, p=p: rows[p], tiles) for p in range(parts)]
+    of_all = groups.tiles._replace(expert=groups.tiles.expert // parts)
+    own = (Dispatch(*part[:-1], of_part) for part, of_part in zip(own, of_parts, strict=True))
+    return Dispatch(*everything[:-1], of_all), tuple(own)
 
 
 def of_experts(
@@ -96,7 +98,7 @@ def of_experts(
 
     counted = expert - (first if counted_from is None else counted_from)
     rows = xla.of_experts(groups._replace(tiles=None), first, experts)
-    return rows._replace(tiles=TileSchedule(*map(moved, (counted, *tiles.arrays[1:])), used=mine))
+    return Dispatch(*rows[:-1], TileSchedule(*map(moved, (counted, *tiles.arrays[1:])), used=mine))
 
 
 def _tiles(starts: Int[Array, " E"], ends: Int[Array, " E"], num_rows: int) -> TileSchedule:

@@ -31,14 +31,14 @@ from pallas_kernels.simt.values import WARP, count_bits, minimum, select, total
 
 WARPGROUPS = 4
 HELD = 6  # steps of a warp whose pairs stay in registers; 8 spilled where there are 256 experts
-STEPS_AT_ONCE = 8  # the same where there are more of them
+STEPS_AT_ONCE = 8  # steps whose pairs are loaded together, where there are more of them
 GATHERED_AT_ONCE = 4  # rows that a thread writes at a time
 MOST_SHARED_WORDS = 50 * 1024
 _TOKEN_BITS = 20
 
 
 class Size(NamedTuple):
-    """Of the results: rows and tiles at most, and what every group's first row is a multiple of."""
+    """Sizes of the results: rows and tiles at most, and what every group's first row is a multiple of."""
 
     num_rows: int
     num_tiles: int
@@ -75,15 +75,15 @@ def known_expert(expert, num_experts: int):
 class _Shared(NamedTuple):
     """A block's shared memory: the words of each array, and in the kernel pointers to them."""
 
-    counters: Any  # of each warp, by expert and for empty slots: its pairs, and then where it puts the next one
-    sums: Any  # by expert, of all blocks' pairs
-    sums_before: Any  # of those in the blocks before this one
-    pairs: Any  # by expert: the same as the sums, in one word
-    group_start: Any  # by expert: its first row; and where the last expert's end
-    first_tile: Any  # the same for tiles
-    first_gathered: Any  # and for the block's gathered rows
-    way_home: Any  # by expert: how far its gathered rows are from home
-    warp_totals: Any  # of the warps that scan experts: rows, tiles and gathered rows
+    counters: Any  # each warp's, by expert and for empty slots: its pairs, and then where it puts the next one
+    sums: Any  # all blocks' pairs by expert
+    sums_before: Any  # pairs by expert in the blocks before this one
+    pairs: Any  # the sums by expert, each in one word
+    group_start: Any  # each expert's first row, and where the last one's end
+    first_tile: Any  # each expert's first tile, and how many there are
+    first_gathered: Any  # each expert's first one of the block's gathered rows, and how many there are
+    way_home: Any  # how far each expert's gathered rows are from home
+    warp_totals: Any  # rows, tiles and gathered rows of each warp that scans experts
     gathered: Any  # token and expert of each of the block's pairs
 
 
@@ -96,7 +96,7 @@ class _Pair(NamedTuple):
 
 
 class _Place:
-    """What a thread does."""
+    """A thread of the kernel."""
 
     def __init__(self, experts_shape, counts_shape, size: Size, has_sums: bool):
         (self.num_tokens, self.slots), (self.blocks, self.num_experts) = experts_shape, counts_shape
@@ -215,7 +215,7 @@ class _Place:
                 self.mine.add(pair.expert, 1)
 
     def walk(self, pairs: list[_Pair]) -> list:
-        """What the warp's counters were before each pair, and counts the pairs."""
+        """Counts the pairs, and returns what the warp's counters were before each."""
         lower_lanes = (simt.Int(1) << self.lane) - 1
         bits = self.num_experts.bit_length()
         equal = [lanes_with_equal_bits(pair.expert, bits) for pair in pairs]
@@ -236,7 +236,7 @@ class _Place:
         return [(self.thread * per + i, self.thread * per + i < self.num_experts) for i in range(per)]
 
     def scan_warp(self) -> None:
-        """Where each expert starts, counted from the warp's first."""
+        """Writes where each expert starts, counted from the warp's first."""
         shared, rows = self.shared, []
         for expert, real in self.my_experts():
             known = minimum(expert, self.num_experts - 1)
@@ -257,7 +257,7 @@ class _Place:
                 shared.warp_totals[slot] = everything
 
     def start_experts(self) -> None:
-        """Where each expert starts, and in it the pairs of each warp."""
+        """Writes where each expert starts, and in it the pairs of each warp."""
         earlier = [self.earlier_warps(kind) for kind in range(3)]
         for expert, real in self.my_experts():
             with when(real):

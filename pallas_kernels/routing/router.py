@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import simt
 from pallas_kernels.contract import Losses, Routed, Rule, Scoring
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.routing.dispatch import BLOCKS, dispatch_routed
 from pallas_kernels.routing.router_choice import Choice, keep_best_groups
 from pallas_kernels.routing.router_lanes import (
@@ -32,6 +31,7 @@ from pallas_kernels.routing.router_lanes import (
 )
 from pallas_kernels.simt.threads import block_barrier, branch, combine_lanes, indices, lanes_where, loop, when
 from pallas_kernels.simt.values import WARP, exp2, log2, maximum, minimum, multiply_add, reciprocal, select, total
+from pallas_kernels.traced_once import traced_once
 
 LN2, LOG2E = math.log(2), math.log2(math.e)
 _LEAST = -200.0  # 2 to this is zero; and zero times this is zero, which is not so for -inf
@@ -67,7 +67,7 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     outputs = [
         jax.ShapeDtypeStruct((num_tokens, slots), jnp.int32),
         jax.ShapeDtypeStruct((num_tokens, slots), jnp.float32),
-        (  # of the blocks
+        (  # counts and sums of each block
             jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32),
             jax.ShapeDtypeStruct((blocks, num_experts), jnp.float32),
             jax.ShapeDtypeStruct((blocks, 2), jnp.float32),
@@ -90,7 +90,7 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
 
 
 class _Body:
-    """What a thread does."""
+    """A thread of the kernel."""
 
     def __init__(self, num_tokens: int, num_experts: int, rule: Rule, biased: bool, blocks: int):
         self.num_tokens, self.num_experts, self.rule = num_tokens, num_experts, rule
@@ -102,7 +102,7 @@ class _Body:
 
     @property
     def shared_words(self) -> list:
-        """Of the histogram, the warps' sums, what each row has chosen and the best left, and the groups of each row."""
+        """Sizes of the histogram, the warps' sums, what a row has chosen and the best left, and a row's groups."""
         layout, num_groups = self.layout, self.rule.num_groups
         of_groups = (layout.rows * layout.lanes * layout.per_lane, layout.rows * num_groups) if self.grouped else None
         words = [self.num_experts, layout.warps * (self.num_experts + 2), layout.rows * (self.slots + 1)]
@@ -304,5 +304,5 @@ def dot(a: list[simt.Float], b: list[simt.Float]) -> simt.Float:
 
 
 def _log_of_one_and_power(x: simt.Float) -> simt.Float:
-    """Of 1 + exp(-|x|), to base 2."""
+    """Logarithm of 1 + exp(-|x|), to base 2."""
     return log2(exp2(maximum(x, x * -1.0) * -LOG2E) + 1.0)

@@ -17,7 +17,10 @@ from pallas_kernels.simt.values import Bool, Int, maximum, minimum, permute_byte
 
 
 class Choice:
-    """Of `slots` experts; slot i is lane `i mod lanes`'s. `chosen` is shared memory, `slots + 1` words to a row."""
+    """The choice of `slots` experts; slot i is lane `i mod lanes`'s.
+
+    `chosen` is shared memory, `slots + 1` words to a row.
+    """
 
     def __init__(self, lane: Lane, slots: int, chosen):
         self.lane, self.layout, self.slots = lane, lane.layout, slots
@@ -61,7 +64,7 @@ class Choice:
         return experts, doubtful
 
     def by_keys(self, keys) -> list:
-        """The same ids from the whole keys."""
+        """Ids of the slots this lane owns, from the whole keys."""
         lane, slots = self.lane, self.slots
         lists, ids = self._sorted_lists(keys)
         chosen = self._of_row()
@@ -182,7 +185,7 @@ def _score(members, group, per_group: int):
 
 
 def _better_groups(group_scores, group, num_groups: int):
-    """How many groups go before this one."""
+    """The number of groups that go before this one."""
     score = group_scores[group]
 
     def compare(other, better):

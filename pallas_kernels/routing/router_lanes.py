@@ -71,7 +71,8 @@ class Layout(NamedTuple):
         return WARP // self.lanes
 
     @property
-    def rows(self) -> int:  # of the block at a time
+    def rows(self) -> int:
+        """Rows that a block has at a time."""
         return self.warps * self.rows_per_warp
 
     @property

@@ -8,9 +8,9 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels import simt
 from pallas_kernels.contract import KEY_BITS, Cutoffs
-from pallas_kernels.mosaic.traced_once import traced_once
 from pallas_kernels.simt.threads import block_barrier, branch, exclusive_warp_sum, indices, loop, when
 from pallas_kernels.simt.values import WARP, Long, minimum, select, total
+from pallas_kernels.traced_once import traced_once
 
 WARPGROUPS = 4
 THREADS = WARPGROUPS * 128
@@ -45,7 +45,7 @@ def token_cutoffs(keys: Int[Array, "E T"], wanted: Int[Array, " E"]) -> Cutoffs:
 
 
 class _Cutoffs:
-    """What a thread of `token_cutoffs` does."""
+    """A thread of `token_cutoffs`."""
 
     def __init__(self, num_tokens: int):
         self.num_tokens = num_tokens

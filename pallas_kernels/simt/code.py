@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
 
-from pallas_kernels.mosaic import in_place
+from pallas_kernels.mosaic import launches
 
 _ALL_LANES = 0xFFFFFFFF
 _GLOBAL, _SHARED = 1, 3
@@ -38,7 +38,7 @@ def launch(run, inputs, *, name, results, blocks, warpgroups, shared, updated):
         emit(*refs)
 
     body.__name__ = name
-    return in_place.kernel(
+    return launches.kernel(
         body,
         in_place={len(inputs) - updated + i: i for i in range(updated)},
         out_type=results,

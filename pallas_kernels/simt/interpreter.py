@@ -18,7 +18,7 @@ from pallas_kernels.compat import kernel_launch
 from pallas_kernels.simt.races import Memory, Threads
 from pallas_kernels.simt.values import WARP
 
-_ONE_AT_A_TIME = Lock()  # of several devices: the body of a kernel may keep what belongs to one
+_ONE_AT_A_TIME = Lock()  # device: the body of a kernel may keep what belongs to one
 _TF32 = np.int32(-1 << 13)  # the bits that tensor cores read
 
 
@@ -50,7 +50,7 @@ def launch(run, inputs, *, name, results, blocks, warpgroups, shared, updated):
 
 
 class _Pointer(NamedTuple):
-    """Where in a memory each thread's index 0 is."""
+    """A memory, and where in it each thread's index 0 is."""
 
     memory: Memory
     kind: str

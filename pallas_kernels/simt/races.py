@@ -56,8 +56,8 @@ class _Access(NamedTuple):
     Attributes:
       thread: one of them, -1 for nobody.
       reach: how far they are apart: 0 for that thread alone, 1 for threads of its warp, 2 of its block, 3 of several.
-      block_barriers: that the block had passed.
-      warp_barriers: that the warp had passed.
+      block_barriers: how many the block had passed.
+      warp_barriers: how many the warp had passed.
     """
 
     thread: np.ndarray

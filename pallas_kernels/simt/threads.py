@@ -1,4 +1,4 @@
-"""What threads do: a kernel's launch, branches and loops, barriers, and what the 32 lanes of a warp tell each other."""
+"""Threads: a kernel's launch, branches and loops, barriers, and what the 32 lanes of a warp tell each other."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,9 +30,9 @@ def kernel(
       name: what profiles call the kernel.
       outputs: shapes and dtypes of results, int32, float32, bfloat16 or float16.
       blocks: the grid's size.
-      warpgroups: of 128 threads per block.
+      warpgroups: how many a block has, of 128 threads each.
       shared: sizes of int32 arrays in shared memory.
-      updated: so many of the last inputs come back changed, as the first outputs, in their own memory if XLA can do
+      updated: how many of the last inputs come back changed, as the first outputs, in their own memory if XLA can do
         so without a copy; see `Pointer.is_same`.
     """
 
@@ -71,7 +71,7 @@ def when(condition: Bool) -> Iterator[None]:
 
 
 def branch(condition: Bool, body: Callable, otherwise: Sequence) -> list:
-    """What `body()` returns in the threads where the condition holds, `otherwise` in the others: a branch taken."""
+    """Takes a branch: what `body()` returns in the threads where the condition holds, `otherwise` in the others."""
 
     def taken():
         return [v.value for v in body()]
@@ -87,7 +87,7 @@ def indices(start, stop, step) -> Iterator[Int]:
 
 
 def loop(start, stop, step, body: Callable, carry: Sequence) -> list:
-    """What is left of `carry` after `carry = body(i, *carry)` for each of `indices(start, stop, step)`."""
+    """Repeats `carry = body(i, *carry)` for each `i` of `indices(start, stop, step)`, and returns the last `carry`."""
     carry = [c if isinstance(c, Value) else Int(c) for c in carry]
 
     def once(i, *values):

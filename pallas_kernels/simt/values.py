@@ -1,4 +1,4 @@
-"""What a thread computes with: numbers, short vectors, and pointers; all arithmetic is the machine's at hand."""
+"""Values of a thread: numbers, short vectors, and pointers; all arithmetic is the machine's at hand."""
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -16,7 +16,7 @@ machine = running.get  # what runs the body at hand
 
 
 class Value:
-    """What each thread holds one of; `value` belongs to the machine."""
+    """A number or a few, of which each thread holds its own; `value` belongs to the machine."""
 
     kind: str
 

@@ -150,7 +150,7 @@ def block_kib(capability: str | None = None) -> int:
     return BLOCK_KIB.get(capability or compute_capability() or "", 99)
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """The tiles of a launch for gated experts.
 
     Attributes:
@@ -166,7 +166,7 @@ class _Tiles(NamedTuple):
     depth: int
 
     @classmethod
-    def of(cls, kernel: str, shape: str) -> "_Tiles":
+    def of(cls, kernel: str, shape: str) -> "Tiles":
         """The tiles of `kernel`, without its prefix, at a `shape_key`."""
         sizes = dict(part.split("=") for part in shape.split(",")[:-1])
         pairs, (d, n, experts) = 1 << int(sizes["rows"].removeprefix("2^")), (int(sizes[name]) for name in "dnE")
@@ -200,7 +200,7 @@ def _tile_heuristic(kernel: str, shape: str) -> TileTuning:
     gradient is walked in stripes of 8 row tiles (2% to 7% at three sizes), or of 4 where it has many tiles both ways
     (2% to 3% at d = 4096, n = 1024).
     """
-    tiles = _Tiles.of(kernel, shape)
+    tiles = Tiles.of(kernel, shape)
     if kernel.endswith("weight_gradients"):
         return TileTuning(tile_width=4 if tiles.rows >= 32 and tiles.columns >= 4 else 8)
     if 2 * tiles.columns * TILE_COLUMNS * tiles.depth >= LARGE_MATRIX:
@@ -224,7 +224,7 @@ def mma_heuristic(kernel: str, dtype: str, capability: str | None = None, *, sha
       shape: the call's, by `shape_key`; None for a launch of many narrow rows of tiles.
     """
     kernel = kernel.removeprefix(MMA)
-    tiles = _Tiles.of(kernel, shape) if shape else _Tiles(1, 1, FEW_TILES, 0)
+    tiles = Tiles.of(kernel, shape) if shape else Tiles(1, 1, FEW_TILES, 0)
     if kernel.endswith("weight_gradients"):
         abreast = 4 if tiles.rows * tiles.columns >= 256 else 8
     else:
@@ -246,7 +246,7 @@ def shape_key(rows: int, dtype, **sizes: int) -> str:
 
     Args:
       rows: (token, expert) pairs, or rows that hold them; rounded to the nearest power of two.
-      dtype: of the rows.
+      dtype: the rows'.
       sizes: other sizes by name, taken as they are.
     """
     parts = [f"rows=2^{round(log2(max(rows, 1)))}", *(f"{name}={size}" for name, size in sizes.items())]

@@ -5,7 +5,7 @@ Their docstrings define what each operation computes, in every family. `experts`
 they are built from.
 """
 
-from pallas_kernels.contract import no_limit
+from pallas_kernels import contract
 from pallas_kernels.xla.dispatch import combine as combine
 from pallas_kernels.xla.dispatch import dispatch as dispatch
 from pallas_kernels.xla.dispatch import in_parts as in_parts
@@ -23,5 +23,5 @@ from pallas_kernels.xla.router import router_backward as router_backward
 from pallas_kernels.xla.token_selection import experts_added as experts_added
 from pallas_kernels.xla.token_selection import token_cutoffs as token_cutoffs
 
-unsupported = router_unsupported = dispatch_unsupported = why_kernels_spill = no_limit
+unsupported = router_unsupported = dispatch_unsupported = why_kernels_spill = contract.no_limit
 transformable = True

@@ -35,7 +35,7 @@ def count_in_turn(
 def count_by_comparison(
     tiles: Int[Array, "tiles P"], num_experts: int
 ) -> tuple[Int[Array, "tiles E+1"], Int[Array, "tiles P"]]:
-    """The same, with each pair compared to its whole tile and to every expert at once, as suits an accelerator."""
+    """Counts as `count_in_turn`, but compares a pair to its whole tile and to every expert, as suits an accelerator."""
     counts = (tiles[:, None] == jnp.arange(num_experts + 1, dtype=jnp.int32)[None, :, None]).sum(2, dtype=jnp.int32)
     place = jnp.arange(tiles.shape[1], dtype=jnp.int32)
     earlier = (place[None] < place[:, None])[None]
@@ -93,8 +93,8 @@ def row_range(
 
     Args:
       groups: all rows.
-      first_row: of the range; where groups are aligned, a multiple of their alignment.
-      num_rows: of the range, which may reach past the last row, and the same multiple.
+      first_row: the range's first; where groups are aligned, a multiple of their alignment.
+      num_rows: the range's length, the same multiple; it may reach past the last row.
       spare_rows: rows past those.
 
     Returns:

@@ -37,7 +37,7 @@ def column_block(num_rows: int, d: int, n: int, num_experts: int, dtype) -> int:
       d: width of a token.
       n: width of an expert.
       num_experts: E.
-      dtype: of the rows.
+      dtype: that of the rows.
     """
     del num_rows, d, n, num_experts, dtype
     return 512
@@ -210,8 +210,8 @@ def up_weight_gradients(
       x: tokens, in one array or in parts.
       d_pre_activations: gradients of the gate and up (or the only) pre-activations.
       groups: the rows by expert.
-      dtypes: of the weight gradients, one per projection.
-      bias_dtypes: of the bias gradients, one per projection, or empty: none are computed.
+      dtypes: those of the weight gradients, one per projection.
+      bias_dtypes: those of the bias gradients, one per projection, or empty: none are computed.
     """
     x = _joined(x)
     num_experts, (d, n) = groups.num_experts, (x.shape[1], d_pre_activations[0].shape[1])

@@ -36,14 +36,14 @@ MAX_BATCH = 16
 
 
 class Turn(NamedTuple):
-    """What a turn of the loops takes: `rows` of each of `experts` experts."""
+    """A turn of the loops takes `rows` of each of `experts` experts."""
 
     experts: int
     rows: int
 
 
 class Windows(NamedTuple):
-    """Which rows of each expert are computed, where groups of rows do not say so by their offsets.
+    """Rows of each expert that are computed, where groups of rows do not say so by their offsets.
 
     Attributes:
       start: `(E,)` int32, the first row.
@@ -55,8 +55,8 @@ class Windows(NamedTuple):
 
     @classmethod
     def of(cls, groups: Dispatch) -> "Windows":
-        offsets = groups.expert_token_offsets
-        return groups.tiles or cls(offsets[:-1], offsets[1:])
+        offsets = groups.expert_token_offsets  # which tiles of other families tell as well
+        return groups.tiles if isinstance(groups.tiles, cls) else cls(offsets[:-1], offsets[1:])
 
 
 class Tile(NamedTuple):
@@ -93,7 +93,7 @@ def turns_of(experts: int, rows: int) -> Iterator[None]:
 
 
 def forced_turn() -> Turn | None:
-    """What `turns_of` says."""
+    """The turn that `turns_of` says, or None."""
     return _forced_turn.get()
 
 

@@ -95,7 +95,7 @@ def _log_scores(logits, rule):
 
 
 def _common_terms(logits, rule) -> tuple[Float[Array, "T 1"], Float[Array, "T 1"]]:
-    """What to subtract from a token's log scores, one after the other: a softmax's denominator, if nothing cancels it.
+    """Terms to subtract from a token's log scores, one after the other: a softmax's denominator, if nothing cancels it.
 
     A NaN is the whole row's, although the experts chosen might not show it.
     """

@@ -10,8 +10,8 @@ from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from blaze_jax import MoEConfig, Parallelism, expert_ffn, moe
+from blaze_jax.checks import warn_once
 from blaze_jax.layer_observer import observed_layers
-from blaze_jax.warn import warn_once
 from tests.expert_problems import apply, make_problem
 from tests.layers import CONFIGS, gradients, layer, random_parameters, random_tokens, step
 from tests.numerics import assert_close

@@ -13,10 +13,10 @@ from jax.sharding import AxisType
 
 import blaze_jax
 from blaze_jax import MoE, moe, route, update_selection_bias
+from blaze_jax.checks import warn_once
 from blaze_jax.nnx import AuxiliaryLoss
 from blaze_jax.routing import Routing
-from blaze_jax.warn import warn_once
-from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
+from tests.layers import CONFIGS, WIDTH, layer, loss, random_parameters, random_tokens, step
 from tests.numerics import assert_close, assert_same_bits
 
 # jax 0.12 cannot differentiate the error function of a GELU where check_vma=True.
@@ -68,26 +68,16 @@ def test_dropped_share_is_that_of_all_devices():
     assert_same_bits(tokens_per_expert, np.bincount(experts[experts >= 0], minlength=6).astype(np.int32))
 
 
-def loss(params, x, axis_name=None):
-    """Mean over tokens, and the router's losses."""
-    bias = jnp.linspace(-0.1, 0.1, CONFIG.num_experts)
-    y, routing = moe(x, params, CONFIG, selection_bias=bias, train=True, axis_name=axis_name)
-    mean = jnp.square(y).mean()
-    return (mean if axis_name is None else jax.lax.pmean(mean, axis_name)) + sum(routing.weighted_losses.values())
-
-
 @over_axes
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_is_that_of_one_device(axis_name, check_vma):
-    sharded = jax.shard_map(
-        partial(loss, axis_name=axis_name),
-        mesh=mesh_of(axis_name),
-        in_specs=(P(), P(axis_name)),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
+    @partial(jax.shard_map, mesh=mesh_of(axis_name), in_specs=(P(), P(axis_name)), out_specs=P(), check_vma=check_vma)
+    def sharded(params, x):
+        return loss(params, x, CONFIG, axis_name=axis_name)[0]
+
     params, x = random_parameters(CONFIG), random_tokens(32)
-    assert_close(*(jax.jit(jax.value_and_grad(f))(params, x) for f in (sharded, loss)))
+    (expected, _), gradients = step(params, x, CONFIG)
+    assert_close(jax.jit(jax.value_and_grad(sharded, argnums=(0, 1)))(params, x), (expected, gradients))
 
 
 @pytest.mark.parametrize("form", ["linen", "nnx"])

@@ -145,7 +145,7 @@ def compiled(caplog):
     jax.config.update("jax_log_compiles", False)
 
 
-@pytest.mark.default_cases("*")
+@pytest.mark.default_cases("moe", "route", "linen", "nnx", "other_experts", "parallel_explicit")
 @pytest.mark.parametrize("name", CALLS)
 def test_only_the_first_call_compiles(name, compiled):
     for call in CALLS[name]():

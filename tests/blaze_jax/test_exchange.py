@@ -14,7 +14,7 @@ from blaze_jax.activations import get_activation
 from blaze_jax.exchange import HERE, Transport
 from blaze_jax.plan import Plan, Tokens
 from pallas_kernels import xla
-from tests.blaze_jax.test_parallelism import make_mesh
+from tests.over_devices import make_mesh
 from tests.pallas_kernels.rows import portable_dispatch
 from tests.routings import ROUTINGS
 

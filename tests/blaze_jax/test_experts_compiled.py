@@ -15,8 +15,7 @@ from blaze_jax import expert_ffn
 from blaze_jax.activations import get_activation
 from pallas_kernels import hopper
 from pallas_kernels.compile_only import Compiled, compile_for_gpu
-from tests.blaze_jax.test_experts_hopper import KERNELS
-from tests.expert_problems import Problem, apply
+from tests.expert_problems import KERNELS, Problem, apply
 
 pytestmark = pytest.mark.compile_only
 

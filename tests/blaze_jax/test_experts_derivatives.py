@@ -69,8 +69,13 @@ def of_layer(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("problem", [of_experts, of_routing_weights, of_layer])
-@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize(
+    ("problem", "name"),
+    [
+        *((of_experts, name) for name in DERIVATIVES),
+        *((problem, name) for problem in (of_routing_weights, of_layer) for name in ("jvp", "grad of grad")),
+    ],
+)
 def test_refused_under_jit(name, problem, implementation):
     function, x = problem(implementation)
     derivative = jax.jit(partial(DERIVATIVES[name], function)).trace

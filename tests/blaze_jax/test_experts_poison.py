@@ -11,9 +11,8 @@ POISONED_TOKEN = 5
 ROW_TENSORS = ("y", "x", "weights")
 
 pytestmark = [
-    pytest.mark.parametrize("value", [np.nan, np.inf]),
     pytest.mark.parametrize("save", ["pre_activations", "inputs"]),
-    pytest.mark.parametrize("routing", ["random", "many_tiles"]),
+    pytest.mark.parametrize(("routing", "value"), [("random", np.nan), ("many_tiles", np.inf)]),
 ]
 
 

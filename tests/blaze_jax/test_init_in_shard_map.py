@@ -31,7 +31,7 @@ def created(form: str, parallel: Parallelism | None) -> dict:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("form", "axes"), [("linen", "all"), ("nnx", "all"), ("linen", "width")])
-@pytest.mark.default_cases("linen-all-False", "linen-width-False")
+@pytest.mark.default_cases("linen-all-False")
 def test_parts_are_those_of_one_device(form, axes, check_vma):
     sizes = MESHES[axes]
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -22,9 +22,9 @@ SHARED = ("shared_w_gate", "shared_w_up", "shared_w_down")
 def expected(x, params, config, *, selection_bias=None, train=False):
     """Output by dense parts; the shared experts are an expert that every token has at weight one."""
     router = config.router.for_phase(train)
-    logits = jnp.dot(x, params["w_router"], precision="highest")
+    logits = jnp.dot(x, params["w_router"], precision="highest") + params.get("b_router", 0)
     routing = route(logits, config.experts_per_token, router=router, selection_bias=selection_bias)
-    own = {name: value for name, value in params.items() if name != "w_router" and name not in SHARED}
+    own = {name: value for name, value in params.items() if "router" not in name and name not in SHARED}
     y = apply(dense_expert_ffn, x, own, routing.weights, routing.experts, activation=config.activation)
     if config.shared_width:
         shared = {name.removeprefix("shared_"): params[name][None] for name in SHARED if name in params}
@@ -36,8 +36,9 @@ def expected(x, params, config, *, selection_bias=None, train=False):
 @pytest.mark.parametrize(
     ("name", "use_bias", "train"), [*((name, True, True) for name in CONFIGS), ("everything", False, False)]
 )
+@pytest.mark.default_cases("plain-True-True", "everything-False-False")
 def test_output_and_gradients(name, use_bias, train):
-    config, x = CONFIGS[name], random_tokens(30)
+    config, x = replace(CONFIGS[name], router_bias=use_bias), random_tokens(30)
     params = random_parameters(config, use_bias=use_bias)
     bias = jnp.linspace(-0.1, 0.1, config.num_experts) if config.bias_update_rate else None
 

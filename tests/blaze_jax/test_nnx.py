@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from blaze_jax import MoE as LinenMoE
+from blaze_jax.checks import warn_once
 from blaze_jax.nnx import AuxiliaryLoss, MoE, RouterState
-from blaze_jax.warn import warn_once
 from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
 from tests.numerics import assert_same_bits
 
@@ -111,26 +111,6 @@ def test_parameters_of_another_dtype_than_initialised():
 def test_nnx_tabulates_the_layer():
     module = MoE(WIDTH, CONFIGS["plain"], rngs=nnx.Rngs(0))
     assert "w_router" in nnx.tabulate(module, random_tokens(3))
-
-
-@pytest.mark.slow
-def test_selection_bias_moves_in_training_as_in_linen():
-    config, x = CONFIGS["everything"], random_tokens(30)
-    params = random_parameters(config)
-    module = module_with(params, config)
-    run(module, x, train=False)
-    assert not module.selection_bias[...].any()
-    assert isinstance(module.selection_bias, RouterState)
-
-    linen_state = {}
-    linen = jax.jit(partial(LinenMoE(config).apply, train=True, mutable=["router_state", "losses"]))
-    for _ in range(3):
-        y, *_ = collect(module, x, train=True)
-        linen_y, linen_state = linen({"params": params, **linen_state}, x)
-        del linen_state["losses"]
-        assert_same_bits(module.selection_bias[...], linen_state["router_state"]["selection_bias"])
-        assert_same_bits(y.shape, linen_y.shape)
-    assert module.selection_bias[...].any()
 
 
 def test_without_update_rate_there_is_no_state():

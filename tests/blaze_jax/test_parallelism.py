@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
 import blaze_jax
 from blaze_jax import MoEConfig, Parallelism, Router, moe
 from blaze_jax.layer_observer import observed_layers
-from blaze_jax.parallelism import ROLES
-from tests.layers import WIDTH, random_parameters, random_tokens
+from tests.layers import WIDTH, gradients, random_parameters, random_tokens, step
 from tests.numerics import assert_close, assert_same_bits
+from tests.over_devices import assert_as_one_device, make_mesh, over_devices, roles
 
 # jax 0.12 cannot differentiate the error function of a GELU where check_vma=True.
 CONFIG = MoEConfig(
@@ -48,48 +48,6 @@ WAYS = {  # of parallelism and of meshes, so that each meets each
 }
 
 
-def make_mesh(axes: dict[str, int], kind: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
-
-
-def roles(axes: dict[str, int]) -> dict[str, str]:
-    return {role: role for role in axes if role in ROLES}
-
-
-def loss(params, x, config=CONFIG, **options):
-    bias = BIAS[: config.num_experts] if config.has_selection_bias else None
-    y, routing = moe(x, params, config, selection_bias=bias, train=True, **options)
-    mean = jnp.square(y).mean()
-    if "parallel" in options and jax.sharding.get_abstract_mesh().manual_axes:
-        mean = jax.lax.pmean(mean, options["parallel"].axes)
-    return mean + sum(routing.weighted_losses.values()), (y, routing)
-
-
-one_device = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
-
-
-def over_devices(axes, kind, options, params, x, config=CONFIG):
-    """What `one_device` returns."""
-    mesh = make_mesh(axes, AxisType.Explicit if kind == "explicit" else AxisType.Auto)
-    parallel = Parallelism(**roles(axes) | options)
-    run = partial(loss, config=config, parallel=parallel)
-    with jax.set_mesh(mesh):
-        if kind in ("check_vma", "shard_map"):
-            by_token, specs = P(parallel.axes), parallel.specs(config, WIDTH, use_bias="b_down" in params)
-            fields = dict.fromkeys(blaze_jax.Routing._fields, P()) | {"experts": by_token, "weights": by_token}
-            outs = (P(), (by_token, blaze_jax.Routing(**fields)))
-            run = jax.shard_map(run, in_specs=(specs, by_token), out_specs=outs, check_vma=kind == "check_vma")
-        return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(params, x)
-
-
-def assert_as_one_device(way, tokens, config=CONFIG):
-    params, x = random_parameters(config, use_bias=True), random_tokens(tokens)
-    out, ref = over_devices(*way, params, x, config), one_device(params, x, config)
-    assert_close(out, ref)
-    routing, expected = out[0][1][1], ref[0][1][1]
-    assert_same_bits(*((np.asarray(r.experts), np.asarray(r.demand)) for r in (routing, expected)))
-
-
 def test_all_axes_together():
     assert_as_one_device((TOGETHER, "auto", {"exchange": "permute", "row_budget": 0.1}), tokens=119, config=SMALL)
 
@@ -97,7 +55,7 @@ def test_all_axes_together():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.slow
 def test_every_way(way):
-    assert_as_one_device(WAYS[way], tokens=40)
+    assert_as_one_device(WAYS[way], 40, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +74,10 @@ def test_tokens_of_a_device_where_axes_have_no_role(kind, spec, tokens):
     mesh, parallel = make_mesh({"data": 2, "more": 2, "expert": 2}, kind), Parallelism(expert="expert")
     params, x = random_parameters(SMALL), random_tokens(4, 4)
     with jax.set_mesh(mesh), observed_layers() as layers:
-        step = partial(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), config=SMALL, parallel=parallel)
-        out = jax.jit(step)(params, jax.device_put(x, jax.NamedSharding(mesh, spec)))
+        run = jax.jit(partial(gradients, config=SMALL, parallel=parallel))
+        out = run(params, jax.device_put(x, jax.NamedSharding(mesh, spec)))
     assert {traced.num_tokens for traced in layers} == {tokens}
-    assert_close(out, one_device(params, x, SMALL))
+    assert_close(out, step(params, x, SMALL))
 
 
 def test_axes_without_a_role_split_tokens():
@@ -149,15 +107,15 @@ def test_options_that_look_at_all_tokens(router):
     config = replace(CONFIG, router=Router(**router), shared_width=0, router_bias=False)
     params, x = random_parameters(config), random_tokens(39)
     way = ({"data": 2, "expert": 2}, "auto", {})
-    assert_close(over_devices(*way, params, x, config), one_device(params, x, config))
+    assert_close(over_devices(*way, params, x, config), step(params, x, config))
 
 
 @pytest.mark.parametrize(("tokens", "kind"), [(1, "auto"), (13, "explicit")])
 @pytest.mark.slow
 def test_tokens_that_the_devices_do_not_divide(tokens, kind):
     params, x = random_parameters(CONFIG), random_tokens(tokens)
-    out = over_devices({"fsdp": 2, "expert": 4}, kind, {}, params, x)
-    assert_close(out, one_device(params, x, CONFIG))
+    out = over_devices({"fsdp": 2, "expert": 4}, kind, {}, params, x, CONFIG)
+    assert_close(out, step(params, x, CONFIG))
 
 
 @pytest.mark.slow
@@ -176,7 +134,7 @@ def test_all_tokens_on_the_same_experts_in_rows_for_few(exchange, favourite):
     params, x = random_parameters(config), jnp.abs(random_tokens(64, 10))
     x = x.reshape(-1, WIDTH)
     params["w_router"] = params["w_router"].at[:, favourite].set(10)
-    ref = one_device(params, x, config)
+    ref = step(params, x, config)
     assert (ref[0][1][1].demand == 640 * (jnp.arange(8) == favourite)).all()
     options = {"exchange": exchange, "row_budget": 0.5}
     assert_close(over_devices({"expert": 4}, "auto", options, params, x, config), ref)
@@ -197,15 +155,6 @@ def test_an_id_of_no_expert_poisons_its_token(exchange):
     y = jax.jit(over)(params, random_tokens(6), jnp.ones((6, 1)), experts)
     assert_same_bits(np.isnan(y).any(1), np.array([False, True, False, True, False, False]))
     assert (y[2] == 0).all()
-
-
-@pytest.mark.slow
-def test_mesh_given_with_the_axes():
-    params, x = random_parameters(CONFIG), random_tokens(8)
-    parallel = Parallelism(make_mesh({"expert": 2}), expert="expert")
-    assert_close(
-        moe(x, params, CONFIG, selection_bias=BIAS, parallel=parallel), moe(x, params, CONFIG, selection_bias=BIAS)
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 
 from blaze_jax import MoEConfig, experts
 from tests.blaze_jax.pieces_on_cpu import family
-from tests.blaze_jax.test_parallelism import assert_as_one_device
 from tests.layers import WIDTH
+from tests.over_devices import assert_as_one_device
 
 CONFIG = MoEConfig(num_experts=8, experts_per_token=3, expert_width=8)
 WAYS = {

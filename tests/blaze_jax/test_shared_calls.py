@@ -82,40 +82,31 @@ def test_a_module_called_twice_moves_its_bias_once(form):
     assert_close(again, reference(X, expected[2]))  # the next step is another
 
 
-class LinenBranch(nn.Module):
-    """The layer, or nothing, or twice the layer."""
+def branches(lift, how, branch, layer, x):
+    """The layer, or nothing, with `cond` or `switch` of the module `lift`."""
 
+    def with_layer(layer, x):
+        return x + layer(x)
+
+    def without(layer, x):
+        return x + layer(x, skip=True)
+
+    if how == "cond":
+        return lift.cond(branch == 0, with_layer, without, layer, x)
+    return lift.switch(branch, [with_layer, without], layer, x)
+
+
+class LinenBranch(nn.Module):
     how: str
 
     @nn.compact
     def __call__(self, branch, x):
-        def with_layer(module, x):
-            return x + module(x)
-
-        def without(module, x):
-            return x + module(x, skip=True)
-
-        layer = MoE(CONFIG, train=True, name="moe")
-        if self.how == "cond":
-            return nn.cond(branch == 0, with_layer, without, layer, x)
-        return nn.switch(branch, [with_layer, without], layer, x)
+        return branches(nn, self.how, branch, MoE(CONFIG, train=True, name="moe"), x)
 
 
 class NnxBranch(NnxTwice):
-    def __init__(self, how):
-        super().__init__()
-        self.how = how
-
-    def __call__(self, branch, x):
-        def with_layer(module, x):
-            return x + module(x)
-
-        def without(module, x):
-            return x + module(x, skip=True)
-
-        if self.how == "cond":
-            return nnx.cond(branch == 0, with_layer, without, self.moe, x)
-        return nnx.switch(branch, [with_layer, without], self.moe, x)
+    def __call__(self, how, branch, x):
+        return branches(nnx, how, branch, self.moe, x)
 
 
 @pytest.mark.parametrize(("form", "how"), [("linen", "cond"), ("nnx", "cond"), ("linen", "switch"), ("nnx", "switch")])
@@ -130,10 +121,10 @@ def test_a_branch_without_the_layer(form, how):
             y, state = run({"params": {"moe": PARAMS}, "router_state": {"moe": {"selection_bias": BIAS}}}, branch, X)
             return y, state["losses"], state["intermediates"], state["router_state"]["moe"]["selection_bias"]
     else:
-        run = nnx.jit(lambda model, branch, x: nnx.capture(model, AuxiliaryLoss, nnx.Intermediate)(branch, x))
+        run = nnx.jit(lambda model, branch, x: nnx.capture(model, AuxiliaryLoss, nnx.Intermediate)(how, branch, x))
 
         def outcome(branch):
-            model = NnxBranch(how)
+            model = NnxBranch()
             return *run(model, branch, X), model.moe.selection_bias[...]
 
     y, losses, statistics, bias = outcome(0)

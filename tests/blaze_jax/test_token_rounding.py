@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from blaze_jax import Router
+from blaze_jax.checks import warn_once
 from blaze_jax.token_rounding import round_token_counts
-from blaze_jax.warn import warn_once
 from tests import routing_reference as reference
 from tests.layers import route
 from tests.numerics import assert_close, assert_same_bits

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels import hopper, xla
+from pallas_kernels import ampere, hopper, xla
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT
 from pallas_kernels.xla.loops import turns_of
 from tests.pallas_kernels.rows import Rows, needs_interpreter
@@ -37,9 +37,9 @@ def detect_races():
     return True
 
 
-@pytest.fixture(params=["xla", "xla_batched", pytest.param(HOPPER, marks=needs_interpreter)])
+@pytest.fixture(params=["xla", "xla_batched", pytest.param(HOPPER, marks=needs_interpreter), AMPERE])
 def kernels(request, detect_races):
-    """A module of kernels; those for Hopper run in the interpreter, where a race is an error.
+    """A family of kernels; those for GPUs run in the interpreter, where a race is an error.
 
     "xla_batched" are the portable ones as an accelerator runs them: several turns of several experts.
     """
@@ -50,8 +50,9 @@ def kernels(request, detect_races):
         with turns_of(experts=4, rows=24):
             yield xla
         return
-    with hopper.interpreted(detect_races=detect_races):
-        yield hopper
+    family = hopper if request.param == HOPPER else ampere
+    with family.interpreted(detect_races=detect_races):
+        yield family
 
 
 @pytest.fixture(

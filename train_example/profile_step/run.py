@@ -93,7 +93,7 @@ class Run:
             print(f"{self.told}: {name} took {seconds:.1f} s", flush=True)
 
     def record(self, compiled: jax.stages.Compiled) -> dict[str, Any]:
-        """What every record of a run says; the peak is the process's so far."""
+        """The fields that every record of a run has; the peak is the process's so far."""
         plan = plan_of(compiled.memory_analysis())
         return {
             "remat": self.config.remat,

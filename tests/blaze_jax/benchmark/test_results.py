@@ -7,8 +7,6 @@ from blaze_jax.benchmark.results import PUBLISHED, ResultsFile, command_line, en
 from blaze_jax.benchmark.sizes import GPU_SIZES
 from blaze_jax.benchmark.tables import flatness, flatness_text
 
-PNG = b"\x89PNG"
-
 
 def test_what_was_measured_is_in_the_file_after_each_record(tmp_path):
     path = tmp_path / "results.json"
@@ -56,21 +54,6 @@ def test_flatness_looks_at_many_tokens_alone():
 def test_what_falls_is_not_told_as_if_it_grew(times, verdict):
     text = flatness_text([scaling_record(65536 << i, ns) for i, ns in enumerate(times)])
     assert f"on: {verdict} (" in text.splitlines()[0]
-
-
-def test_figures_of_scaling_training_and_kernels(tmp_path):
-    training = {"kind": "training", "title": "a model", "tokens_per_second": 1e4, "loss": [8.0, 4.0, 2.0]}
-    kernel = {"name": "moe_combine", "launches": 2, "us": 3.0, "share_of_ceiling": 0.8}
-    results = [
-        result(scaling_record(65536, 44.0), scaling_record(131072, 40.0)),
-        result(
-            training | {"layer": "blaze_jax", "peak_gib": 3.0}, training | {"layer": "conventional", "peak_gib": None}
-        ),
-        result({"kind": "kernels", "sizes": scaling_record(8, 1.0)["sizes"], "kernels": [kernel]}),
-    ]
-    drawn = draw(results, tmp_path / "figures")
-    assert [file.name for file in drawn] == ["scaling.png", "training.png", "kernels.png"]
-    assert all(file.read_bytes().startswith(PNG) for file in drawn)
 
 
 def test_nothing_to_draw_is_said(tmp_path):

@@ -1,4 +1,4 @@
-"""What a `config.json` says, in the words of the models' public files: used, passed over, or refused by its name."""
+"""A `config.json` in the words of the models' public files: used, passed over, or refused by its name."""
 
 import json
 import os

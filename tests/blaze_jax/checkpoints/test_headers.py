@@ -1,4 +1,4 @@
-"""What is wrong with files of tensors is named when the folder is opened; scales are numbers."""
+"""Faults of files of tensors are named when the folder is opened; scales are numbers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is loaded: the same weights from each format, on any devices, in little memory."""
+"""Layers that are loaded: the same weights from each format, on any devices, in little memory."""
 
 import weakref
 
@@ -97,7 +97,7 @@ def test_one_sharding_serves_all():
 
 
 def wide_layer(path, *, experts=6):
-    """A layer of several pieces to a matrix, in float32, and its configuration."""
+    """A layer whose matrices are read in several slices, in float32, and its configuration."""
     config = MoEConfig(num_experts=experts, experts_per_token=2, expert_width=300)
     rng = np.random.default_rng(0)
     names = {
@@ -153,7 +153,7 @@ def test_memory_that_is_filled_becomes_the_array(tmp_path, monkeypatch):
 
 
 def test_accelerators_are_filled_in_place(monkeypatch):
-    """What a GPU does, on a CPU: pieces turned by the device, and a donated array."""
+    """Does what a GPU does, on a CPU: slices turned by the device, and a donated array."""
     plain = load("gpt_oss-mxfp4")
     monkeypatch.setattr(matrices, "_HostPart", matrices._DevicePart)
     assert_same_bits(load("gpt_oss-mxfp4").params, plain.params)
@@ -162,6 +162,15 @@ def test_accelerators_are_filled_in_place(monkeypatch):
 def test_a_layer_of_a_model_without_head(tmp_path):
     stored = {name.removeprefix("model."): value for name, value in tensors_of(FIXTURES / "olmoe").items()}
     assert_same_bits(load("olmoe", write(tmp_path, stored)).params, load("olmoe").params)
+
+
+def test_tensors_of_any_type_are_read(tmp_path):
+    stored = {name: np.arange(6).reshape(2, 3).astype(name) for name in ("int8", "uint16", "int64", "float64", "bool")}
+    opened = checkpoints.Folder(write(tmp_path, stored))
+    assert_same_bits({name: opened[name].read() for name in stored}, stored)
+    assert_same_bits(opened["uint16"].read(1, slice(0, None, 2)), stored["uint16"][1, ::2])
+    with pytest.raises(checkpoints.CheckpointError, match="'int8' has dtype F4, which numpy has not"):
+        opened["int8"]._replace(dtype="F4").read()
 
 
 def test_every_layout_says_how_it_is_written():

@@ -41,7 +41,7 @@ def truncated(rng, content):
 
 
 def flipped_bits(rng, content):
-    """Of the header, where they have a meaning."""
+    """Flips bits of the header, where they have a meaning."""
     content, end = bytearray(content), 8 + int.from_bytes(content[:8], "little")
     for _ in range(rng.choice([1, 1, 2, 8])):
         content[rng.randrange(end)] ^= 1 << rng.randrange(8)
@@ -119,7 +119,7 @@ MUTATIONS += (other_tensors, twice, other_header, longer)
 
 
 def other_index(rng, content):
-    """Of the names of tensors and files."""
+    """Changes names of tensors and files."""
     index = json.loads(content)
     names = index["weight_map"]
     one = rng.choice(sorted(names))
@@ -136,7 +136,7 @@ def other_index(rng, content):
 
 
 def stated(folder, prefix):
-    """What the files say of a layer's tensors, read by the format's definition; files of other layers may be broken."""
+    """Returns what the files say of a layer's tensors, read by the format's definition; others may be broken."""
     found = {}
     for path in folder.glob("model*.safetensors"):
         content = path.read_bytes()

@@ -1,17 +1,15 @@
 """The command, where there is a GPU to tune and where there is none."""
 
 import json
-from types import SimpleNamespace
 
-import jax.numpy as jnp
 import pytest
 
+from blaze_jax.tune import trials
 from blaze_jax.tune.__main__ import FAMILIES, NAMES, line, main
-from blaze_jax.tune.measure import Found
-from pallas_kernels import hopper, xla
-from pallas_kernels.mosaic.row_groups import TileSchedule
+from blaze_jax.tune.trials import Found
+from pallas_kernels.mosaic.interpreter import interpreted
 from pallas_kernels.tuning.files import read_tunings
-from pallas_kernels.tuning.parameters import KINDS, MMA, TileTuning, hopper_gpu, nvidia_gpu, parse
+from pallas_kernels.tuning.parameters import KINDS, MMA, MmaTuning, TileTuning, hopper_gpu, nvidia_gpu, parse
 
 CONFIG = ["--config", "512,1024,512,8,4"]
 
@@ -54,7 +52,7 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(
     options, variable, message, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.setattr("blaze_jax.tune.__main__.nvidia_gpu", lambda: "NVIDIA H200")
-    monkeypatch.setattr("blaze_jax.tune.__main__._tune_layer", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("blaze_jax.tune.__main__.tune_layer", lambda *_, **__: pytest.fail("measured"))
     monkeypatch.setenv("BLAZE_JAX_TUNING", variable)
     (tmp_path / "bad.json").write_text("{}")
     assert main([*CONFIG, *(o.format(tmp=tmp_path) for o in options)]) == 2
@@ -62,17 +60,15 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(
 
 
 def test_what_is_found_is_printed_and_written(capsys, monkeypatch, tmp_path):
-    from blaze_jax.tune.cases import Case
-
-    case = Case("up_projection", "rows=2^11,d=8", lambda *_: None, True, ())
-    found = Found(TileTuning(tile_width=8), 90.0, 100.0, 5, ("a note",))
+    found = Found("rows=2^11,d=8", TileTuning(tile_width=8), 90.0, 100.0, 5)
     monkeypatch.setattr("blaze_jax.tune.__main__.nvidia_gpu", lambda: "NVIDIA H200")
-    monkeypatch.setattr("blaze_jax.tune.__main__._tune_layer", lambda *_: [(case, found)])
-    monkeypatch.setenv("BLAZE_JAX_TUNING", str(tmp_path / "user.json"))
+    monkeypatch.setattr("blaze_jax.tune.__main__.tune_layer", lambda *_, **__: ({"up_projection": found}, ["a note"]))
     for options in ([], ["--output", str(tmp_path / "own.json")]):
         monkeypatch.setenv("BLAZE_JAX_TUNING", str(tmp_path / "user.json"))
         assert main([*CONFIG, *options]) == 0
-        assert line("up_projection", found) in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert line("up_projection", found) in out
+        assert "note: a note" in out
     assert "100.0 us ->      90.0 us -10.0%, best of 5: stages=4, minor_dim=0, tile_width=8" in line("x", found)
     for name in ("user.json", "own.json"):
         tunings, problems = read_tunings(tmp_path / name, parse)
@@ -80,36 +76,23 @@ def test_what_is_found_is_printed_and_written(capsys, monkeypatch, tmp_path):
         assert problems == []
 
 
-def portable(name):
-    """A portable kernel that looks like the Hopper one."""
-
-    def run(*arguments, tuning=None, **options):
-        return getattr(xla, name)(*arguments, **options)
-
-    return run
-
-
-def portable_dispatch(experts, num_experts):
-    tiles = TileSchedule(*(jnp.zeros(experts.size // 128 + num_experts, jnp.int32) for _ in range(3)))
-    return xla.dispatch(experts, num_experts, row_alignment=8)._replace(tiles=tiles)
-
-
 @pytest.mark.slow
-def test_the_whole_command_with_portable_kernels(capsys, monkeypatch, tmp_path):
-    names = (*NAMES, "combine")  # which a column block is timed with
-    kernels = SimpleNamespace(
-        **{name: portable(name) for name in names}, dispatch=portable_dispatch, unsupported=hopper.unsupported
-    )
-    monkeypatch.setitem(FAMILIES, "hopper", kernels)
+@pytest.mark.skipif(nvidia_gpu() is not None, reason="in the interpreter")
+def test_the_whole_command_in_the_interpreter(capsys, monkeypatch, tmp_path):
+    rule, other = MmaTuning(128, 32, 2), MmaTuning(128, 32, 3)
+    monkeypatch.setattr(trials, "candidates", lambda kernel, shape: (rule, other))
     monkeypatch.setattr("blaze_jax.tune.__main__.nvidia_gpu", lambda: "NVIDIA H200")
     monkeypatch.setenv("BLAZE_JAX_TUNING", "")
     file = tmp_path / "tuning.json"
-    assert main(["--config", "64,520,264,4,2", "--family", "hopper", "--seconds", "1", "--output", str(file)]) == 0
+    with interpreted():
+        assert main(["--config", "8,8,8,2,1", "--family", "ampere", "--seconds", "600", "--output", str(file)]) == 0
     out = capsys.readouterr().out
     assert "does not compile" not in out
+    assert "other bits" not in out
     tunings, problems = read_tunings(file, parse)
     assert problems == []
-    assert {kernel for _, kernel, _ in tunings} == {kernel for kernel in KINDS if f"  {kernel} " in out} == set(NAMES)
+    assert {kernel for _, kernel, _ in tunings} == {name for name in KINDS if name.startswith(MMA)}
+    assert set(tunings.values()) <= {rule, other}
 
 
 @pytest.mark.gpu

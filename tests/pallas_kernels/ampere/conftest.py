@@ -1,15 +1,13 @@
-"""The kernels for every GPU since Ampere take the place of the families in the tests that this folder imports."""
+"""The kernels for every GPU since Ampere take the place of the families in this folder."""
 
 import pytest
 
 from pallas_kernels import ampere
-from pallas_kernels.simt import interpreted
 from tests.pallas_kernels.conftest import AMPERE
 
 
 @pytest.fixture(params=[AMPERE])
-def kernels(detect_races):
-    """In the interpreter, where a race is an error, also in tests without race detection: that is for Pallas's."""
-    del detect_races
-    with interpreted():
+def kernels():
+    """They run in the interpreter, where a race is an error."""
+    with ampere.interpreted():
         yield ampere

@@ -55,36 +55,24 @@ def test_sweeps_give_the_same_bits(kernels, sweep):
     assert_same_bits(found, expected)
 
 
-@pytest.mark.default_cases("*")
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_eight_rows_of_a_matrix_are_in_all_banks(tile):
-    panels = Panels.of(tile, "bfloat16")
-    for word, chunks in ((tile.lhs_word, tile.k_step // 8), (panels.word, 8)):
-        for chunk in range(chunks):
-            banks = {word(8 + row, chunk) % 32 for row in range(8)}
-            assert banks == set(range(0, 32, 4))
-        own = {word(row, chunk) for row in range(tile.k_step) for chunk in range(chunks)}
-        assert len(own) == tile.k_step * chunks
-
-
-def test_four_rows_of_eight_numbers_are_in_all_banks():
-    panels = Panels.of(LARGE, "float32")
-    for column in range(0, 32, 8):
-        columns = [divmod(column + i, 4) for i in range(8)]
-        assert len({(panels.word(4 + row, chunk) + i) % 32 for row in range(4) for chunk, i in columns}) == 32
-    assert len({panels.word(row, chunk) for row in range(32) for chunk in range(8)}) == 256
+PIECES = [Pieces(1, kind, 64, LARGE) for kind in ("bfloat16", "float32")]
+LOADED = {
+    **{f"rows of {tile}": (tile.lhs_word, tile.k_step, tile.k_step // 8, 1) for tile in TILES},
+    **{f"panels of {tile}": (Panels.of(tile, "bfloat16").word, tile.k_step, 8, 1) for tile in TILES},
+    "panels of float32": (Panels.of(LARGE, "float32").word, 32, 8, 2),
+    **{f"pieces of {p.kind}": (p.word, ROWS, p.chunks, 1 + (p.kind == "float32")) for p in PIECES},
+}
+"""Where 16 bytes are, for how many rows and chunks, and how many neighbouring chunks are loaded together."""
 
 
 @pytest.mark.default_cases("*")
-@pytest.mark.parametrize(("kind", "rows", "chunks"), [("bfloat16", 8, 1), ("float32", 4, 2)])
-def test_what_is_loaded_of_a_piece_at_once_is_in_all_banks(kind, rows, chunks):
-    pieces = Pieces(1, kind, 64, LARGE)
-    for first in range(0, pieces.chunks, chunks):
-        words = [pieces.word(8 + row, first + chunk) for row in range(rows) for chunk in range(chunks)]
+@pytest.mark.parametrize("name", LOADED)
+def test_what_is_loaded_at_once_is_in_all_banks(name):
+    word, rows, chunks, together = LOADED[name]
+    for first in range(0, chunks, together):
+        words = [word(8 + row, first + chunk) for row in range(8 // together) for chunk in range(together)]
         assert {word % 32 for word in words} == set(range(0, 32, 4))
-    assert (
-        len({pieces.word(row, chunk) for row in range(ROWS) for chunk in range(pieces.chunks)}) == ROWS * pieces.chunks
-    )
+    assert len({word(row, chunk) for row in range(rows) for chunk in range(chunks)}) == rows * chunks
 
 
 @pytest.mark.default_cases("*")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import hopper
 from pallas_kernels.hopper import tile_queue
 from pallas_kernels.hopper.inline_interpreter import COUNTED
-from pallas_kernels.mosaic import in_place
+from pallas_kernels.mosaic import launches
 from pallas_kernels.mosaic.interpreter import at_random, tiles_taken
 from pallas_kernels.tuning.parameters import TileTuning
 from tests.numerics import assert_same_bits
@@ -102,8 +102,8 @@ def counters(monkeypatch):
 
         return call
 
-    actual = in_place.kernel
-    monkeypatch.setattr(in_place, "kernel", kernel)
+    actual = launches.kernel
+    monkeypatch.setattr(launches, "kernel", kernel)
     return seen
 
 

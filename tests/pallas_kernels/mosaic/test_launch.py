@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.compat import kernel_launch, varying_axes
 from pallas_kernels.compile_only import on_gpu
 from pallas_kernels.compile_only.ptxas_report import captured_ptxas_report
-from pallas_kernels.mosaic import in_place
-from pallas_kernels.mosaic.early_assembly import begun
+from pallas_kernels.mosaic import launches
+from pallas_kernels.mosaic.launches import begun
 from tests.numerics import assert_same_bits
 
 
@@ -28,7 +28,7 @@ def add_number(own: bool):
 
     mesh = {"grid": (1,), "grid_names": ("block",), "num_threads": 1, "thread_name": "warpgroup"}
     if own:
-        launch = partial(in_place.kernel, in_place={}, compiler_params=plgpu.CompilerParams(), **mesh)
+        launch = partial(launches.kernel, in_place={}, compiler_params=plgpu.CompilerParams(), **mesh)
     else:
         launch = partial(plgpu.kernel, **mesh)
     return lambda x: launch(moe_add, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)

@@ -10,7 +10,7 @@ import pytest
 from blaze_jax.activations import get_activation
 from pallas_kernels import ampere, hopper
 from pallas_kernels.compile_only import absent, on_gpu
-from pallas_kernels.mosaic.sum_in_order import sum_in_order
+from pallas_kernels.mosaic.row_groups import sum_in_order
 from tests.numerics import assert_same_bits
 
 T, D, N, E, K = 128, 256, 1000, 4, 2

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.mosaic.interpreter import interpreted
-from pallas_kernels.mosaic.traced_once import traced_once
+from pallas_kernels.traced_once import traced_once
 
 
 class Unhashable:

@@ -63,13 +63,6 @@ def test_other_ids_are_empty_slots():
     assert_same_as_portable(experts, 2, interpret(experts, 2, blocks=2))
 
 
-def test_inside_jit():
-    experts, num_experts = ROUTINGS["random"]
-    with simt.interpreted():
-        out = jax.jit(lambda e: hopper.dispatch(e, num_experts, blocks=2))(experts)
-    assert_same_as_portable(experts, num_experts, out)
-
-
 @pytest.mark.parametrize(
     ("tokens", "slots", "num_experts"), [(24576, 8, 128), (2**21, 1, 4), (1, 1, 1), (77, 32, 1024)]
 )

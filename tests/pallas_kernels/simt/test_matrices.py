@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import simt
 from pallas_kernels.simt.matrices import (
+    chunk_size,
     commit_copies,
     load_matrices,
     multiply,
@@ -110,42 +111,22 @@ def test_threads_wait_for_their_own_copies(readers):
         assert_same_bits(words(body, X)[:64], X.view(np.int32)[: 4 * 64 : 4].copy())
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-def test_product_of_matrices(kind):
-    rng = np.random.default_rng(0)
-    a, b = (rng.standard_normal(shape).astype(jnp.dtype(kind)) for shape in ((16, 16), (16, 8)))
+def product(a, b, *, rounded=True):
+    """(16, k) times (k, 8), where k is what a product of the dtype has; numbers of 32 bits are not transposed."""
 
     def body(a, b, out, shared):
         lane = thread() % 32
         with when(thread() < 32):
-            start_copy(shared, lane * 4, a, lane * 8, lane >= 0)
-            start_copy(shared, lane * 4 + 128, b, lane * 8, lane < 16)
+            start_copy(shared, lane * 4, a, lane * chunk_size(a.kind), lane >= 0)
+            start_copy(shared, lane * 4 + 128, b, lane * chunk_size(b.kind), lane < 16)
             commit_copies()
             wait_for_copies(0)
             warp_barrier()
             left = load_matrices(shared, lane % 16 * 8 + lane // 16 * 4)
-            right = load_matrices(shared, lane % 16 * 4 + 128, transposed=True)[:2]
-            sums = multiply([Float(0.0)] * 4, left, right, kind)
-            for i, x in enumerate(sums):
-                out[(lane // 4 + i // 2 * 8) * 8 + lane % 4 * 2 + i % 2] = x
-
-    out = run(body, a, b, out=jax.ShapeDtypeStruct((16, 8), jnp.float32))
-    assert_close(out, a.astype(np.float64) @ b.astype(np.float64), 1e-6)
-
-
-def product_of_numbers(a, b, rounded):
-    """(16, 8) float32 times (8, 8)."""
-
-    def body(a, b, out, shared):
-        lane = thread() % 32
-        with when(thread() < 32):
-            start_copy(shared, lane * 4, a, lane * 4, lane >= 0)
-            start_copy(shared, lane * 4 + 128, b, lane * 4, lane < 16)
-            commit_copies()
-            wait_for_copies(0)
-            warp_barrier()
-            left = load_matrices(shared, lane % 16 * 8 + lane // 16 * 4)
-            right = [shared[(lane % 4 + upper) * 8 + lane // 4 + 128] for upper in (0, 4)]
+            if a.kind == "float32":
+                right = [shared[(lane % 4 + upper) * 8 + lane // 4 + 128] for upper in (0, 4)]
+            else:
+                right = load_matrices(shared, lane % 16 * 4 + 128, transposed=True)[:2]
             if rounded:
                 left, right = tensor_operand(left, a.kind), tensor_operand(right, a.kind)
             for i, x in enumerate(multiply([Float(0.0)] * 4, left, right, a.kind)):
@@ -154,10 +135,17 @@ def product_of_numbers(a, b, rounded):
     return run(body, a, b, out=jax.ShapeDtypeStruct((16, 8), jnp.float32))
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_product_of_matrices(kind):
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape).astype(jnp.dtype(kind)) for shape in ((16, 16), (16, 8)))
+    assert_close(product(a, b), a.astype(np.float64) @ b.astype(np.float64), 1e-6)
+
+
 def test_product_of_numbers_that_tensor_cores_have():
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-1024, 1024, shape).astype(np.float32) for shape in ((16, 8), (8, 8)))
-    assert_same_bits(product_of_numbers(a, b, rounded=True), a @ b)
+    assert_same_bits(product(a, b), a @ b)
 
 
 def test_numbers_are_rounded_for_tensor_cores():
@@ -169,7 +157,7 @@ def test_numbers_are_rounded_for_tensor_cores():
         (True, [1 + step, 1, -1 - 2 * step, np.inf, -np.inf, np.inf, 1, 0, np.nan]),
         (False, [1, 1, -1 - step, np.inf, -np.inf, (2 - step) * 2.0**127, 1, 0, np.nan]),
     ):
-        out = product_of_numbers(a, np.eye(8, dtype=np.float32), rounded)[:9, 0]
+        out = product(a, np.eye(8, dtype=np.float32), rounded=rounded)[:9, 0]
         np.testing.assert_array_equal(out, np.float32(of_tensor_cores))
 
 

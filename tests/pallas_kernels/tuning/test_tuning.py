@@ -182,6 +182,7 @@ def test_the_packages_file_keeps_what_the_rules_do_not_give(monkeypatch):
         assert tuning != heuristic(KINDS[kernel], kernel, shape), (kernel, shape)
 
 
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("capability", "kind", "expected"),
     [
@@ -201,6 +202,7 @@ def test_the_tile_for_ampere_by_what_fits(capability, kind, expected):
     assert mma_heuristic("mma_up_weight_gradients", kind, capability).sweep == (2 if expected == (256, 64, 4) else 1)
 
 
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("kernel", "shape", "abreast", "sweep"),
     [
@@ -220,6 +222,7 @@ def test_ampere_tiles_share_panels_and_sweep_only_where_tiles_are_many(monkeypat
     assert (found.abreast, found.sweep) == (abreast, sweep)
 
 
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("kernel", "shape", "order"),
     [
@@ -249,15 +252,7 @@ def test_a_trial_comes_before_the_tables_and_notes_the_shapes(user_file):
     assert tables_in_use() == before
 
 
-def test_tiles_for_ampere_come_from_tables(user_file):
-    found = MmaTuning(128, 64, 4, abreast=4)
-    tuning_files.add_tunings(user_file, {(GPU, "mma_up_projection", SHAPE): entry(found)})
-    assert find_tuning(MmaTuning, "mma_up_projection", None, SHAPE) == found
-    assert find_tuning(MmaTuning, "mma_down_projection", None, SHAPE) != found
-    assert find() == TileTuning()
-
-
 def test_column_blocks():
     sizes = (1000, 2048, 256, 8, jnp.bfloat16)
-    assert xla.experts(*sizes) == hopper.column_block(*sizes) == 512
+    assert xla.column_block(*sizes) == hopper.column_block(*sizes) == 512
     assert hopper.column_block(*sizes, tuning=ColumnBlock(256)) == 256

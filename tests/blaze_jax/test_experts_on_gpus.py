@@ -1,5 +1,6 @@
-"""The Hopper kernels: lowered for CUDA on any machine, and on a Hopper GPU held to the oracle."""
+"""The kernels for GPUs: lowered for CUDA on any machine, interpreted, and on a GPU held to the oracle."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -7,27 +8,45 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import P
 
 from blaze_jax import RESIDUAL_NAMES, expert_ffn
 from blaze_jax.activations import ACTIVATION_NAMES
+from blaze_jax.implementation import demanded_family
 from blaze_jax.oracle import dense_expert_ffn
-from tests.expert_problems import apply, lowered, make_problem, results
+from pallas_kernels import ampere
+from tests.expert_problems import KERNELS, apply, lowered, make_problem, results
 from tests.numerics import assert_close, assert_same_bits
 from tests.routings import ROUTINGS, Case, random_experts
 
 D, N = 320, 256
 LIMIT = 1e-2
-KERNELS = (
-    "moe_dispatch_count",
-    "moe_dispatch_place",
-    "moe_up_projection",
-    "moe_down_projection",
-    "moe_combine",
-    "moe_down_backward",
-    "moe_up_weight_gradients",
-    "moe_down_weight_gradients",
-    "moe_up_backward",
-)
+
+
+@pytest.fixture(params=[None, "ampere"], ids=["own", "ampere"])
+def family(request):
+    """The kernels that this GPU gets, or those for every GPU since Ampere."""
+    with demanded_family(request.param):
+        jax.clear_caches()  # of what was traced for others
+        yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def interpreted_ampere():
+    with demanded_family("ampere"), ampere.interpreted():
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+def on_gpus(test):
+    """A test of each family on a GPU."""
+    return pytest.mark.gpu(pytest.mark.usefixtures("family")(test))
+
+
+def set_mesh():
+    return jax.set_mesh(jax.make_mesh((1,), ("data",)))
 
 
 def problem_of(case, **options):
@@ -45,20 +64,23 @@ def assert_matches_oracle(problem, **options):
 
 
 @pytest.mark.parametrize(
-    ("activation", "param_dtype", "biases"),
+    ("family", "mesh", "options"),
     [
-        ("swiglu", "float32", True),  # others are compiled, too, in test_experts_compiled.py
-        ("reglu", "bfloat16", False),
-        ("gelu", "bfloat16", False),
-        ("relu", "float32", True),
+        ("ampere", nullcontext, {"dtype": "float32"}),
+        ("ampere", set_mesh, {}),
+        ("hopper", nullcontext, {"param_dtype": "float32", "biases": True}),  # others in test_experts_compiled.py
+        ("hopper", nullcontext, {"activation": "reglu"}),
+        ("hopper", nullcontext, {"activation": "gelu"}),
+        ("hopper", nullcontext, {"activation": "relu", "param_dtype": "float32", "biases": True}),
     ],
 )
-@pytest.mark.slow
-def test_forward_and_backward_lower_for_cuda(activation, param_dtype, biases):
-    problem = problem_of(ROUTINGS["random"], activation=activation, param_dtype=param_dtype, biases=biases)
-    text = lowered("cuda", problem, activation=activation, implementation="mosaic_gpu")
-    for kernel in KERNELS:
-        assert kernel in text, kernel
+@pytest.mark.default_cases("ampere-*")
+def test_forward_and_backward_lower_for_cuda(family, mesh, options):
+    activation = {name: value for name, value in options.items() if name == "activation"}
+    with demanded_family(family), mesh():
+        jax.clear_caches()
+        text = lowered("cuda", problem_of(ROUTINGS["random"], **options), implementation="mosaic_gpu", **activation)
+    assert [kernel for kernel in KERNELS if kernel not in text] == []
 
 
 def lowered_for_cuda(function, *arguments) -> str:
@@ -112,7 +134,7 @@ def test_no_kernel_writes_through_the_pointer_of_an_operand():
 def test_shard_map_lowers_for_cuda(check_vma):
     problem = problem_of(Case(random_experts(40, 2, range(6)), 6))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    data, whole = jax.P("data"), jax.P()
+    data, whole = P("data"), P()
     sharded = jax.shard_map(
         on_kernels, mesh=mesh, in_specs=(data, whole, data, data), out_specs=data, check_vma=check_vma
     )
@@ -120,13 +142,51 @@ def test_shard_map_lowers_for_cuda(check_vma):
     assert "moe_down_backward" in lowered_for_cuda(sharded, *arguments)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("save", "biases", "dtype", "limit"),
+    [
+        ("pre_activations", True, "float32", 2e-3),
+        ("pre_activations", True, "bfloat16", 2e-2),
+        ("inputs", False, "float16", 5e-3),
+    ],
+)
+@pytest.mark.usefixtures("interpreted_ampere")
+def test_the_interpreted_layer_matches_the_oracle_with_the_same_bits_twice(save, biases, dtype, limit):
+    problem = problem_of(ROUTINGS["empty_slots"], d=24, n=40, dtype=dtype, biases=biases)
+    out, again = (results(expert_ffn, problem, implementation="mosaic_gpu", save=save) for _ in range(2))
+    assert_same_bits(out, again)
+    for name, value in results(dense_expert_ffn, problem.cast(jnp.float32)).items():
+        assert_close(out[name], value, limit)
+
+
+@pytest.mark.parametrize(("check_vma", "split"), [(True, "tokens"), (True, "nothing"), (False, "tokens")])
+@pytest.mark.usefixtures("interpreted_ampere")
+def test_interpreted_inside_shard_map(check_vma, split):
+    case = ROUTINGS["random"]
+    problem = make_problem(case.experts[:36], case.num_experts, d=24, n=40)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_token = P("data") if split == "tokens" else P()
+
+    def loss(x, params, weights, experts, target, **options):
+        return jnp.square(apply(expert_ffn, x, params, weights, experts, **options) - target).sum()
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(by_token, P(), *[by_token] * 3), out_specs=P(), check_vma=check_vma)
+    def over_devices(*arguments):
+        value = loss(*arguments, implementation="mosaic_gpu")
+        return jax.lax.psum(value, "data") if split == "tokens" else value
+
+    found = jax.jit(jax.value_and_grad(over_devices, argnums=(0, 1, 2)))(*problem)
+    expected = jax.value_and_grad(partial(loss, implementation="xla"), argnums=(0, 1, 2))(*problem)
+    assert_close(found, expected, 2e-3)
+
+
+@on_gpus
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_every_routing(name):
     assert_matches_oracle(problem_of(ROUTINGS[name]))
 
 
-@pytest.mark.gpu
+@on_gpus
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("param_dtype", ["float32", None])
 def test_every_dtype(dtype, param_dtype):
@@ -135,13 +195,13 @@ def test_every_dtype(dtype, param_dtype):
     assert out["y"].dtype == dtype
 
 
-@pytest.mark.gpu
+@on_gpus
 @pytest.mark.parametrize("activation", ACTIVATION_NAMES)
 def test_every_activation_with_biases(activation):
     assert_matches_oracle(problem_of(ROUTINGS["random"], activation=activation, biases=True), activation=activation)
 
 
-@pytest.mark.gpu
+@on_gpus
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "d", "n"), [(1000, 512, 768), (777, 264, 328), (300, 1088, 256), (130, 72, 40), (9, 8, 8)]
@@ -151,7 +211,7 @@ def test_sizes(tokens, d, n, biases):
     assert_matches_oracle(problem)
 
 
-@pytest.mark.gpu
+@on_gpus
 def test_same_bits_on_every_run_and_in_both_save_modes():
     problem = problem_of(ROUTINGS["many_tiles"])
     first = results(expert_ffn, problem, implementation="mosaic_gpu")
@@ -160,7 +220,7 @@ def test_same_bits_on_every_run_and_in_both_save_modes():
         assert_same_bits(again, first)
 
 
-@pytest.mark.gpu
+@on_gpus
 def test_nan_token_poisons_no_other_row_or_expert():
     problem = problem_of(ROUTINGS["random"])
     clean = results(expert_ffn, problem, implementation="mosaic_gpu")
@@ -173,7 +233,7 @@ def test_nan_token_poisons_no_other_row_or_expert():
         assert_same_bits(bad[name][~own], clean[name][~own])
 
 
-@pytest.mark.gpu
+@on_gpus
 def test_checkpoint_scan_and_a_jitted_optax_step():
     problem = problem_of(ROUTINGS["random"])
 
@@ -203,7 +263,7 @@ def test_checkpoint_scan_and_a_jitted_optax_step():
     assert values[-1] < 0.9 * values[0]
 
 
-@pytest.mark.gpu
+@on_gpus
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("d", [256, 640])
 def test_layers_stacked_by_scan(d, residual):
@@ -228,7 +288,7 @@ def test_layers_stacked_by_scan(d, residual):
     assert_close(out, expected, 2 * LIMIT)
 
 
-@pytest.mark.gpu
+@on_gpus
 def test_more_elements_than_32_bits_count():
     """2M tokens: the pre-activations alone have 2^32 elements. Tokens at both ends are held to the oracle."""
     tokens, d, n, num_experts = 2**21, 512, 2048, 4

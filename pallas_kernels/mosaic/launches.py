@@ -1,0 +1,75 @@
+"""Launches of kernels written in Pallas Mosaic GPU.
+
+Results take the memory of operands, and are right also where XLA does not let them. `plgpu.kernel` writes in place
+through a `jax.Ref`: the kernel then has one pointer, the operand's, and trusts XLA that the result is there. XLA's
+fusion of slices into launches breaks that: given a slice of a stacked array, as in a scan over layers, it hands over
+the stack itself and takes the result from fresh memory that nobody wrote (jaxlib 0.11.2 and 0.12.0). So these kernels
+have both pointers, read from the operand and write to the result, wherever that is.
+
+Kernels are assembled in threads while jax still lowers the program around them: XLA assembles those of a program one
+after the other, a second each, once all of it is lowered. A process keeps what it has assembled, so a kernel that was
+compiled in a small program of its own is ready when XLA comes to it.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.compat import kernel_launch, launch_with_aliases
+from pallas_kernels.mosaic.interpreter import interpreter_parameters, is_interpreted
+
+
+def kernel(
+    body: Callable,
+    *,
+    in_place: Mapping[int, int],
+    out_type,
+    scratch_types=(),
+    compiler_params: plgpu.CompilerParams,
+    **mesh,
+) -> Callable:
+    """`plgpu.kernel`, where result `in_place[i]` takes the memory of operand `i` if XLA can do so without a copy.
+
+    Inside the kernel whole numbers have 32 bits, also where the caller has `jax_enable_x64` on.
+    """
+
+    def with_scratch(*refs):
+        pl.run_scoped(partial(body, *refs), *scratch_types, collective_axes=mesh["thread_name"])
+
+    def launch(*operands):
+        with jax.enable_x64(False):
+            if not in_place:
+                options = {"scratch_types": scratch_types, "compiler_params": compiler_params}
+                return plgpu.kernel(body, out_type=out_type, **options, **mesh)(*operands)
+            return launch_with_aliases(
+                [(plgpu.Mesh(**mesh), with_scratch)],
+                out_type,
+                input_output_aliases=in_place,
+                compiler_params=compiler_params,
+                interpret=interpreter_parameters(),
+                name=body.__name__,
+            )(*operands)
+
+    return kernel_launch(launch, None if is_interpreted() else assemble_early)
+
+
+begun: dict[bytes, Future] = {}
+"""The assembly of each kernel, by its hash."""
+
+
+def assemble_early(name: bytes, compile_alone: Callable[[], Any]) -> None:
+    """Begins to assemble the kernel of that hash, unless that was done before."""
+    if name in begun or "MOSAIC_GPU_DUMP_PTXAS" in os.environ:  # the assembler's reports keep the program's order
+        return
+    begun[name] = _threads().submit(compile_alone)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="assembly")  # as many as there are cores, at most 32
