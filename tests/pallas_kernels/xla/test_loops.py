@@ -95,3 +95,11 @@ def test_turns_of_an_accelerator_fit(routing, width):
     turn = accelerator_turn(rows.groups, width)
     assert 1 <= turn.rows <= rows.num_rows
     assert 1 <= turn.experts <= max(1, rows.num_experts // 2)
+
+
+def test_turns_of_a_piece_suit_its_experts_rows():
+    everything, (part, _) = xla.in_parts(xla.dispatch(jnp.arange(256)[:, None] % 8, 8), 2)
+    block = xla.of_experts(everything, 1, 1)
+    assert cpu_turn(block) == cpu_turn(everything)
+    assert accelerator_turn(block, 1).rows == accelerator_turn(everything, 1).rows
+    assert accelerator_turn(part, 1).rows < accelerator_turn(everything, 1).rows
