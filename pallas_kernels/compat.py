@@ -202,19 +202,7 @@ def _shape_of(value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.type.shape, dtypes[str(value.type.element_type)])
 
 
-_KERNEL_DTYPES = (
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint32",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-)
+_KERNEL_DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint32", "float16", "bfloat16", "float32", "float64"]
 
 
 @contextmanager
