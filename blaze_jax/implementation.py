@@ -132,13 +132,13 @@ def _gpu_family(dtype=jnp.bfloat16) -> Any:
 
 
 def takes_parts(kernels: Kernels, num_groups: int) -> bool:
-    """Whether these kernels compute parts of the tokens one after the other, by so many groups of expert and part."""
-    return kernels.in_parts is not None and kernels.dispatch_unsupported(num_groups) is None
+    """Whether these kernels compute parts of the tokens as they arrive, by so many groups of expert and part."""
+    return kernels.overlaps and kernels.in_parts is not None and kernels.dispatch_unsupported(num_groups) is None
 
 
 def takes_blocks(kernels: Kernels) -> bool:
-    """Whether these kernels compute the rows of one block of experts after another's."""
-    return kernels.of_experts is not None
+    """Whether these kernels compute the rows of a block of experts as its parameters arrive."""
+    return kernels.overlaps and kernels.of_experts is not None
 
 
 def one_by_one(kernels: Kernels, function: Callable) -> Callable:

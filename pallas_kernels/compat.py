@@ -12,6 +12,7 @@ import jaxlib.version
 from jax import lax
 from jax._src import config, core
 from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation  # not in `jax.core`
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax._src.pallas import mpmd
 from jax._src.sharding_impls import ShardingContext
 from jax.core import ShapedArray
@@ -25,6 +26,14 @@ launch_with_aliases = mpmd._mpmd_map
 
 INLINE_WHILE_TRACING: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 """The value of `jax.jit(inline=)` for a function that leaves no call in a program; True inlines later in jax 0.12."""
+
+
+def is_part_of_a_program() -> bool:
+    """Whether jax traces a program around the caller; in an eager call it does not, even for a gradient or `vmap`."""
+    trace = core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
 
 
 def varying_axes(*arrays) -> frozenset[str]:

@@ -145,6 +145,11 @@ class Kernels(Protocol):
         """Whether jax differentiates and batches the operations itself; others are called for one example at a time."""
         ...
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the kernels run while arrays travel between devices, so that beginning with what is there pays."""
+        ...
+
     def unsupported(self, x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], /) -> str | None:
         """Why experts of these arrays cannot run, or None: tokens, up weights and the down weights, all biases."""
         ...

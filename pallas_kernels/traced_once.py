@@ -10,7 +10,7 @@ from functools import lru_cache, wraps
 
 import jax
 
-from pallas_kernels.compat import INLINE_WHILE_TRACING
+from pallas_kernels.compat import INLINE_WHILE_TRACING, is_part_of_a_program
 from pallas_kernels.mosaic.interpreter import is_interpreted
 from pallas_kernels.tuning.parameters import tables_in_use
 
@@ -35,18 +35,21 @@ def traced_once[**P, R](
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @lru_cache(MOST_SURROUNDINGS)
-        def shared(*_):
+        def shared(inlined, *_):
             @wraps(function)
             def run(*arguments, **options):  # one for each of the surroundings: to jax, another function
                 return function(*arguments, **options)
 
-            return jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inline else False)
+            return jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inlined else False)
 
         @wraps(function)
         def call(*arguments: P.args, **options: P.kwargs) -> R:
             around = None if is_interpreted() else surroundings()
             once = around is not None and _have_hashes(options.get(name) for name in settings)
-            return (shared(tables_in_use(), around) if once else function)(*arguments, **options)
+            if not once:
+                return function(*arguments, **options)
+            # jax 0.11 inlines in the gradient of an eager call, too, and runs what is left one operation at a time.
+            return shared(inline and is_part_of_a_program(), tables_in_use(), around)(*arguments, **options)
 
         return call
 

@@ -160,7 +160,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("token_sums", "y = done = finished(y, operands, number - 1)", "y = done = finished(None, operands, number - 1)", "pieces"),
     ("_other_gradients", "else d_weights + of_slots", "else of_slots", "parallelism"),
     ("experts_here", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", "parallelism"),
-    ("in_parts", "rows[p::parts]", "rows[::parts]", "parts"),
+    ("in_parts", "windows.start[p::parts]", "windows.start[::parts]", "parts"),
     ("in_parts", "tokens = groups.expert_token_indices - p * size", "tokens = groups.expert_token_indices % size", "parts"),
     ("routing.dispatch.of_experts", "first if counted_from is None else counted_from", "first", "parts"),
     ("of_experts", "values.at[before + tile].get", "values.at[tile].get", "parts"),
@@ -186,7 +186,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_losses", "jnp.sum(routed.experts[:, 0] != EMPTY_SLOT, dtype=jnp.int32)", "jnp.int32(num_tokens)", "routing_capacity token_rounding routing parallelism"),
     ("_surroundings", "(family_in_demand(), forced_turn())", "()", "eager"),
     ("_surroundings", "None if are_observers() else", "", "eager"),
-    ("traced_once", "jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inline else False)", "run", "eager"),
+    ("traced_once", "jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inlined else False)", "run", "eager"),
     ("_route", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", "parallelism"),
     ("row_range", "(place >= 0) & (place < offsets[-1])", "place >= 0", "row_range"),
     # public checkpoints

@@ -35,6 +35,7 @@ from pallas_kernels.xla.router import router_backward as router_backward
 in_parts = of_experts = None  # these kernels compute all rows at once
 why_kernels_spill = contract.no_limit
 transformable = False
+overlaps = False
 
 
 def unsupported(x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...]) -> str | None:

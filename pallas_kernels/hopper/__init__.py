@@ -30,3 +30,4 @@ from pallas_kernels.routing.token_selection import token_cutoffs as token_cutoff
 from pallas_kernels.xla.router import router_backward as router_backward
 
 transformable = False
+overlaps = True

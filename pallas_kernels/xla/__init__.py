@@ -25,3 +25,4 @@ from pallas_kernels.xla.token_selection import token_cutoffs as token_cutoffs
 
 unsupported = router_unsupported = dispatch_unsupported = why_kernels_spill = contract.no_limit
 transformable = True
+overlaps = False

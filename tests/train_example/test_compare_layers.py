@@ -27,7 +27,8 @@ CONFIG = replace(PRESETS["tiny"], model=FULL_MODEL, steps=8, batch_size=4, seque
 @pytest.mark.slow
 def test_the_same_parameters_outputs_and_router_state():
     ours, theirs = (
-        Decoder(FULL_MODEL, FULL_MODEL.moe(), jnp.float32, "none", layer) for layer in ("blaze_jax", "sort+ragged_dot")
+        Decoder(FULL_MODEL, FULL_MODEL.moe(), jnp.float32, "none", experts_function(layer))
+        for layer in ("blaze_jax", "sort+ragged_dot")
     )
     tokens = windows(2, 16)
     variables, their_variables = (nn.unbox(jax.jit(m.init)(jax.random.key(0), tokens)) for m in (ours, theirs))
