@@ -192,12 +192,14 @@ def _lower_launch(context, *operands, jaxpr, when_lowered):
     client = module.backend  # where only the text was asked for, it may be of another platform
     if not when_lowered or client is None or client.platform not in ("gpu", "cuda"):
         return results
-    operation = results[0].owner
-    if operation.name == "stablehlo.custom_call" and not module.lowering_parameters.for_export:
+    operation = results[0].owner  # a block, if the program chooses by platform which kernel it runs
+    if getattr(operation, "name", "") != "stablehlo.custom_call" or module.lowering_parameters.for_export:
+        return results
+    inputs, outputs = map(_shapes_of, (operation.operands, operation.results))
+    if inputs is not None and outputs is not None:
         kernel = {a.name: a.attr for a in operation.attributes["mhlo.backend_config"]}
         attributes = {name: getattr(a, "value_bytes", None) or a.value for name, a in kernel.items()}
         device = (client.local_devices() or client.devices())[0]
-        inputs, outputs = (list(map(_shape_of, values)) for values in (operation.operands, operation.results))
         launch = jax.ffi.ffi_call(operation.attributes["call_target_name"].value, outputs, has_side_effect=True)
         program = jax.jit(lambda *arrays: launch(*arrays, **attributes))
         placed = [a.update(sharding=jax.sharding.SingleDeviceSharding(device)) for a in inputs]
@@ -205,25 +207,15 @@ def _lower_launch(context, *operands, jaxpr, when_lowered):
     return results
 
 
-def _shape_of(value) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a value of a lowered program."""
-    dtypes = {str(mlir.dtype_to_ir_type(jnp.dtype(name))): name for name in _KERNEL_DTYPES}
-    return jax.ShapeDtypeStruct(value.type.shape, dtypes[str(value.type.element_type)])
+_KERNEL_DTYPES = (jnp.bool, jnp.int8, jnp.int32, jnp.int64, jnp.uint32, jnp.float16, jnp.bfloat16, jnp.float32)
 
 
-_KERNEL_DTYPES = (
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint32",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-)
+def _shapes_of(values) -> list[jax.ShapeDtypeStruct] | None:
+    """Shapes and dtypes of values of a lowered program; None if a dtype is no kernel's of ours."""
+    dtypes = {str(mlir.dtype_to_ir_type(jnp.dtype(dtype))): dtype for dtype in _KERNEL_DTYPES}
+    if any(str(value.type.element_type) not in dtypes for value in values):
+        return None
+    return [jax.ShapeDtypeStruct(value.type.shape, dtypes[str(value.type.element_type)]) for value in values]
 
 
 @contextmanager

@@ -106,7 +106,7 @@ def test_transformations_lower_for_cuda(function):
 
 
 def test_no_kernel_writes_through_the_pointer_of_an_operand():
-    """XLA may take the result from elsewhere; see `in_place.py`, and the scan over layers on the GPU below."""
+    """XLA may take the result from elsewhere; see `launches.py`, and the scan over layers on the GPU below."""
     problem = problem_of(ROUTINGS["random"])
     step = jax.grad(lambda *a: on_kernels(*a, problem.experts).astype(jnp.float32).sum(), (0, 1, 2))
     assert "new_ref" not in str(jax.make_jaxpr(step)(problem.x, problem.params, problem.weights))
