@@ -84,11 +84,16 @@ def _name(sizes: dict[str, int]) -> str:
     return ", ".join(str(size) for size in sizes.values())
 
 
+def _what(record: Record) -> tuple[str, str]:
+    """The head of a column, and what was measured: sizes, or a model."""
+    return ("T, d, n, E, K", _name(record["sizes"])) if "sizes" in record else ("model", record["title"])
+
+
 def _by_size(records: list[Record]) -> list[str]:
-    """The terminal's tables one below the other, each with its sizes."""
+    """The terminal's tables one below the other, each with what it is about."""
     header, *_ = table(records[0])
-    rows = [(_name(r["sizes"]) if i == 0 else "", *row) for r in records for i, row in enumerate(table(r)[1:])]
-    return _markdown(("T, d, n, E, K", *header), rows)
+    rows = [(_what(r)[1] if i == 0 else "", *row) for r in records for i, row in enumerate(table(r)[1:])]
+    return _markdown((_what(records[0])[0], *header), rows)
 
 
 def _sizes_left_out(results: Sequence[Result]) -> list[str]:
@@ -137,22 +142,7 @@ def _routing(records: list[Record]) -> list[str]:
     return _markdown(header, rows)
 
 
-def _training(records: list[Record]) -> list[str]:
-    rows = [
-        [
-            r["layer"],
-            f"{r['tokens_per_second']:,.0f}",
-            "not reported" if r["peak_gib"] is None else f"{r['peak_gib']:.1f}",
-            f"{r['final_loss']:.4f}",
-            f"{r['final_loss_difference']:+.2%}" if "final_loss_difference" in r else "",
-        ]
-        for r in records
-    ]
-    header = (records[0]["title"], "tokens/s", "peak memory, GiB", "final loss, bits/byte", "difference")
-    return _markdown(header, rows)
-
-
-SECTIONS = {"scaling": _scaling, "training": _training, "routing": _routing}
+SECTIONS = {"scaling": _scaling, "routing": _routing}
 """Tables that are not the terminal's."""
 
 

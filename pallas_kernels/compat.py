@@ -24,7 +24,7 @@ launch_with_aliases = mpmd._mpmd_map
 """`plgpu.kernel` for results that take the memory of operands; waits for aliases in the public form."""
 
 INLINE_WHILE_TRACING: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
-"""What `jax.jit(inline=)` takes for a function that leaves no call in a program; in jax 0.12, True inlines later."""
+"""The value of `jax.jit(inline=)` for a function that leaves no call in a program; True inlines later in jax 0.12."""
 
 
 def varying_axes(*arrays) -> frozenset[str]:

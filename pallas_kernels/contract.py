@@ -1,4 +1,4 @@
-"""What every family of kernels offers: the types that its operations take and return, their signatures and limits.
+"""The contract of every family of kernels: the types that its operations take and return, their signatures and limits.
 
 `Kernels` is what a family's module looks like; who calls kernels asks what they can do there, and not which family they
 are. The portable forms in `pallas_kernels.xla` say in their docstrings what
@@ -43,8 +43,8 @@ class Losses(NamedTuple):
 
     Attributes:
       balance: `E · Σ_e demand_e / (T·K) · mean_t probability_te`, one in perfect balance.
-      squared_log: of `logsumexp(logits)²`.
-      entropy: of the tokens' expert probabilities, in nats.
+      squared_log: mean `logsumexp(logits)²`.
+      entropy: mean entropy of the tokens' expert probabilities, in nats.
     """
 
     balance: Float[Array, ""]
@@ -81,7 +81,7 @@ class Dispatch[Tiles](NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What the router returns.
+    """Results of the router.
 
     Attributes:
       experts: `(T, K)` int32, distinct, best first; -1 in the slots of a token that has fewer possible experts.
@@ -132,7 +132,7 @@ def no_limit(*_) -> None:
 
 
 class Kernels(Protocol):
-    """What a family of kernels is: a module with these operations, and what it says of itself.
+    """A family of kernels: a module with these operations, and with what it says of itself.
 
     `groups` is what the family's own `dispatch` makes of the experts, or what `row_range`, `in_parts` or `of_experts`
     makes of that. Of rows of other groups, an operation that takes `into` keeps what it finds there: the results that
@@ -158,7 +158,7 @@ class Kernels(Protocol):
         ...
 
     def why_kernels_spill(self) -> str | None:
-        """What makes the kernels slow on this machine and how to mend it, or None."""
+        """The reason why the kernels are slow on this machine and how to mend it, or None."""
         ...
 
     def router(self, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule) -> Routed: ...
@@ -188,7 +188,7 @@ class Kernels(Protocol):
 
     @property
     def in_parts(self) -> Callable[[Dispatch, int], tuple[Dispatch, tuple[Dispatch, ...]]] | None:
-        """What cuts rows by part of the tokens; None where all tokens' rows are computed at once.
+        """The function that cuts rows by part of the tokens; None where all are computed at once.
 
         `in_parts(groups, parts)` takes rows that were grouped by expert and part, as id `e * parts + p`. It returns all
         rows by expert, and for each part the rows of its tokens, by the same numbers.
@@ -197,7 +197,7 @@ class Kernels(Protocol):
 
     @property
     def of_experts(self) -> Callable[..., Dispatch] | None:
-        """What picks the rows of consecutive experts; None where all experts' rows are computed at once.
+        """The function that picks the rows of consecutive experts; None where all are computed at once.
 
         `of_experts(groups, first, experts, counted_from=None)` has the same numbers of rows, and counts experts from
         `counted_from`, the first one whose weights the operations get; None for `first`.

@@ -15,7 +15,7 @@ from pallas_kernels.mosaic.interpreter import is_interpreted
 from pallas_kernels.tuning.parameters import tables_in_use
 
 MOST_SURROUNDINGS = 64
-"""Of a function, for which traces are kept: a user changes tables a few times, and a tuning program often."""
+"""Surroundings of a function for which traces are kept: a user changes tables rarely, a tuning program often."""
 
 
 def traced_once[**P, R](

@@ -43,7 +43,6 @@ DESCRIPTION = """Times the experts, forward and forward+backward, and what a JAX
 commands measure other things. Times on a GPU are device time, by the profiler: kernels without the gaps between them,
 each run on an emptied L2 cache. On other platforms they are wall times, and the default sizes are small."""
 
-
 _COMMANDS: dict[str, Callable[..., Record]] = {
     "layers": compare,
     "kernels": measure_kernels,
@@ -199,7 +198,7 @@ def _cases(arguments: argparse.Namespace, on_gpu: bool) -> Sequence[Any]:
     """The command line's cases, or the default ones."""
     values = vars(arguments)
     presets = (known.preset(name, arguments.tokens) for name in values.get("preset", ()))
-    cases = [*values.get("config", ()), *presets] or known.DEFAULT_CASES[arguments.command][0 if on_gpu else 1]
+    cases = [*values.get("config", ()), *presets] or (known.GPU_CASES if on_gpu else known.CPU_CASES)[arguments.command]
     if arguments.command != "mesh":
         return cases
     return [Case(sizes, arguments.mesh, variant) for sizes in cases for variant in arguments.variant or [{}]]

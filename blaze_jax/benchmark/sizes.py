@@ -60,19 +60,13 @@ class Routed(NamedTuple):
         return "T={}, E={}, K={}".format(*self)
 
 
-GPU_SIZES = tuple(
-    Sizes(*sizes)
-    for sizes in (
-        (24576, 1536, 256, 128, 8),
-        (32768, 4096, 1024, 128, 8),
-        (32768, 4096, 256, 256, 16),
-        (65536, 1024, 4096, 16, 4),
-        (32768, 2048, 8192, 16, 4),
-        (65536, 512, 2048, 4, 1),
-        (131072, 512, 2048, 4, 1),
-        (524288, 512, 2048, 4, 1),
-        (2097152, 512, 2048, 4, 1),
-    )
+GPU_SIZES = (
+    Sizes(24576, 1536, 256, 128, 8),
+    Sizes(32768, 4096, 1024, 128, 8),
+    Sizes(32768, 4096, 256, 256, 16),
+    Sizes(65536, 1024, 4096, 16, 4),
+    Sizes(32768, 2048, 8192, 16, 4),
+    *(Sizes(tokens, 512, 2048, 4, 1) for tokens in (65536, 131072, 524288, 2097152)),
 )
 """Fine-grained, wide and MoEBlaze's: the rows other libraries were measured at on an H200."""
 
@@ -92,33 +86,33 @@ def preset(name: str, num_tokens: int) -> Sizes:
     return Sizes(num_tokens, *_PRESETS[name])
 
 
-DEFAULT_CASES: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
-    "layers": (GPU_SIZES, (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))),
-    "kernels": (GPU_SIZES, (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))),
-    # from 8k to 2M tokens at MoEBlaze's smallest layer
-    "scaling": (
-        [Sizes(8192 << i, 512, 2048, 4, 1) for i in range(9)],
-        [Sizes(512 << i, 64, 128, 4, 1) for i in range(5)],
-    ),
-    # few tokens for each of many experts: here the last tile of every expert is worth a look
-    "rounding": ([Sizes(16384, 1536, 256, 512, 8)], [Sizes(2048, 128, 64, 32, 4)]),
-    "routing": (
-        [
-            Routed(24576, 128, 8),
-            Routed(32768, 128, 8),
-            Routed(65536, 16, 4),
-            Routed(262144, 256, 8),
-            Routed(1048576, 64, 4),
-            Routed(2097152, 4, 1),
-        ],
-        [Routed(2048, 32, 4), Routed(4096, 8, 2)],
-    ),
-    "memory": (GPU_SIZES, ()),
-    "compile-time": (GPU_SIZES[:1], ()),
-    # tokens of each device: a wide layer, and a fine-grained one, where communication takes longest
-    "mesh": ([Sizes(32768, 4096, 1024, 128, 8), Sizes(24576, 1536, 256, 128, 8)], [Sizes(512, 256, 128, 16, 4)]),
-    # 4.8 GB in bfloat16
-    "reading": ([Sizes(1, 4096, 1536, 128, 8)], [Sizes(1, 4096, 1536, 128, 8)]),
-    "expected": (PRESET_NAMES, PRESET_NAMES),
+_ROUTED = ((24576, 128, 8), (32768, 128, 8), (65536, 16, 4), (262144, 256, 8), (1048576, 64, 4), (2097152, 4, 1))
+
+GPU_CASES: dict[str, Sequence[Any]] = {
+    "layers": GPU_SIZES,
+    "kernels": GPU_SIZES,
+    "scaling": [Sizes(8192 << i, 512, 2048, 4, 1) for i in range(9)],  # up to 2M tokens at MoEBlaze's smallest layer
+    "rounding": [Sizes(16384, 1536, 256, 512, 8)],  # few tokens for each of many experts: their last tiles count
+    "routing": [Routed(*sizes) for sizes in _ROUTED],
+    "memory": GPU_SIZES,
+    "compile-time": GPU_SIZES[:1],
+    "mesh": [
+        Sizes(32768, 4096, 1024, 128, 8),
+        GPU_SIZES[0],
+    ],  # a device's; in the finer one communication takes longest
+    "reading": [Sizes(1, 4096, 1536, 128, 8)],  # 4.8 GB in bfloat16
+    "expected": PRESET_NAMES,
 }
-"""The cases of a command of the benchmark on a GPU, and on a CPU, where two cores take seconds."""
+"""The cases of each command of the benchmark on a GPU."""
+
+_SMALL = (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))
+
+CPU_CASES = GPU_CASES | {
+    "layers": _SMALL,
+    "kernels": _SMALL,
+    "scaling": [Sizes(512 << i, 64, 128, 4, 1) for i in range(5)],
+    "rounding": [Sizes(2048, 128, 64, 32, 4)],
+    "routing": [Routed(2048, 32, 4), Routed(4096, 8, 2)],
+    "mesh": [Sizes(512, 256, 128, 16, 4)],
+}
+"""The same on a CPU, where two cores take seconds."""

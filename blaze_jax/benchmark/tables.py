@@ -188,10 +188,14 @@ def _expected(record: Record) -> Iterator[Row]:
 
 
 def _training(record: Record) -> Iterator[Row]:
-    yield "layer", "tokens/s", "peak memory, GiB", "by XLA's plan", "final loss, bits/byte", "compiled in, s"
+    yield (
+        *("layer", "tokens/s", "peak memory, GiB", "by XLA's plan", "compiled in, s"),
+        *("final loss, bits/byte", "difference"),
+    )
     memory = ("not reported" if record[name] is None else f"{record[name]:.1f}" for name in ("peak_gib", "planned_gib"))
-    loss = f"{record['final_loss']:.4f}", f"{record['compile_seconds']:.0f}"
-    yield record["layer"], _number(record, "tokens_per_second"), *memory, *loss
+    difference = f"{record['final_loss_difference']:+.2%}" if "final_loss_difference" in record else ""
+    rest = _number(record, "compile_seconds"), f"{record['final_loss']:.4f}", difference
+    yield record["layer"], _number(record, "tokens_per_second"), *memory, *rest
 
 
 def _step_profile(record: Record) -> Iterator[Row]:

@@ -6,7 +6,9 @@ mapped into memory, and `Stored.read` copies a part of a tensor out of them.
 
 import math
 import os
+import sys
 from collections.abc import Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -22,16 +24,18 @@ INDEX = "model.safetensors.index.json"
 METADATA = "__metadata__"
 _MOST_AXES = 64
 
-BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
-BITS |= dict.fromkeys(["BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"], 8)
-BITS |= {kind + str(bits): bits for kind in ("U", "I", "F") for bits in (16, 32, 64)} | {"BF16": 16}
-"""Bits of a number, for each type of the format."""
+_WITHOUT_DESCRIPTOR = {"trackfd": False} if sys.version_info >= (3, 13) and os.name == "posix" else {}
+"""Before Python 3.13 each mapping keeps a file descriptor; models have hundreds of files."""
 
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
 DTYPES |= {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "BOOL": np.bool_}
 DTYPES |= {f"{kind}{8 * size}": f"{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)}
 DTYPES = {name: np.dtype(dtype) for name, dtype in DTYPES.items()}
 """Types that numpy and jax have, by the format's names."""
+
+BITS = {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
+BITS |= dict.fromkeys(["F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"], 8)
+"""Bits of a number, for each type of the format."""
 
 
 class MissingExtraError(ImportError):
@@ -101,7 +105,8 @@ class TensorFile:
                 if size < 8 or length > min(size - 8, LARGEST):
                     raise CheckpointError(f"{path}: has {size} bytes, and no whole header")
                 header = parse_json(file.read(length), f"{path}: its header")
-                content = np.memmap(file, np.uint8, mode="r")
+                # Mapped at once: who has opened a folder reads what it was, whatever a writer puts in its place.
+                content = np.frombuffer(mmap(file.fileno(), 0, access=ACCESS_READ, **_WITHOUT_DESCRIPTOR), np.uint8)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         self.metadata = header.pop(METADATA, {})

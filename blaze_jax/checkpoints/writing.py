@@ -107,8 +107,8 @@ def write_tensors(
         return current
 
     folder.mkdir(parents=True, exist_ok=True)
-    current = checked()  # before the work, and again when nobody else writes
-    if current and current.origin.name == SINGLE_FILE:
+    checked()  # before the work, and again when nobody else writes
+    if (folder / SINGLE_FILE).exists():
         with locked(folder):
             current = checked()
             if current and SINGLE_FILE in current.files:

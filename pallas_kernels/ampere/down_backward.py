@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import simt
-from pallas_kernels.ampere.row_matmul import RingEnd, Where, row_matmul, store_rows
+from pallas_kernels.ampere.row_matmul import RingEnd, WarpOutput, row_matmul, store_rows
 from pallas_kernels.ampere.tile import HALF, Tile, tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TileSchedule, bias_part, sum_in_order
@@ -131,7 +131,7 @@ class Pieces(NamedTuple):
         """Words of an array's piece."""
         return ROWS * self.chunks * 4
 
-    def start(self, arrays: Sequence[Pointer], where: Where, piece: Int, slot: Pointer) -> None:
+    def start(self, arrays: Sequence[Pointer], where: WarpOutput, piece: Int, slot: Pointer) -> None:
         """Starts the warp's copies. What is not the tile's is zero: others may be writing there."""
         elements = chunk_size(self.kind)
         own = self._own(slot)

@@ -18,7 +18,7 @@ from pallas_kernels.simt.threads import branch, loop
 from pallas_kernels.simt.values import Int, Pointer, minimum
 
 
-class Ring(NamedTuple):
+class Slots(NamedTuple):
     """The slots that a block's operands arrive in, in turns.
 
     Attributes:
@@ -60,7 +60,7 @@ class Operands(NamedTuple):
     behind: Callable = lambda step: None
 
 
-def start_copies(ring: Ring, operands: Operands) -> list[Int]:
+def start_copies(ring: Slots, operands: Operands) -> list[Int]:
     """Starts the copies of the first slots, and returns the state of the step that follows them."""
     *states, next_state = [operands.state(Int(step)) for step in range(ring.tile.stages)]
     for step, state in enumerate(states):
@@ -71,7 +71,7 @@ def start_copies(ring: Ring, operands: Operands) -> list[Int]:
     return next_state
 
 
-def sum_products(ring: Ring, operands: Operands, steps, state: Sequence[Int]) -> Sums:
+def sum_products(ring: Slots, operands: Operands, steps, state: Sequence[Int]) -> Sums:
     """The sums of the products of so many slots, after `start_copies`; the one that follows has been waited for."""
     ahead = ring.tile.stages - 1
     ring.wait()
@@ -109,7 +109,7 @@ def sum_products(ring: Ring, operands: Operands, steps, state: Sequence[Int]) ->
 
 
 def sweep_columns(
-    ring: Ring, sweep: Int, column_tiles: int, of_column: Callable, finish: Callable, *, ring_is_free: bool
+    ring: Slots, sweep: Int, column_tiles: int, of_column: Callable, finish: Callable, *, ring_is_free: bool
 ) -> None:
     """Multiplies a block's column tiles, one after the other; the next one's first slots arrive while one ends.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import simt
 from pallas_kernels.ampere.operands import Columns, Panels, Steps, Sums, copy_rows, load_columns
-from pallas_kernels.ampere.pipeline import Operands, Ring, sweep_columns
+from pallas_kernels.ampere.pipeline import Operands, Slots, sweep_columns
 from pallas_kernels.ampere.tile import WARPGROUPS, Tile, WarpPart, abreast
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.simt.matrices import CHUNK, commit_copies, load_matrices, pack, tensor_operand
@@ -22,7 +22,7 @@ from pallas_kernels.simt.threads import shuffle_xor, when
 from pallas_kernels.simt.values import Float, Int, Long, Pointer, minimum, select
 
 
-class Where(NamedTuple):
+class WarpOutput(NamedTuple):
     """The part of the output that a warp has.
 
     Attributes:
@@ -109,7 +109,7 @@ def row_matmul(
         return [tensor_operand(load_matrices(rows, word + m * apart), kind) for m in range(tile.warp_rows // 16)]
 
     def body(schedule, lhs, token_indices, weights, first_column, extra, *others):
-        operands, out, ring = others[: len(in_place)], others[len(in_place) : -1], Ring(others[-1], tile)
+        operands, out, ring = others[: len(in_place)], others[len(in_place) : -1], Slots(others[-1], tile)
         row_tile, sweep = abreast(simt.block(), row_tiles, sweeps, tile.abreast)
         expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in schedule)
         with when(valid_rows > 0):
@@ -117,9 +117,9 @@ def row_matmul(
             row_copies = copy_rows(lhs, num_lhs_rows, token_indices, first_row, valid_rows, tile, k)
             part = WarpPart.of(tile)
 
-            def where(column_tile: Int) -> Where:
+            def where(column_tile: Int) -> WarpOutput:
                 halves = part.halves(tile, column_tile, width)
-                return Where(expert, first_row + part.row, valid_rows - part.row, halves, part.lane)
+                return WarpOutput(expert, first_row + part.row, valid_rows - part.row, halves, part.lane)
 
             def start_piece(column_tile: Int, piece: Int):
                 if isinstance(end, RingEnd):
@@ -164,7 +164,7 @@ def row_matmul(
     )(schedule.arrays, tuple(lhs), token_indices, tuple(weights), first_column, extra, *in_place)
 
 
-def biases_of(biases: Sequence[Pointer], where: Where, num_columns: int) -> list:
+def biases_of(biases: Sequence[Pointer], where: WarpOutput, num_columns: int) -> list:
     """The thread's biases in each half panel, two of each 8 columns; None without any.
 
     Args:
@@ -187,7 +187,9 @@ def add_bias(sums: list[list[Float]], bias: list[list[Float]] | None) -> list[li
     return [[s + own[i % 2] for i, s in enumerate(of_columns)] for of_columns, own in zip(sums, bias, strict=True)]
 
 
-def store_sums(results: Sequence[Pointer], where: Where, sums: Sums, num_columns: int, biases: Sequence = (None, None)):
+def store_sums(
+    results: Sequence[Pointer], where: WarpOutput, sums: Sums, num_columns: int, biases: Sequence = (None, None)
+) -> None:
     """Stores the warp's part of a tile, each half panel to its projection's result, after adding its bias."""
 
     def end_rows(first, of_rows):
@@ -197,7 +199,7 @@ def store_sums(results: Sequence[Pointer], where: Where, sums: Sums, num_columns
     for_rows(where, sums, end_rows)
 
 
-def for_rows(where: Where, sums: Sums, end: Callable) -> None:
+def for_rows(where: WarpOutput, sums: Sums, end: Callable) -> None:
     """Calls `end(first_row, sums)` for every 16 rows of the warp's part, in the warps where the tile has such rows.
 
     The branch has another use: the assembler does not mix the ends of several 16 rows, for which registers are few.
@@ -208,7 +210,7 @@ def for_rows(where: Where, sums: Sums, end: Callable) -> None:
 
 
 def store_half(
-    output: Pointer, where: Where, first_row: int, column: Int, values: list[list[Float]], num_columns: int
+    output: Pointer, where: WarpOutput, first_row: int, column: Int, values: list[list[Float]], num_columns: int
 ) -> None:
     """Stores 16 rows, from the warp's `first_row` on, of half a panel at `output[where.row :, column :]`.
 
@@ -226,7 +228,7 @@ def store_half(
 
 
 def store_rows(
-    output: Pointer, where: Where, first_row: int, column: Int, values: list[list[Float]], num_columns: int
+    output: Pointer, where: WarpOutput, first_row: int, column: Int, values: list[list[Float]], num_columns: int
 ) -> None:
     """Stores 8 rows of half a panel, as `store_half` does: of each 8 columns, the two numbers that the thread has."""
     quad = where.lane % 4

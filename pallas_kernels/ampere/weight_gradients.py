@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 from pallas_kernels import simt
 from pallas_kernels.ampere.bias_gradients import expert_sums
 from pallas_kernels.ampere.operands import CHUNKS, ROW_WORDS, UNIT, Panels, Sums, all_or_none, load_columns
-from pallas_kernels.ampere.pipeline import Operands, Ring, sweep_columns
-from pallas_kernels.ampere.row_matmul import Where, store_sums
+from pallas_kernels.ampere.pipeline import Operands, Slots, sweep_columns
+from pallas_kernels.ampere.row_matmul import WarpOutput, store_sums
 from pallas_kernels.ampere.tile import WARPGROUPS, Tile, WarpPart, abreast, tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
@@ -202,10 +202,10 @@ def _row_contraction(
         def finish(column_tile: Int, sums: Sums):
             halves = part.halves(tile, column_tile, width)
             row = row_tile * TILE_ROWS + part.row
-            where = Where(expert, expert * shape[0] + row, Int(shape[0]) - row, halves, part.lane)
+            where = WarpOutput(expert, expert * shape[0] + row, Int(shape[0]) - row, halves, part.lane)
             store_sums(results, where, sums, shape[1])
 
-        sweep_columns(Ring(ring, tile), sweep, column_tiles, of_column, finish, ring_is_free=True)
+        sweep_columns(Slots(ring, tile), sweep, column_tiles, of_column, finish, ring_is_free=True)
 
     return simt.kernel(
         body,

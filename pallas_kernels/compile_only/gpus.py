@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """What NVIDIA publishes of a GPU: data sheets, and the table of limits in the CUDA C++ programming guide.
+    """A GPU as NVIDIA publishes it: data sheets, and the table of limits in the CUDA C++ programming guide.
 
     The assembler goes by the compute capability alone, and a kernel's launch by the shared memory of a block and the
     number of multiprocessors. XLA weighs its own fusions by the rest.

@@ -1,4 +1,4 @@
-"""What NVIDIA's assembler, ptxas, says about each kernel it assembles: registers, stack, spills."""
+"""The report of NVIDIA's assembler, ptxas, on each kernel that it assembles: registers, stack, spills."""
 
 import os
 import re
@@ -17,13 +17,13 @@ _KERNEL = re.compile(
 
 
 class KernelReport(NamedTuple):
-    """What ptxas says of one kernel.
+    """The report on one kernel.
 
     Attributes:
-      name: of the kernel, as in profiles.
-      registers: of a thread.
-      stack_bytes: of a thread's stack frame.
-      spill_store_bytes: written to memory for want of registers, summed over the spilling instructions.
+      name: the kernel's, as in profiles.
+      registers: how many a thread has.
+      stack_bytes: size of a thread's stack frame.
+      spill_store_bytes: bytes written to memory for want of registers, summed over the spilling instructions.
       spill_load_bytes: read back, likewise.
     """
 

@@ -1,4 +1,11 @@
-"""Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`."""
+"""Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`.
+
+A `tile_kernel` walks over tiles. Its operands come through the `ring`, by bulk copies and, for rows found by index, by
+a `gather`; the `tile_queue` says which tile comes next. `row_matmul` multiplies rows with the weights of their expert,
+for `up_projection`, `down_backward`, and the `column_blocks` of the down projection and of the input's gradient.
+`weight_gradients` contract over an expert's rows. `panels`, `gather` and `elementwise` hold what Pallas has no form
+for, written in `inline` code, and `inline_interpreter` the same for machines without a GPU.
+"""
 
 from pallas_kernels.hopper.column_blocks import column_block as column_block
 from pallas_kernels.hopper.column_blocks import down_projection as down_projection

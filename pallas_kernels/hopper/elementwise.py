@@ -46,7 +46,7 @@ def _as_it_is(equation, inputs) -> list:
 
 
 def _ours(name: str, inputs: Sequence) -> jax.Array | None:
-    """What kernels cannot lower, or slowly, by name of the primitive or of the function called; None for the others."""
+    """Results that kernels cannot lower, or slowly, by name of the primitive or function; None for the others."""
     match name, *inputs:
         case "add_any", a, b:  # how vjp adds cotangents
             return a + b

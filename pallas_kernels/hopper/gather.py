@@ -75,8 +75,8 @@ class RowGather:
     Args:
       tokens: the array read from, or several of as many rows that follow each other; their width is a multiple of 8,
         and rows and columns past their end read zeros.
-      rows: of a tile.
-      columns: of a tile, 64 or 128, so that a thread's rows are swizzled alike.
+      rows: how many a tile has.
+      columns: how many a tile has, 64 or 128, so that a thread's rows are swizzled alike.
     """
 
     def __init__(self, tokens: jax.Array | tuple[jax.Array, ...], *, rows: int, columns: int):

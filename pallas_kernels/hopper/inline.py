@@ -1,4 +1,4 @@
-"""What inline code is made of: operands in shared memory, and the few words that its instructions need.
+"""Parts of inline code: operands in shared memory, and the few words that its instructions need.
 
 Inline code is what Pallas has no public form for on Hopper. `gather` and `panels` emit a handful of
 instructions each through `plgpu.inline_mgpu`, and the kernels read as Pallas code on top. All of it leans on what jax

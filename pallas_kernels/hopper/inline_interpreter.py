@@ -109,7 +109,7 @@ def sigmoid(x):
 
 
 def new_counter(tiles, blocks):
-    """What each block gets in each turn, since blocks here do not run at the same time."""
+    """The number that each block gets in each turn, since blocks here do not run at the same time."""
     return jnp.asarray(interpreter.tiles_taken(tiles, blocks))
 
 

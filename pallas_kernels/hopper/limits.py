@@ -1,4 +1,4 @@
-"""What the Hopper kernels cannot do, and what makes them slow: an assembler whose warpgroups cannot trade registers."""
+"""Limits of the Hopper kernels, and the assembler that makes them slow: its warpgroups cannot trade registers."""
 
 import ctypes
 from functools import cache
@@ -65,7 +65,7 @@ def nvjitlink_version() -> tuple[int, int] | None:
 
 
 def why_kernels_spill() -> str | None:
-    """What makes the expert kernels spill registers here, and the remedies; None if nothing does.
+    """The reason why the expert kernels spill registers here, with its remedies; None if they do not.
 
     From 0.12 on, jaxlib assembles kernels for NVIDIA's linker wherever XLA finds one that it takes. Code to be linked
     cannot move registers from one warpgroup to another (`setmaxnreg`), which the expert kernels count on.

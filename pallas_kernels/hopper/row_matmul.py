@@ -1,8 +1,9 @@
-"""The row kernels' walk: tiles of rows of one expert times a block of that expert's weight columns.
+"""Rows of experts times the weights of their expert: the walk of the up and down projections and their backward.
 
-Persistent blocks walk over (row tile, column tile) pairs; each consumer owns 64 of a tile's rows. A finished tile is
-packed to 16 bits in registers, which frees the accumulators; its panels are stored while the next tile's first k steps
-run on the tensor cores. Or a tile ends with more operands, which follow its k steps through the ring.
+A tile is up to 128 rows of one expert times 256 columns of its weights, and each consumer owns 64 of its rows. A
+finished tile is packed to 16 bits in registers, which frees the accumulators; its panels are stored while the next
+tile's first k steps run on the tensor cores. Or a tile ends with more operands, which follow its k steps through the
+ring.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +72,7 @@ class HeldEnd(NamedTuple):
         return values, RowTile(*[jnp.int32(0)] * 5)
 
     def stores(self, refs, held) -> list[Callable]:
-        """What is left to do for a tile, panel by panel."""
+        """The stores that are left to do for a tile, panel by panel."""
         values, part = held
         panels = [values[:, column : column + PANEL] for column in range(0, self.columns, PANEL)]
         return [partial(self.store, refs, part, panel, values) for panel, values in enumerate(panels)]

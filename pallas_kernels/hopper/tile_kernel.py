@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import gather, tile_queue
-from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import K_STEP, SWIZZLED
 from pallas_kernels.hopper.ring import Ring
 from pallas_kernels.hopper.tile_queue import TileQueue
@@ -31,7 +30,7 @@ PRODUCER = 2  # the warpgroup
 
 
 class TileKernel:
-    """What is done with each tile. The walks are the same for all kernels; the methods before them are a kernel's own.
+    """A kernel by its tiles. The walks are the same for all kernels; the methods before them are a kernel's own.
 
     `refs` are the operands, results and memory of the launch, each by its name, with the `ring` that operands come
     through and the `warpgroup` that runs: 0 and 1 multiply, 2 is the producer.
@@ -47,10 +46,10 @@ class TileKernel:
     """Arrays or tuples of them, by name."""
 
     dtype: Any
-    """What is in the slots of the ring."""
+    """The type of the ring's operands."""
 
-    gather: RowGather | None
-    """What gathers rows into the slots, if anything does."""
+    gather: Any
+    """The `RowGather` that brings rows into the slots, or None."""
 
     tuning: TileTuning
     """Slots of the ring, the order of the tiles, and how they are shared out."""
@@ -75,10 +74,10 @@ class TileKernel:
         """
 
     def part(self, refs, tile) -> Any:
-        """What a consumer needs to know of its part of a tile."""
+        """The tile as its consumer needs to know it."""
 
     def nothing_held(self) -> Any:
-        """What a consumer holds before its first tile."""
+        """A consumer's values before its first tile: as many as it holds of a tile."""
 
     def multiply(self, refs, turn, step, held, part, take: Callable) -> Any:
         """Multiplies a tile's operands, from `step` on, and stores what is held of the one before.

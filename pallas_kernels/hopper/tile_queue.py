@@ -53,7 +53,7 @@ def is_dynamic(shares: str | None) -> bool:
 
 
 def memory() -> dict[str, Any]:
-    """What a kernel needs in shared memory, by name."""
+    """Shared memory and barriers of a kernel whose tiles are handed over, by name."""
     return {
         "next_tiles": plgpu.SMEM((PLACES * FIELDS,), jnp.int32),
         "handed": plgpu.Barrier(num_arrivals=1, num_barriers=PLACES),
@@ -65,10 +65,10 @@ class TileQueue(NamedTuple):
     """The tiles of a block, one after the other; each comes with whether there is one.
 
     Attributes:
-      blocks: that share the tiles.
+      blocks: how many share the tiles.
       block: this one.
       dynamic: whether tiles are counted out; otherwise a block takes every `blocks`-th, from its own number on.
-      kind: of named tuple that a tile is.
+      kind: the named tuple that a tile is.
       find: `(refs, number) -> tile, whether there is one`; past the end some tile, its values are not used.
       refs: has `counter` and what `memory` names.
     """

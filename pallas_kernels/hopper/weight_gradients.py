@@ -108,7 +108,7 @@ class RowContraction(TileKernel):
       tokens: `(T, a)` in one or several arrays, read by token index.
       stored: arrays `(R, b)`, read by row.
       groups: the rows by expert.
-      result_dtype: of the results. 16-bit ones wait in registers for the next tile's products.
+      result_dtype: float32, or a type of 16 bits, whose results wait in registers for the next tile's products.
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
       tuning: slots of the ring, the order of an expert's tiles, and how tiles are shared out.
     """
@@ -233,7 +233,7 @@ class RowContraction(TileKernel):
             pl.when(turns > 0)(store)
 
     def stores(self, refs, values, tile: GradientTile) -> list[Callable]:
-        """What stores `(64, 256)` values, a consumer's part of a tile, a chunk of columns after another."""
+        """The stores of `(64, 256)` values, a consumer's part of a tile, chunk by chunk of its columns."""
         return [partial(self.store, refs, values, tile, chunk) for chunk in range(TILE_COLUMNS // self.chunk_columns)]
 
     def store(self, refs, values, tile: GradientTile, chunk: int) -> None:

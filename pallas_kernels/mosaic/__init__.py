@@ -1,1 +1,6 @@
-"""What all kernels in Pallas Mosaic GPU share: groups of rows cut into tiles, tracing, launching and interpreting."""
+"""Foundations of all kernels in Pallas Mosaic GPU.
+
+`row_groups` cuts rows by expert into tiles, `launches` runs kernels on a GPU and has them assembled early,
+`interpreter` runs them on any machine and finds races, `jaxprs` brings functions of jax into them, and `device` is the
+GPU and what none of them can do.
+"""

@@ -16,7 +16,7 @@ type Takers = Callable[[int, int], Sequence[int]]
 
 
 def at_random(tiles: int, blocks: int) -> Sequence[int]:
-    """The same on every run."""
+    """A block for each tile, the same on every run."""
     return np.random.default_rng(0).integers(blocks, size=tiles).tolist()
 
 
@@ -38,7 +38,7 @@ def interpreted(*, detect_races: bool = True, blocks: int = FEW_BLOCKS, takers: 
 
     Args:
       detect_races: whether kernels that work on tiles are watched, which takes longer; the others always are.
-      blocks: of those kernels, at most.
+      blocks: how many those kernels have at most.
       takers: which of them takes each tile. On a GPU it is chance; here blocks run one after the other, and the first
         would take all.
     """
@@ -58,7 +58,7 @@ def is_interpreted() -> bool:
 
 
 def interpreter_parameters() -> plgpu.InterpretGPUParams | bool:
-    """What to pass as `interpret` where Pallas does not look for itself."""
+    """The value of `interpret` where Pallas does not look for itself."""
     return _parameters.get() or False
 
 

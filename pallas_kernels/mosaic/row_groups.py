@@ -41,7 +41,7 @@ class TileSchedule(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"], Int[Array, " tiles"]]:
-        """What kernels read of each tile."""
+        """The three arrays that kernels read of each tile."""
         return self.expert, self.first_row, self.valid_rows
 
     def count_used(self) -> Int[Array, "1"]:

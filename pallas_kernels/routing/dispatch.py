@@ -76,7 +76,7 @@ def in_parts(
     """Rows that were grouped by expert and part, as groups by expert: all, and each part's; see the portable twin."""
     everything, own = xla.in_parts(groups._replace(tiles=None), parts)
     windows = jax.tree.map(lambda *rows: jnp.stack(rows), *(part.tiles for part in own))
-    tiles = jax.vmap(partial(_tiles, num_rows=groups.num_rows - SPARE_ROWS))(*windows)
+    tiles = jax.vmap(partial(_tiles, num_rows=groups.num_rows - SPARE_ROWS))(windows.start, windows.end)
     of_parts = [jax.tree.map(lambda rows, p=p: rows[p], tiles) for p in range(parts)]
     of_all = groups.tiles._replace(expert=groups.tiles.expert // parts)
     own = (Dispatch(*part[:-1], of_part) for part, of_part in zip(own, of_parts, strict=True))

@@ -12,7 +12,7 @@ A kernel is a Python function of pointers, which is traced once and runs in ever
     (y,) = double(x)
 
 - Values (`values`): `Int`, `Long` (an index of 64 bits), `Float`, `Bool` and short `Vector`s, each a number or a few of
-  every thread, with Python's operators; `==` and `!=` are `a.equals(b)`. Plain numbers take the type of what they meet.
+  every thread, with Python's operators, but `a.equals(b)` for `==`. Plain numbers take the type of what they meet.
 - Memory (`values.Pointer`): `p[i]` loads, `p[i] = x` stores, `p.at(i)` moves the start, `p.load_vector` takes up to 16
   bytes at once, `p.add` is atomic. Arrays are flat. Shared memory is asked for in words, and belongs to a block.
 - Control flow (`threads`): Python's `if` and `for` are over when the kernel runs, and unroll. Where threads differ,

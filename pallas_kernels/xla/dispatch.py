@@ -1,5 +1,6 @@
 """Dispatch, from experts to rows, without a sort; parts of these rows; and combine, from rows back to tokens."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -135,7 +136,7 @@ def in_parts(groups: Dispatch, parts: int) -> tuple[Dispatch[None], tuple[Dispat
         return everything._replace(
             expert_token_indices=jnp.where((tokens >= 0) & (tokens < size), tokens, size),
             token_index_map=groups.token_index_map[p * size : (p + 1) * size],
-            tiles=Windows(*(rows[p::parts] for rows in windows)),
+            tiles=replace(windows, start=windows.start[p::parts], end=windows.end[p::parts]),
         )
 
     return everything, tuple(map(part, range(parts)))
@@ -148,13 +149,14 @@ def of_experts(groups: Dispatch, first: int, experts: int, *, counted_from: int 
     """
     begin = first if counted_from is None else counted_from
     offsets = groups.expert_token_offsets[first : first + experts + 1]
-    start, end = (rows[begin : first + experts] for rows in Windows.of(groups))
+    windows = Windows.of(groups)
+    start, end = (rows[begin : first + experts] for rows in (windows.start, windows.end))
     row, tokens = jnp.arange(groups.num_rows, dtype=jnp.int32), groups.expert_token_indices
     mine = (row >= offsets[0]) & (row < offsets[-1])
     return groups._replace(
         expert_token_indices=jnp.where(mine, tokens, groups.token_index_map.shape[0]),
         expert_token_offsets=offsets,
-        tiles=Windows(start, end.at[: first - begin].set(start[: first - begin])),
+        tiles=replace(windows, start=start, end=end.at[: first - begin].set(start[: first - begin])),
     )
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -42,21 +43,25 @@ class Turn(NamedTuple):
     rows: int
 
 
-class Windows(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Windows:
     """Rows of each expert that are computed, where groups of rows do not say so by their offsets.
 
     Attributes:
       start: `(E,)` int32, the first row.
       end: `(E,)` int32, the first one after them.
+      shares: how many windows there are for all rows, these among them.
     """
 
     start: Int[Array, " E"]
     end: Int[Array, " E"]
+    shares: int = field(metadata={"static": True})
 
     @classmethod
     def of(cls, groups: Dispatch) -> "Windows":
         offsets = groups.expert_token_offsets  # which tiles of other families tell as well
-        return groups.tiles if isinstance(groups.tiles, cls) else cls(offsets[:-1], offsets[1:])
+        return groups.tiles if isinstance(groups.tiles, cls) else cls(offsets[:-1], offsets[1:], groups.num_experts)
 
 
 class Tile(NamedTuple):
@@ -101,7 +106,7 @@ def cpu_turn(groups: Dispatch) -> Turn:
     """One expert's rows, about half its share: partly filled tiles waste little there, and products stay large."""
     if is_symbolic_dim(groups.num_rows):
         return Turn(1, min_dim(MAX_TILE_ROWS, groups.num_rows))
-    share = groups.num_rows // groups.num_experts
+    share = groups.num_rows // Windows.of(groups).shares
     rows = max(MIN_TILE_ROWS, min(MAX_TILE_ROWS, 1 << (share // 2).bit_length()))
     return Turn(1, min(rows, groups.num_rows))
 
@@ -116,7 +121,7 @@ def accelerator_turn(groups: Dispatch, width: int) -> Turn:
     budget = max(MAX_TILE_ROWS, TURN_ELEMENTS // width)
     if is_symbolic_dim(groups.num_rows):
         return Turn(1, min_dim(budget, groups.num_rows))
-    share = groups.num_rows / groups.num_experts
+    share = groups.num_rows / Windows.of(groups).shares
     share += 3 * math.sqrt(share)  # hardly an expert has more rows, if all are chosen alike
     turns = max(1, math.ceil(share / budget))
     rows = min(-(-math.ceil(share / turns) // MIN_TILE_ROWS) * MIN_TILE_ROWS, groups.num_rows)
@@ -203,7 +208,7 @@ def _for_each_batch[Carry](
 
     def visit_batch(i, carry):
         experts = lax.dynamic_slice_in_dim(order, i * batch, batch)
-        first, end = (rows.at[experts].get(mode="fill", fill_value=0) for rows in windows)
+        first, end = (rows.at[experts].get(mode="fill", fill_value=0) for rows in (windows.start, windows.end))
 
         def step_at(step, i, carry):
             wanted = first + i * turn.rows

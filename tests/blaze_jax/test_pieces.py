@@ -1,9 +1,11 @@
 """Own tokens and own experts first, in several blocks of columns: in pieces as at once."""
 
+import jax.numpy as jnp
 import pytest
 
-from blaze_jax import MoEConfig, experts
-from tests.blaze_jax.pieces_on_cpu import family
+from blaze_jax import MoEConfig
+from pallas_kernels import xla
+from pallas_kernels.xla.loops import zeros
 from tests.layers import WIDTH
 from tests.over_devices import assert_as_one_device
 
@@ -30,10 +32,12 @@ def test_as_one_device(way, monkeypatch, traced_anew):
         pieces.append(arguments)
         return portable(*arguments, **options)
 
-    kernels = family()
-    portable, kernels.up_projection = kernels.up_projection, computed
-    kernels.column_block = lambda *_: WIDTH // 3 + 1  # the last of the three blocks is narrower
-    monkeypatch.setattr(experts, "kernels_of", lambda *_, **__: kernels)
+    portable = xla.up_projection
+    monkeypatch.setattr(xla, "up_projection", computed)
+    monkeypatch.setattr(xla, "column_block", lambda *_: WIDTH // 3 + 1)  # the last of the three blocks is narrower
+    monkeypatch.setattr(
+        "pallas_kernels.xla.experts.empty", lambda shape, dtype, *like: zeros(shape, dtype, *like) + jnp.nan
+    )
     axes, options = WAYS[way]
     assert_as_one_device((axes, "shard_map", options), tokens=40, config=CONFIG)
     assert len(pieces) > 1

@@ -9,7 +9,7 @@ import pytest
 from blaze_jax.benchmark import mesh, studies
 from blaze_jax.benchmark.__main__ import main, parse_arguments
 from blaze_jax.benchmark.own_process import ProcessError
-from blaze_jax.benchmark.sizes import DEFAULT_CASES, Routed, Sizes, preset
+from blaze_jax.benchmark.sizes import CPU_CASES, Routed, Sizes, preset
 from blaze_jax.benchmark.timing import Sustained
 from pallas_kernels.mosaic.interpreter import interpreted
 
@@ -93,6 +93,7 @@ def test_presets_and_no_peers():
     assert arguments.peers == []
 
 
+@pytest.mark.skipif(not ON_CPU, reason="takes the small sizes that a CPU gets")
 @pytest.mark.parametrize(
     ("command", "cases", "kind", "said"),
     [
@@ -104,7 +105,7 @@ def test_presets_and_no_peers():
 )
 @pytest.mark.slow
 def test_the_other_studies(command, cases, kind, said, capsys, measured, monkeypatch):
-    monkeypatch.setitem(DEFAULT_CASES, command, (cases, cases))
+    monkeypatch.setitem(CPU_CASES, command, cases)
     records = measured(f"{command} --repeats 2")["records"]
     assert said in capsys.readouterr().out
     assert [record["kind"] for record in records] == [kind] * len(cases)

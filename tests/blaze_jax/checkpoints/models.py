@@ -20,7 +20,7 @@ def model(name: str) -> checkpoints.PublicModel:
     return checkpoints.read_model(FIXTURES / (name.partition("-")[0] if name != "deepseek_v3-float8" else name))
 
 
-def load(name: str, folder: Path | None = None, **options) -> checkpoints.Layer:
+def load(name: str, folder: Path | checkpoints.Folder | None = None, **options) -> checkpoints.Layer:
     """The last layer of the fixture of that name, or of a folder that holds such a model."""
     return checkpoints.load(folder or FIXTURES / name, model(name).num_layers - 1, model(name).layer, **options)
 

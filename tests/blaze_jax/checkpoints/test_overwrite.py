@@ -51,6 +51,15 @@ def test_a_layer_takes_the_place_of_the_one_that_is_there(tmp_path, name):
         assert set(index.values()) == {path.name for path in files}
 
 
+@pytest.mark.default_cases("*")
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe"])
+def test_who_has_opened_a_folder_reads_what_it_was(tmp_path, name):
+    folder = copied(name, tmp_path)
+    opened = checkpoints.Folder(folder)
+    save(name, folder, halved(load(name)), overwrite=True)
+    assert_same_bits(load(name, opened).params, load(name).params)
+
+
 def test_another_layout_takes_the_place_of_a_compressed_one(tmp_path):
     folder = copied("gpt_oss-mxfp4", tmp_path)
     layer = load("gpt_oss-mxfp4")

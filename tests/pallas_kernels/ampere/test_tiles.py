@@ -39,7 +39,7 @@ def test_every_tile_gives_the_same_bits(kernels, dtype, tile):
 
 @pytest.mark.parametrize("sweep", [2, 4])
 def test_sweeps_give_the_same_bits(kernels, sweep):
-    """Of each row kernel, over three column tiles, so that a sweep ends before its tiles do."""
+    """In each row kernel, over three column tiles, so that a sweep ends before its tiles do."""
     rows, n = Rows(kernels, "whole_tiles_and_a_tail"), 2 * 128 + 8
     x, row_weights = rows.normal(rows.num_tokens, n, dtype="bfloat16"), rows.of_rows()
     pre = tuple(rows.of_rows(n, dtype="bfloat16") for _ in range(2))

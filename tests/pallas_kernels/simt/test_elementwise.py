@@ -23,7 +23,7 @@ OTHERS = {
     "sine": jnp.sin,
     "soft_sign": jax.nn.soft_sign,
 }
-"""What users may bring."""
+"""Functions that users may bring."""
 
 
 @pytest.mark.default_cases("*")

@@ -32,7 +32,7 @@ def run(body, *inputs, out):
 
 
 def words(body, x):
-    """What `body(x, out, shared)` writes to 128 words."""
+    """The 128 words that `body(x, out, shared)` writes."""
     return run(body, x, out=jax.ShapeDtypeStruct((128,), jnp.int32))
 
 

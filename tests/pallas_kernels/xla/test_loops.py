@@ -33,7 +33,7 @@ def in_turns(turn, function, *arguments):
 
 
 def count_and_expert(rows, groups):
-    """Of every row, by `map_rows`: how often it is written, and the expert it is written for."""
+    """How often `map_rows` writes each row, and the expert it writes it for."""
 
     def compute(own, tile, buffers):
         return read_rows(buffers[0], tile) + 1, jnp.broadcast_to(own[0], (*tile.turn, 1))
@@ -44,7 +44,7 @@ def count_and_expert(rows, groups):
 
 
 def own_and_visited(rows, groups):
-    """Of every expert, by `sum_rows`: its own rows, and those of its tiles."""
+    """Each expert's rows as `sum_rows` counts them: its own, and those of its tiles."""
 
     def terms(tile):
         own = tile.mine.sum(1, dtype=jnp.float32)

@@ -1,0 +1,111 @@
+"""Rows computed part by part: kernels take groups of some rows, and keep the others in `into`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import xla
+from tests.numerics import assert_close, assert_same_bits
+from tests.pallas_kernels.rows import ACTIVATIONS
+
+PARTS, TOKENS, EXPERTS, SLOTS, WIDTH = 2, 40, 3, 2, 24
+
+pytestmark = [
+    pytest.mark.parametrize("kernels", ["xla", "xla_batched", "mosaic_gpu"], indirect=True),
+    pytest.mark.default_cases("xla", "xla_batched"),
+]
+
+
+@pytest.fixture
+def detect_races():
+    """No: `down_backward` reads whole tiles, of which a neighbour's rows may be written meanwhile."""
+    return False
+
+
+@pytest.fixture
+def problem(kernels):
+    """Operands, and the pairs of all tokens grouped by expert and part; a part has no rows of one expert."""
+    rng = np.random.default_rng(0)
+    experts = np.stack([rng.permutation(EXPERTS)[:SLOTS] for _ in range(PARTS * TOKENS)])
+    part = np.arange(PARTS * TOKENS)[:, None] // TOKENS
+    empty = (rng.uniform(size=experts.shape) < 0.1) | ((part == 1) & (experts == 2))
+    groups = kernels.dispatch(jnp.asarray(np.where(empty, -1, experts * PARTS + part), jnp.int32), EXPERTS * PARTS)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32 if kernels is xla else jnp.bfloat16)
+
+    matrices = [normal(EXPERTS, WIDTH, WIDTH) for _ in range(3)]
+    x, dy, b_down = normal(PARTS * TOKENS, WIDTH), normal(PARTS * TOKENS, WIDTH), normal(EXPERTS, WIDTH)
+    return groups, x, dy, (*matrices, b_down), normal(groups.num_rows).astype(jnp.float32)
+
+
+def forth_and_back(kernels, xs, dys, matrices, row_weights, pieces):
+    """Results of the kernels that fill rows, piece by piece; `pieces` are pairs of the first expert and the groups."""
+    *weights, w_down, b_down = matrices
+    rows = jnp.full((len(row_weights), WIDTH), jnp.nan, xs[0].dtype)
+    up, down, back, into, d_row_weights = ((rows, rows), rows), rows, rows, rows, 0
+    for x, (first, groups) in zip(xs, pieces, strict=True):
+        own = tuple(w[first:] for w in weights)
+        up = kernels.up_projection(x, own, (), groups, activation=ACTIVATIONS[2], into=up)
+    d_pre, hidden = up
+    for dy, (first, groups) in zip(dys, pieces, strict=True):
+        own = w_down[first:], b_down[first:]
+        down = kernels.down_projection(hidden, *own, groups, 0, WIDTH, into=down)
+        options = {"activation": ACTIVATIONS[2], "into": into}
+        d_pre, into, of_piece = kernels.down_backward(dy, *own, d_pre, row_weights, groups, **options)
+        d_row_weights += of_piece
+        back = kernels.up_backward(up[0], tuple(w[first:] for w in weights), groups, 0, WIDTH, into=back)
+    return up, down, d_pre, into, d_row_weights, back
+
+
+def test_pieces_fill_the_same_rows(kernels, problem):
+    groups, x, dy, matrices, row_weights = problem
+    everything, parts = kernels.in_parts(groups, PARTS)
+    used = int(everything.expert_token_offsets[-1])
+    assert used > PARTS * TOKENS
+
+    def results(xs, dys, pieces):
+        run = jax.jit(
+            lambda *groups: forth_and_back(
+                kernels,
+                xs,
+                dys,
+                matrices,
+                row_weights,
+                [(first, own) for (first, _), own in zip(pieces, groups, strict=True)],
+            )
+        )
+        return jax.tree.leaves(run(*(own for _, own in pieces)))
+
+    at_once = results([x], [dy], [(0, everything)])
+    blocks = [(e, kernels.of_experts(everything, e, 1)) for e in range(EXPERTS)]
+    halves = [(0, kernels.of_experts(everything, 0, 1)), (0, kernels.of_experts(everything, 1, 2, counted_from=0))]
+    cuts = [(jnp.split(x, PARTS), jnp.split(dy, PARTS), [(0, part) for part in parts])]
+    cuts += [([x] * len(pieces), [dy] * len(pieces), pieces) for pieces in (blocks, halves)]
+    for cut in cuts:
+        for ours, theirs in zip(results(*cut), at_once, strict=True):
+            (assert_close if kernels is xla else assert_same_bits)(ours[:used], theirs[:used])
+            assert ours.ndim == 1 or np.isnan(np.asarray(ours[used:], np.float32)).all()
+    for part, index_map in zip(parts, np.split(np.asarray(everything.token_index_map), PARTS), strict=True):
+        assert_same_bits(part.token_index_map, index_map)
+    if kernels is not xla:
+        for piece in (*parts, *(own for _, own in (*blocks, *halves))):
+            assert piece.tiles.used == np.sum(piece.tiles.valid_rows > 0)
+
+
+def test_gradients_of_blocks_of_experts_with_tokens_in_parts(kernels, problem):
+    groups, x, dy, _, row_weights = problem
+    everything, _ = kernels.in_parts(groups, PARTS)
+    rows = jnp.tile(row_weights[:, None], WIDTH).astype(x.dtype)
+
+    @jax.jit
+    def gradients(x, dy, groups):
+        up, up_bias = kernels.up_weight_gradients(x, (rows,), groups, dtypes=("float32",), bias_dtypes=("float32",))
+        down = kernels.down_weight_gradients(rows, dy, row_weights, groups, dtype="float32", bias_dtype="float32")
+        return *up, *up_bias, *down
+
+    split = tuple(jnp.split(x, PARTS)), tuple(jnp.split(dy, PARTS))
+    of_blocks = [gradients(*split, kernels.of_experts(everything, e, 1)) for e in range(EXPERTS)]
+    together = [jnp.concatenate(a) for a in zip(*of_blocks, strict=True)]
+    (assert_close if kernels is xla else assert_same_bits)(together, list(gradients(x, dy, everything)))
