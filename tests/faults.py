@@ -160,7 +160,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("token_sums", "y = done = finished(y, operands, number - 1)", "y = done = finished(None, operands, number - 1)", "pieces"),
     ("_other_gradients", "else d_weights + of_slots", "else of_slots", "parallelism"),
     ("experts_here", "first = lax.axis_index(self.expert) * num_experts", "first = lax.axis_index(self.group) * num_experts", "parallelism"),
-    ("in_parts", "windows.start[p::parts]", "windows.start[::parts]", "parts in_parts"),
+    ("in_parts", "windows.start[p::parts]", "windows.start[::parts]", "parts"),
     ("in_parts", "tokens = groups.expert_token_indices - p * size", "tokens = groups.expert_token_indices % size", "parts"),
     ("routing.dispatch.of_experts", "first if counted_from is None else counted_from", "first", "parts"),
     ("of_experts", "values.at[before + tile].get", "values.at[tile].get", "parts"),

@@ -1,5 +1,7 @@
 """Rows grouped by expert, random operands, and numpy views of them."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,8 @@ import pytest
 
 from blaze_jax.activations import get_activation
 from pallas_kernels import ampere, xla
-from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT
-from tests.numerics import TOLERANCE, assert_close
+from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS
+from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 from tests.routings import ROUTINGS
 
 D, N = 72, 136
@@ -140,3 +142,21 @@ def assert_down_backward(kernels, rows, dtype, biases, projections):
     assert_close(d_weights[owned], expected_d_weights[owned], tolerance(kernels, dtype))
     assert d_weights.dtype == jnp.float32
     assert {d.dtype.name for d in (*d_pre, weighted_hidden)} == {dtype}
+
+
+def assert_same_as_portable(experts, num_experts, out):
+    expected = portable_dispatch(jnp.asarray(experts), num_experts, row_alignment=8, spare_rows=SPARE_ROWS)
+    assert_same_bits(out._replace(tiles=None), expected)
+    assert_is_schedule(out)
+
+
+def assert_is_schedule(out):
+    """Tiles cut each group from its start on, group after group; the unused ones are zero."""
+    tiles, offsets = out.tiles, np.asarray(out.expert_token_offsets)
+    expected = [
+        (expert, row, min(TILE_ROWS, stop - row))
+        for expert, (start, stop) in enumerate(pairwise(offsets))
+        for row in range(start, stop, TILE_ROWS)
+    ]
+    expected += [(0, 0, 0)] * (tiles.num_tiles - len(expected))
+    assert list(zip(*(np.asarray(a).tolist() for a in tiles.arrays), strict=True)) == expected

@@ -19,6 +19,7 @@ from train_example.program.presets import PRESETS
 from train_example.step import learning_rate_schedule
 
 
+@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -39,6 +40,7 @@ from train_example.step import learning_rate_schedule
         ("--implementation mosaic_gpu", "or newer, the device here is cpu: choose xla"),
         ("--step 3", "unrecognized arguments: --step 3"),
         ("--resume", "nothing to resume"),
+        ("--out {tmp}/short/out", "cannot be written: Not a directory; choose another folder"),
         ("--checkpoint {tmp}/missing", "missing/config.json: cannot be read: No such file"),
         ("--checkpoint {tmp} --preset tiny", "--checkpoint and --preset exclude each other"),
         ("--trained routers", "choose from"),
@@ -49,7 +51,7 @@ def test_bad_input_is_told_in_one_line(options, message, tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / ".hidden").write_text("hidden")
     before = sorted(tmp_path.rglob("*"))
-    assert main([*options.format(tmp=tmp_path).split(), "--out", str(tmp_path / "out")]) == 2
+    assert main(["--out", str(tmp_path / "out"), *options.format(tmp=tmp_path).split()]) == 2
     output = capsys.readouterr()
     assert message in output.err
     assert output.err.count("\n") == 1
@@ -75,17 +77,6 @@ def test_diverged_training(metric):
     message = f"training diverged, {metric} is nan at step 3: try less than --learning-rate 7.0"
     with pytest.raises(UserError, match=message):
         check_finite(config, record | {metric: math.nan})
-
-
-def test_folder_that_cannot_be_made(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert main(["--out", str(tmp_path / "file" / "out")]) == 2
-    assert "cannot be written: Not a directory; choose another folder" in capsys.readouterr().err
-
-
-def test_resume_without_a_folder(capsys):
-    assert main(["--resume"]) == 2
-    assert "--resume needs --out FOLDER" in capsys.readouterr().err
 
 
 def test_options_replace_those_of_the_preset():

@@ -128,6 +128,7 @@ def test_meshes_that_do_not_fit():
         ("--processes 2 --process 2 --coordinator a:1", "from 0 to N-1"),
         ("--cluster --process 0", "--cluster leaves it to the environment"),
         ("--cluster", "several processes need --out FOLDER"),
+        ("--resume", "--resume needs --out FOLDER"),
     ],
 )
 @pytest.mark.default_cases("*")

@@ -140,6 +140,22 @@ def test_a_head_of_its_own_where_the_embedding_should_be_the_head(tmp_path):
         load_params(folder, Decoder(config, config.moe(), jnp.float32))
 
 
+@pytest.mark.default_cases("*")
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gpt_oss", {}, "is a model of gpt_oss, must be one of olmoe, qwen3_moe"),
+        ("olmoe", {"hidden_size": None}, "config.json: hidden_size=None must be an integer"),
+        ("qwen3_moe", {"rms_norm_eps": "small"}, "lacks or misstates a field"),
+    ],
+)
+def test_models_that_the_decoder_is_not(tmp_path, family, change, message):
+    config = json.loads((FIXTURES / family / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        public_config(tmp_path)
+
+
 def test_sequences_longer_than_the_model_was_made_for(tmp_path, capsys):
     folder = FIXTURES / "qwen3_moe"
     options = ["--checkpoint", str(folder), "--sequence-length", "65", "--out", str(tmp_path / "out")]

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import hopper, simt
 from tests.numerics import assert_same_bits
-from tests.pallas_kernels.routing.schedule import assert_same_as_portable
+from tests.pallas_kernels.rows import assert_same_as_portable
 from tests.routings import ROUTINGS, random_experts
 
 

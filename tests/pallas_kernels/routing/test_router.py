@@ -11,7 +11,7 @@ from pallas_kernels import hopper, simt, xla
 from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.contract import Rule
 from tests.numerics import assert_close, assert_same_bits
-from tests.pallas_kernels.routing.schedule import assert_same_as_portable
+from tests.pallas_kernels.rows import assert_same_as_portable
 
 SCORINGS = ("softmax", "softmax_selected", "sigmoid")
 # The GPU's exponential and reciprocal are good to 2 units in the last place each.
