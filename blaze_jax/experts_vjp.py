@@ -135,6 +135,7 @@ def _output_in_ranges(plan: Plan, params: Parameters, up_projection: Callable, t
     assert ranges is not None
 
     def step(start, dispatch):
+        assert tokens.experts is not None
         weights, experts = (ranges.of(array, start) for array in (tokens.weights, tokens.experts))
         y, pre_activations, _ = _output(plan, params, up_projection, Tokens(tokens.x, weights, experts, dispatch))
         return y, (), pre_activations

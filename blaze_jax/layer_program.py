@@ -91,7 +91,7 @@ def layer_here(
         return own if mesh is None else reshard(own, mesh)
 
     def compute(routing: Routing, grouped: Grouped | None):
-        function = experts or partial(compute_experts, grouped)
+        function: Callable[..., Array] = experts or partial(compute_experts, grouped)
         names = ("w_gate", "w_up", "w_down")
         return function(
             tokens,

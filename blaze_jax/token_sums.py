@@ -59,8 +59,8 @@ def token_sums(
       meanwhile: `(result, operands)` of the operands, computed while the last block travels.
     """
     departures = plan.transport.departures(tokens.trips, len(rows.parts))
-    weights = weights or (None,) * len(rows.parts)
-    parts = list(map(_Part, range(len(rows.parts)), rows.parts, weights, departures))
+    of_parts = weights or [None] * len(rows.parts)
+    parts = list(map(_Part, range(len(rows.parts)), rows.parts, of_parts, departures))
     own = next((part for part in parts if part.depart is None), None)
     away = [part for part in parts if part.depart is not None]
     if own and not away and before is None:
