@@ -92,10 +92,11 @@ def layer_here(
 
     def compute(routing: Routing, grouped: Grouped | None):
         function: Callable[..., Array] = experts or partial(compute_experts, grouped)
-        names = ("w_gate", "w_up", "w_down")
         return function(
             tokens,
-            *map(params.get, names),
+            params.get("w_gate"),
+            params["w_up"],
+            params["w_down"],
             routing.weights,
             routing.experts,
             **{name: params.get(name) for name in ("b_gate", "b_up", "b_down")},
