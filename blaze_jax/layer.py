@@ -40,6 +40,8 @@ def init(
 ) -> dict[str, Array]:
     """Parameters for `moe`.
 
+    They are whole also inside `jax.shard_map`: call it outside, or initialise a module with `parallel` there.
+
     Args:
       key: a key of `jax.random`.
       config: the layer.
