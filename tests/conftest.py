@@ -71,7 +71,7 @@ def pytest_runtest_setup(item):
 def pytest_pycollect_makeitem():
     """Marks as slow what `default_cases` leaves out of a test's cases; where it names none, all but the first.
 
-    Each family of kernels has a first case, and so has what needs a GPU or a compiler for it, or is skipped.
+    Each family of kernels then has a first case. What needs a GPU or a compiler for it, or is skipped, always has one.
     """
     cases = yield
     if not isinstance(cases, list) or not cases or not hasattr(cases[0], "callspec"):
@@ -85,8 +85,9 @@ def pytest_pycollect_makeitem():
             if not (found := {case for case in cases if fnmatchcase(case.callspec.id, pattern)}):
                 raise pytest.Collector.CollectError(f"{cases[0].originalname} has no default case {pattern!r}")
             named |= found
-    for alike in kinds.values():
-        for case in set(alike) - (named.intersection(alike) or {alike[0]}):
+    for (_, *marks), alike in kinds.items():
+        first = {alike[0]} if marks or not named else set()
+        for case in set(alike) - (named.intersection(alike) or first):
             case.add_marker("slow")
     return cases
 
