@@ -30,7 +30,7 @@ def family(request, monkeypatch):
     capability, family = GPUS[request.param]
     monkeypatch.setattr("blaze_jax.implementation.compute_capability", lambda: capability)
     jax.clear_caches()
-    # While dP of one tile takes the place of P, another tile is read together with rows of the next expert, which nobody
+    # While dP of one tile takes the place of P, another tile is read with rows of the next expert, which nobody
     # uses: in one of three runs the search for races on Hopper calls that one.
     with family.interpreted(detect_races=False):
         yield partial(results, expert_ffn, implementation="mosaic_gpu")
