@@ -26,7 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from blaze_jax.plan import Parameters, Plan, Projection, Rows, Tokens
+from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens
 from blaze_jax.reverse_mode import differentiated_once
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, with_turns
 from blaze_jax.token_sums import token_sums
@@ -56,7 +56,7 @@ def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters):
     if plan.save == "pre_activations":
         names = PRE_ACTIVATION_NAMES[-len(pre_activations[0]) :]
         kept = tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)
-    chunks = tuple(chunk._replace(experts=None) for chunk in chunks)
+    chunks = tuple(chunk._replace(experts=None) for chunk in chunks)  # pyright: ignore[reportArgumentType]  (of no use)
     return outputs, (chunks, shards, kept, gathered if plan.transport.keep else None)
 
 
@@ -67,10 +67,8 @@ def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, up_proj
         chunks = (chunks[0]._replace(x=x), *chunks[1:])
     params = plan.transport.parameters(shards, chunks[0].x.dtype)
     for chunk in chunks:
-        if plan.ranges:
-            y, pre_activations, xs = _output_in_ranges(plan, params, up_projection, chunk)
-        else:
-            y, pre_activations, xs = _output(plan, params, up_projection, chunk)
+        compute = partial(_output_in_ranges, plan.ranges) if plan.ranges else _output
+        y, pre_activations, xs = compute(plan, params, up_projection, chunk)
         yield y, pre_activations, (xs, params)
 
 
@@ -87,7 +85,7 @@ def _backward(plan: Plan, residuals, d_outputs):
         x, dy = xs[i], transport.arrivals(chunk.trips, d_outputs[i])
         if gathered is None and (kept is None or not transport.own_first):
             x = transport.arrivals(chunk.trips, after(x, dy[-1]))  # or both would travel, and take memory, at once
-        gradients_of = _gradients_in_ranges if plan.ranges else _gradients
+        gradients_of = partial(_gradients_in_ranges, plan.ranges) if plan.ranges else _gradients
         dx, d_params_here, d_weights_here = gradients_of(plan, params, chunk, x, dy, kept and kept[i])
         dxs.append(dx)
         d_weights.append(d_weights_here)
@@ -129,13 +127,10 @@ def _output(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tok
     return with_turns(turns, begin), pre_activations, xs
 
 
-def _output_in_ranges(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tokens):
+def _output_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, up_projection: Callable, tokens: Tokens):
     """`_output`, a range of the tokens at a time; pre-activations are stacked."""
-    ranges = plan.ranges
-    assert ranges is not None
 
     def step(start, dispatch):
-        assert tokens.experts is not None
         weights, experts = (ranges.of(array, start) for array in (tokens.weights, tokens.experts))
         y, pre_activations, _ = _output(plan, params, up_projection, Tokens(tokens.x, weights, experts, dispatch))
         return y, (), pre_activations
@@ -184,7 +179,6 @@ def _weights_of_parts(tokens: Tokens, num_experts: int, parts: int) -> tuple[Arr
 
     They are made before the conditional on further turns, after which the device waits for every launch of the host.
     """
-    assert tokens.experts is not None
     # An id out of range, E, cannot raise under tracing; it must not pass for an empty slot either.
     known = jnp.where(tokens.experts < num_experts, tokens.weights, jnp.nan)
     weights = jnp.where(tokens.experts == EMPTY_SLOT, 0, known).astype(accumulator_dtype(tokens.x.dtype))
@@ -206,10 +200,9 @@ def _gradients(plan: Plan, params: Parameters, tokens: Tokens, xs, dys, pre_acti
     return _gradients_of_turns((plan, dtypes), xs, params, tokens, rows, turns, pre_activations, dys)
 
 
-def _gradients_in_ranges(plan: Plan, params: Parameters, tokens: Tokens, xs, dys, kept):
+def _gradients_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, tokens: Tokens, xs, dys, kept):
     """`_gradients`, a range of the tokens at a time. The sums of the parameters are wide, and rounded once."""
-    ranges, dtypes = plan.ranges, jax.tree.map(lambda array: accumulator_dtype(array.dtype), params)
-    assert ranges is not None
+    dtypes = jax.tree.map(lambda array: accumulator_dtype(array.dtype), params)
 
     def step(start, dispatch, kept):
         of_range = tokens._replace(weights=ranges.of(tokens.weights, start), dispatch=dispatch)

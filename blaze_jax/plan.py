@@ -70,7 +70,7 @@ class Tokens(NamedTuple):
     Attributes:
       x: `(T, d)`, this device's.
       weights: `(T_group, K)`, the group's.
-      experts: `(T_group, K)`, ids of experts of this device, -1 for those of others; None where nobody asks.
+      experts: `(T_group, K)`, ids of experts of this device, -1 for those of others.
       dispatch: the group's pairs with experts of this device; where tokens are in ranges, each one's, stacked.
       trips: which tokens travel where, for "all_to_all".
       most_pairs: pairs of the device of the group with the most, None if that is not known.
@@ -78,7 +78,7 @@ class Tokens(NamedTuple):
 
     x: Float[Array, "T d"]
     weights: Float[Array, "T_group K"]
-    experts: Int[Array, "T_group K"] | None
+    experts: Int[Array, "T_group K"]
     dispatch: Dispatch
     trips: Trips | None = None
     most_pairs: Int[Array, ""] | None = None

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from blaze_jax.exchange import Transport
 from blaze_jax.plan import Projection, TokenRanges
 from pallas_kernels.compat import vary_over, varying_axes
+from pallas_kernels.xla.loops import empty
 
 
 def after[T](value: T, *others) -> T:
@@ -29,14 +30,6 @@ def in_place[T](arrays: T, parts: int) -> T:
     For one layer of a stack, XLA would give it the stack's memory for its result alone (see `mosaic/launches.py`).
     """
     return arrays if parts == 1 else after(arrays)
-
-
-def uninitialised(shape: tuple[int, ...], dtype, *like) -> Array:
-    """An array of which all is written: XLA would take as long to fill it with zeros as a kernel to write it.
-
-    Inside `jax.shard_map` it varies over the axes over which `like` do.
-    """
-    return vary_over(lax.empty(shape, dtype), varying_axes(like))
 
 
 class Journeys(NamedTuple):
@@ -104,8 +97,8 @@ def one_by_one(ranges: TokenRanges, step: Callable, sums, *stacks):
     first = (jnp.int32(0), *jax.tree.map(lambda array: array[0], stacks))
     by_token, _, others = jax.eval_shape(step, *first)
     like = sums, stacks
-    whole = jax.tree.map(lambda a: uninitialised((ranges.num_tokens, *a.shape[1:]), a.dtype, like), by_token)
-    stacked = jax.tree.map(lambda a: uninitialised((ranges.count, *a.shape), a.dtype, like), others)
+    whole = jax.tree.map(lambda a: empty((ranges.num_tokens, *a.shape[1:]), a.dtype, like), by_token)
+    stacked = jax.tree.map(lambda a: empty((ranges.count, *a.shape), a.dtype, like), others)
 
     def turn(i, carry):
         whole, sums, stacked = carry

@@ -12,8 +12,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from blaze_jax.plan import Plan, Rows, Tokens
-from blaze_jax.schedule import after, uninitialised
+from blaze_jax.schedule import after
 from pallas_kernels.contract import Dispatch, Kernels, accumulator_dtype
+from pallas_kernels.xla.loops import empty
 
 type RowsOf = Callable[[Any, int], Callable]
 """Makes of operands and a part's number the `rows(first_column, num_columns)` that `combine_columns` combines."""
@@ -85,7 +86,7 @@ def token_sums(
             there = lax.dynamic_slice_in_dim(y, first, columns, axis=1)
             addend = there if addend is None else addend + there
         if own is None:
-            y = uninitialised((addend.shape[0], width), dtype, addend) if y is None else y
+            y = empty((addend.shape[0], width), dtype, addend) if y is None else y
             return lax.dynamic_update_slice_in_dim(y, addend, first, axis=1)
         y = _empty_columns(own.dispatch, width, dtype) if y is None else y
         return sums(own, operands, blocks[number], y, first, addend)
@@ -145,4 +146,4 @@ def _block(kernels: Kernels, w_down: Float[Array, "E n d"], dispatch: Dispatch, 
 
 
 def _empty_columns(dispatch: Dispatch, columns: int, dtype) -> Float[Array, "T columns"]:
-    return uninitialised((dispatch.token_index_map.shape[0], columns), dtype, dispatch)
+    return empty((dispatch.token_index_map.shape[0], columns), dtype, dispatch)

@@ -188,7 +188,10 @@ def zeros(shape: tuple[int, ...], dtype, *like) -> Array:
 
 
 def empty(shape: tuple[int, ...], dtype, *like) -> Array:
-    """A buffer for `map_rows` to fill, which holds anything before: nobody reads the rows of no expert."""
+    """A buffer that holds anything, for what is written before it is read, inside `shard_map` too.
+
+    XLA would take as long to fill it with zeros as a kernel to write it. Nobody reads the rows of no expert.
+    """
     return vary_over(lax.empty(shape, dtype), varying_axes(*like))
 
 
