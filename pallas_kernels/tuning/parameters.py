@@ -253,11 +253,6 @@ def shape_key(rows: int, dtype, **sizes: int) -> str:
     return ",".join([*parts, jnp.dtype(dtype).name])
 
 
-def hopper_gpu() -> str | None:
-    """Name of the Hopper GPU that jax computes on, None if it is another device."""
-    return jax.devices()[0].device_kind if compute_capability() == "9.0" else None
-
-
 def nvidia_gpu() -> str | None:
     """Name of the GPU with kernels here that jax computes on, None if it is another device."""
     return jax.devices()[0].device_kind if on_nvidia_gpu() else None
