@@ -15,7 +15,7 @@ and writes OLMoE and Qwen3-MoE.
 
 from importlib.util import find_spec
 
-_NEEDED = ("matplotlib", "optax", "orbax", "safetensors", "tokenizers", "tqdm")
+_NEEDED = ("matplotlib", "optax", "orbax", "tokenizers", "tqdm")
 
 if missing := [name for name in _NEEDED if find_spec(name) is None]:
     raise ModuleNotFoundError(f"train_example needs {', '.join(missing)}: pip install 'blaze_jax[train]'")
