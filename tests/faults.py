@@ -176,7 +176,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_down_backward", "Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))", "Journeys((*to_come(transport, params.ups), *to_come(transport, [params.down])))", "pieces"),
     ("to_come", "partial(transport.block_arrives, pair, block)", "partial(transport.block_arrives, pair, 1)", "pieces"),
     ("_weight_gradients", "own[i % len(own)] = _sum(own[i % len(own)], gradients)", "own[i % len(own)] = gradients", "pieces"),
-    ("up_projection", 'aliases=[("into", "written")] if into else ()', "aliases=()", "parts"),
+    ("up_projection", 'in_place={"into": "written"}', "in_place={}", "parts"),
     ("_rotations", "return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))", "return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))[::-1]", "parallelism"),
     ("experts_here", "unknown = experts >= num_experts * self.expert_devices", "unknown = experts < 0", "parallelism"),
     ("experts_over_devices", 'given["b_down"] = jnp.where(lax.axis_index(tensor) == 0, given["b_down"], 0)', 'given["b_down"] = given["b_down"]', "parallelism"),

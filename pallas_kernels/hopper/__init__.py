@@ -1,19 +1,19 @@
 """Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`.
 
-A `tile_kernel` walks over tiles. Its operands come through the `ring`, by bulk copies and, for rows found by index, by
-a `gather`; the `tile_queue` says which tile comes next. `row_matmul` multiplies rows with the weights of their expert,
-for `up_projection`, `down_backward`, and the `column_blocks` of the down projection and of the input's gradient.
-`weight_gradients` contract over an expert's rows. `panels`, `gather` and `elementwise` hold what Pallas has no form
-for, written in `inline` code, and `inline_interpreter` the same for machines without a GPU.
+A `tile_kernel` walks over tiles. Its operands come through a ring, by bulk copies and, for rows found by index, by a
+`gather`; the `tile_queue` says which tile comes next. `row_matmul` multiplies rows with the weights of their expert,
+for the `projections` and `down_backward`; `weight_gradients` contract over an expert's rows. `elementwise` functions
+are activations and their derivatives. What Pallas has no form for is `inline` code, and `inline_interpreter` has it for
+machines without a GPU.
 """
 
-from pallas_kernels.hopper.column_blocks import column_block as column_block
-from pallas_kernels.hopper.column_blocks import down_projection as down_projection
-from pallas_kernels.hopper.column_blocks import up_backward as up_backward
 from pallas_kernels.hopper.down_backward import down_backward as down_backward
 from pallas_kernels.hopper.limits import unsupported as unsupported
 from pallas_kernels.hopper.limits import why_kernels_spill as why_kernels_spill
-from pallas_kernels.hopper.up_projection import up_projection as up_projection
+from pallas_kernels.hopper.projections import column_block as column_block
+from pallas_kernels.hopper.projections import down_projection as down_projection
+from pallas_kernels.hopper.projections import up_backward as up_backward
+from pallas_kernels.hopper.projections import up_projection as up_projection
 from pallas_kernels.hopper.weight_gradients import down_weight_gradients as down_weight_gradients
 from pallas_kernels.hopper.weight_gradients import up_weight_gradients as up_weight_gradients
 from pallas_kernels.mosaic.interpreter import interpreted as interpreted

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -36,7 +37,8 @@ def kernel(
 ) -> Callable:
     """`plgpu.kernel`, where result `in_place[i]` takes the memory of operand `i` if XLA can do so without a copy.
 
-    Inside the kernel whole numbers have 32 bits, also where the caller has `jax_enable_x64` on.
+    Both are arrays, or pytrees of as many. Inside the kernel whole numbers have 32 bits, also where the caller has
+    `jax_enable_x64` on.
     """
 
     def with_scratch(*refs):
@@ -47,16 +49,26 @@ def kernel(
             if not in_place:
                 options = {"scratch_types": scratch_types, "compiler_params": compiler_params}
                 return plgpu.kernel(body, out_type=out_type, **options, **mesh)(*operands)
+            before, after = _numbered(operands), _numbered(tuple(out_type))
+            pairs = [
+                zip(jax.tree.leaves(before[i]), jax.tree.leaves(after[o]), strict=True) for i, o in in_place.items()
+            ]
             return launch_with_aliases(
                 [(plgpu.Mesh(**mesh), with_scratch)],
                 out_type,
-                input_output_aliases=in_place,
+                input_output_aliases=dict(chain.from_iterable(pairs)),
                 compiler_params=compiler_params,
                 interpret=interpreter_parameters(),
                 name=body.__name__,
             )(*operands)
 
     return kernel_launch(launch, None if is_interpreted() else assemble_early)
+
+
+def _numbered(trees: tuple) -> tuple:
+    """The number of each leaf among all of them, in its place."""
+    structure = jax.tree.structure(trees)
+    return structure.unflatten(range(structure.num_leaves))
 
 
 begun: dict[bytes, Future] = {}

@@ -1,7 +1,10 @@
-"""Products whose rows exist a block of columns at a time: the down projection, and the up projection's input gradient.
+"""The kernels that are a row matmul and little else: up and down projection, and back through the up projection.
 
-The layer sums a block of rows by token before it asks for the next one, so it never holds rows of full width.
+Rows of the last two exist a block of columns at a time: the layer sums a block of rows by token before it asks for the
+next one, so it never holds rows of full width.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +13,101 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.contract import Dispatch
+from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.ring import PANELS
-from pallas_kernels.hopper.row_matmul import HeldEnd, RowMatmul, RowTile, store_rows, tile_panel
+from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, store_rows, tile_panel
+from pallas_kernels.hopper.tile_kernel import PANELS
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.traced_once import traced_once
-from pallas_kernels.tuning.parameters import ColumnBlock, TileTuning, find_tuning, shape_key
+from pallas_kernels.tuning import find_tuning
+from pallas_kernels.tuning.parameters import ColumnBlock, TileTuning
+
+
+@traced_once("activation", "keep_pre_activations", "tuning")
+def up_projection(
+    x: Float[Array, "T d"],
+    weights: tuple[Float[Array, "E d n"], ...],
+    biases: tuple[Float[Array, "E n"], ...],
+    groups: Dispatch[TileSchedule],
+    *,
+    activation: Callable[..., Array],
+    keep_pre_activations: bool = True,
+    into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
+    tuning: TileTuning | None = None,
+) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
+    """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
+
+    A tile holds `256 / len(weights)` columns of each projection side by side, so one wgmma multiplies a gathered tile
+    with both. The activation is computed from the float32 accumulators and stored at the end of its tile; the packed
+    pre-activations follow under the next tile. Where they are not kept, the activation does.
+
+    `into` holds results of the same call for other groups, whose rows are kept.
+    """
+    weights = tuple(w.astype(x.dtype) for w in weights)
+    num_experts, d, n = weights[0].shape
+    width = TILE_COLUMNS // len(weights)  # of a projection's part of a tile
+    panels = width // PANEL
+    column_tiles = -(-n // width)
+
+    def place(panel, column_tile):
+        """The projection that a panel of a tile belongs to, and its first column there."""
+        return panel // panels, column_tile * width + panel % panels * PANEL
+
+    def load(refs, tile, k, slot):
+        for panel in range(PANELS):
+            projection, column = place(panel, tile.column_tile)
+            block = refs.weights[projection].at[tile.expert, pl.ds(k * K_STEP, K_STEP), pl.ds(column, PANEL)]
+            slot.fetch(block, slot.rhs_panel(panel))
+
+    def finish(refs, part, accumulator):
+        packed, activated = {}, []
+        for panel in range(panels):
+            own = range(panel, PANELS, panels)  # of each projection
+            pre = [tile_panel(refs, part, accumulator, p) for p in own]
+            for p, values in zip(own, pre, strict=True):
+                packed[p] = values.astype(x.dtype)
+            activated.append(value(activation, pre).astype(x.dtype))
+            if keep_pre_activations:
+                column = place(panel, part.column_tile)[1]
+                store_rows(refs, part, panel, activated[-1], refs.written[1], column)
+        return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
+
+    def store(refs, part, panel, values):
+        projection, column = place(panel, part.column_tile)  # the activation's panels are those of the first
+        pre_activations, hidden = refs.written
+        output = pre_activations[projection] if keep_pre_activations else hidden
+        store_rows(refs, part, panel, values, output, column)
+
+    bias = None
+    if biases:  # in the order of a tile's columns
+        padded = [jnp.pad(b.astype(jnp.float32), ((0, 0), (0, column_tiles * width - n))) for b in biases]
+        bias = jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2)
+
+    rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
+    gathered = {"tokens": (x,), "token_indices": groups.expert_token_indices}
+    kernel = HeldRowMatmul(
+        schedule=groups.tiles,
+        operands={**gathered, "weights": weights, "bias": bias, "into": into},
+        column_tiles=column_tiles,
+        k_steps=-(-d // K_STEP),
+        load=load,
+        finish=finish,
+        store=store,
+        held_columns=TILE_COLUMNS if keep_pre_activations else width,
+        tuning=find_tuning("up_projection", tuning, groups.num_rows, x.dtype, d=d, n=n, E=num_experts),
+    )
+    return kernel.run(
+        "moe_up_projection",
+        results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
+        in_place={"into": "written"},
+        copies=PANELS,
+        registers=(88, 208),
+    ).written
 
 
 def column_block(num_rows: int, d: int, n: int, num_experts: int, dtype, *, tuning: ColumnBlock | None = None) -> int:
     """Columns of a block at most, as tuned for this layer; see the portable twin."""
-    shape = shape_key(num_rows, dtype, d=d, n=n, E=num_experts)
-    return find_tuning(ColumnBlock, "column_block", tuning, shape).columns
+    return find_tuning("column_block", tuning, num_rows, dtype, d=d, n=n, E=num_experts).columns
 
 
 @traced_once("num_columns", "tuning")
@@ -38,7 +124,6 @@ def down_projection(
 ) -> Float[Array, "R columns"]:
     """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
     num_experts, n, d = w_down.shape
-    shape = shape_key(groups.num_rows, hidden.dtype, d=d, n=n, E=num_experts)
     first_column = jnp.asarray(first_column, jnp.int32)
     (w_down,), weight_column = _in_dtype((w_down,), hidden.dtype, first_column, num_columns, axis=2)
 
@@ -65,7 +150,7 @@ def down_projection(
         k_steps=-(-n // K_STEP),
         load=load,
         copies=1 + PANELS,
-        tuning=find_tuning(TileTuning, "down_projection", tuning, shape),
+        tuning=find_tuning("down_projection", tuning, groups.num_rows, hidden.dtype, d=d, n=n, E=num_experts),
     )
 
 
@@ -84,7 +169,6 @@ def up_backward(
     (rows, n), dtype = d_pre_activations[0].shape, d_pre_activations[0].dtype
     num_experts, d, _ = weights[0].shape
     steps_each = -(-n // K_STEP)
-    shape = shape_key(rows, dtype, d=d, n=n, E=num_experts)
     first_column = jnp.asarray(first_column, jnp.int32)
     weights, first_column = _in_dtype(weights, dtype, first_column, num_columns, axis=1)
 
@@ -108,7 +192,7 @@ def up_backward(
         load=load,
         copies=2,
         transposed_weights=True,
-        tuning=find_tuning(TileTuning, "up_backward", tuning, shape),
+        tuning=find_tuning("up_backward", tuning, rows, dtype, d=d, n=n, E=num_experts),
     )
 
 
@@ -131,6 +215,6 @@ def _rows_of_block(name, groups: Dispatch[TileSchedule], operands, rows: jax.Sha
         store_rows(refs, part, panel, values, refs.rows, part.column_tile * TILE_COLUMNS + panel * PANEL)
 
     column_tiles = -(-rows.shape[1] // TILE_COLUMNS)
-    matmul = RowMatmul(groups.tiles, operands, column_tiles=column_tiles, end=HeldEnd(finish, store), **options)
-    aliases = [] if operands["into"] is None else [("into", "rows")]
-    return matmul.run(name, results={"rows": rows}, aliases=aliases, copies=copies).rows
+    options |= {"schedule": groups.tiles, "operands": operands, "column_tiles": column_tiles}
+    kernel = HeldRowMatmul(finish=finish, store=store, **options)
+    return kernel.run(name, results={"rows": rows}, in_place={"into": "rows"}, copies=copies).rows
