@@ -27,7 +27,8 @@ from blaze_jax.parallelism import Parallelism
 from blaze_jax.plan import ROW_MULTIPLE, Parameters, Plan, Save, Tokens, token_ranges
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes, when_lowered_unsplit
-from pallas_kernels.contract import Kernels, accumulator_dtype
+from pallas_kernels.contract import accumulator_dtype
+from pallas_kernels.family import Kernels
 
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 

@@ -18,7 +18,8 @@ from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, differentiated_once
 from blaze_jax.router import Router, check_router
 from blaze_jax.token_rounding import round_token_counts
 from pallas_kernels.compat import reverse_mode_token
-from pallas_kernels.contract import EMPTY_SLOT, Kernels, Losses, Routed, Rule, accumulator_dtype
+from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule, accumulator_dtype
+from pallas_kernels.family import Kernels
 from pallas_kernels.xla.router import balance_loss, ranking_scores, weights_of, widened
 
 type AxisName = str | tuple[str, ...] | None

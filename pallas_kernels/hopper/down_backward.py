@@ -57,7 +57,6 @@ def down_backward(
     dtype = pre_activations[0].dtype
     w_down, row_weights = w_down.astype(dtype), row_weights.astype(jnp.float32)
     column_tiles = -(-n // TILE_COLUMNS)
-    tuning = find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
 
     def load(refs, tile, k, slot):
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
@@ -107,7 +106,7 @@ def down_backward(
         load=load,
         load_panel=load_panel,
         begin=begin,
-        tuning=tuning,
+        tuning=find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0]),
         transposed_weights=True,
     )
     out = kernel.run(

@@ -101,7 +101,7 @@ class RowContraction(TileKernel):
       stored: arrays `(R, b)`, read by row.
       groups: the rows by expert.
       result_dtype: float32, or a type of 16 bits, whose results wait in registers for the next tile's products.
-      tuning: slots of the ring, the order of an expert's tiles, and how tiles are shared out; None as tables say.
+      own_tuning: what the caller wants `tuning` to be, the order of an expert's tiles among it; None as tables say.
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
     """
 
@@ -110,7 +110,7 @@ class RowContraction(TileKernel):
     stored: tuple[jax.Array, ...]
     groups: Dispatch[TileSchedule]
     result_dtype: Any
-    tuning: TileTuning | None = None
+    own_tuning: TileTuning | None = None
     transposed: bool = False
 
     tile = GradientTile
@@ -118,9 +118,9 @@ class RowContraction(TileKernel):
     def __post_init__(self):
         (_, d), (rows, n) = self.tokens[0].shape, self.stored[0].shape
         experts, self.dtype = self.groups.num_experts, self.tokens[0].dtype
+        self.tuning = TileTuning()
         if self.kernel in KINDS:
-            self.tuning = find_tuning(self.kernel, self.tuning, rows, self.dtype, d=d, n=n, E=experts)
-        self.tuning = self.tuning or TileTuning()
+            self.tuning = find_tuning(self.kernel, self.own_tuning, rows, self.dtype, d=d, n=n, E=experts)
         self.width = TILE_COLUMNS // len(self.stored)  # of a result's part of a tile
         self.tiles = (-(-d // TILE_ROWS), -(-n // self.width))  # of an expert
         self.num_tiles = experts * self.tiles[0] * self.tiles[1]
