@@ -1,9 +1,12 @@
-"""Types that the operations of every family of kernels take and return; `family` says which operations there are."""
+"""Types that the operations of every family of kernels take and return, and the little that all compute in one way.
+
+`family` says which operations there are.
+"""
 
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
 
@@ -123,3 +126,14 @@ def accumulator_dtype(*dtypes) -> jnp.dtype:
 
 def no_limit(*_) -> None:
     """Why an operation cannot run, or runs slowly, in a family where nothing stands against it: None."""
+
+
+def place_values(values: Num[Array, "..."], rows: Int[Array, "..."], num_rows: int) -> Num[Array, " R"]:
+    """`(num_rows,)` zeros with each value in its row, which no other value has; a row of `num_rows` drops its value.
+
+    XLA is told that no row is written twice. Otherwise it would sort the values where it must give equal bits in every
+    run; so dropped values need distinct rows as well.
+    """
+    beyond = num_rows + jnp.arange(rows.size, dtype=rows.dtype).reshape(rows.shape)
+    distinct = jnp.where(rows < num_rows, rows, beyond)
+    return jnp.zeros(num_rows, values.dtype).at[distinct].set(values, mode="drop", unique_indices=True)

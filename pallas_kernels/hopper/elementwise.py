@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 from pallas_kernels.hopper.inline import sigmoid
-from pallas_kernels.mosaic.jaxprs import evaluate
+from pallas_kernels.mosaic.jaxprs import evaluate, traced
 
 
 def value(function: Callable, values: Sequence[jax.Array]) -> jax.Array:
@@ -29,7 +29,7 @@ def value_and_gradients(
 
 def _run(function: Callable, arguments: Sequence[jax.Array]) -> list:
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
-    return evaluate(function, shapes, arguments, _ours, _as_it_is)
+    return evaluate(traced(function, shapes), arguments, _ours, _as_it_is)
 
 
 def _as_it_is(equation, inputs) -> list:

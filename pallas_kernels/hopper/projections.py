@@ -123,35 +123,14 @@ def down_projection(
     tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
-    num_experts, n, d = w_down.shape
-    first_column = jnp.asarray(first_column, jnp.int32)
-    (w_down,), weight_column = _in_dtype((w_down,), hidden.dtype, first_column, num_columns, axis=2)
-
-    def load(refs, tile, k, slot):
-        column = refs.first_column[0] + tile.column_tile * TILE_COLUMNS
-        steps = pl.ds(k * K_STEP, K_STEP)
-        slot.fetch(refs.hidden.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
-        for panel in range(PANELS):
-            block = refs.w_down.at[tile.expert, steps, pl.ds(column + panel * PANEL, PANEL)]
-            slot.fetch(block, slot.rhs_panel(panel))
-
     bias = None
     if b_down is not None:
         width = -(-num_columns // TILE_COLUMNS) * TILE_COLUMNS
         padded = jnp.pad(b_down.astype(jnp.float32), ((0, 0), (0, width)))
-        block = lax.dynamic_slice_in_dim(padded, first_column, width, axis=1)
-        bias = block.reshape(-1, width // TILE_COLUMNS, TILE_COLUMNS)
-
-    return _rows_of_block(
-        "moe_down_projection",
-        groups,
-        {"hidden": hidden, "w_down": w_down, "first_column": weight_column.reshape(1), "bias": bias, "into": into},
-        jax.ShapeDtypeStruct((hidden.shape[0], num_columns), hidden.dtype),
-        k_steps=-(-n // K_STEP),
-        load=load,
-        copies=1 + PANELS,
-        tuning=find_tuning("down_projection", tuning, groups.num_rows, hidden.dtype, d=d, n=n, E=num_experts),
-    )
+        own = lax.dynamic_slice_in_dim(padded, first_column, width, axis=1)
+        bias = own.reshape(-1, width // TILE_COLUMNS, TILE_COLUMNS)
+    block, pairs = (first_column, num_columns), ((hidden, w_down),)
+    return _rows_of_block("down_projection", pairs, groups, *block, bias, into, tuning, transposed=False)
 
 
 @traced_once("num_columns", "tuning")
@@ -166,55 +145,63 @@ def up_backward(
     tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """`Σ dP · Wᵀ` over the projections, into one accumulator; see the portable twin."""
-    (rows, n), dtype = d_pre_activations[0].shape, d_pre_activations[0].dtype
-    num_experts, d, _ = weights[0].shape
-    steps_each = -(-n // K_STEP)
+    block, pairs = (first_column, num_columns), tuple(zip(d_pre_activations, weights, strict=True))
+    return _rows_of_block("up_backward", pairs, groups, *block, None, into, tuning, transposed=True)
+
+
+def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into, tuning, *, transposed):
+    """The sum over `pairs` of rows `(R, k)` times a block of columns of weights `(E, k, d)`, or `(E, d, k)` transposed.
+
+    The `bias` is `(E, column tiles, 256)` or None. Rows of other groups are kept from `into`, if that is given.
+    """
+    (num_rows, depth), dtype = pairs[0][0].shape, pairs[0][0].dtype
+    shape, steps_each, columns_at = pairs[0][1].shape, -(-depth // K_STEP), 1 if transposed else 2
     first_column = jnp.asarray(first_column, jnp.int32)
-    weights, first_column = _in_dtype(weights, dtype, first_column, num_columns, axis=1)
+    if pairs[0][1].dtype != dtype:  # converted for the block's columns alone
+        blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs)
+        pairs = tuple((rows, block.astype(dtype)) for (rows, _), block in zip(pairs, blocks, strict=True))
+        first_column = jnp.zeros_like(first_column)
 
     def load(refs, tile, k, slot):
-        columns = pl.ds(refs.first_column[0] + tile.column_tile * TILE_COLUMNS, TILE_COLUMNS)
-        for i, (d_pre, weight) in enumerate(refs.pairs):
+        column = refs.first_column[0] + tile.column_tile * TILE_COLUMNS
+
+        def fetch(rows, weights, k):
+            steps = pl.ds(k * K_STEP, K_STEP)
+            slot.fetch(rows.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
+            if transposed:
+                slot.fetch(weights.at[tile.expert, pl.ds(column, TILE_COLUMNS), steps], slot.rhs)
+                return
+            for panel in range(PANELS):
+                block = weights.at[tile.expert, steps, pl.ds(column + panel * PANEL, PANEL)]
+                slot.fetch(block, slot.rhs_panel(panel))
+
+        if not transposed:
+            fetch(*refs.pairs[0], k)
+            return
+        for i, pair in enumerate(refs.pairs):
 
             @pl.when((k >= i * steps_each) & (k < (i + 1) * steps_each))
-            def _(d_pre=d_pre, weight=weight, i=i):
-                steps = pl.ds((k - i * steps_each) * K_STEP, K_STEP)
-                slot.fetch(d_pre.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
-                slot.fetch(weight.at[tile.expert, columns, steps], slot.rhs)
-
-    pairs = tuple(zip(d_pre_activations, weights, strict=True))
-    return _rows_of_block(
-        "moe_up_backward",
-        groups,
-        {"pairs": pairs, "first_column": first_column.reshape(1), "bias": None, "into": into},
-        jax.ShapeDtypeStruct((rows, num_columns), dtype),
-        k_steps=len(weights) * steps_each,
-        load=load,
-        copies=2,
-        transposed_weights=True,
-        tuning=find_tuning("up_backward", tuning, rows, dtype, d=d, n=n, E=num_experts),
-    )
-
-
-def _in_dtype(weights: tuple[Array, ...], dtype, first_column: Array, num_columns: int, *, axis: int):
-    """The weights, of another dtype converted for the block's columns alone, and the block's first column in them."""
-    if weights[0].dtype == dtype:
-        return weights, first_column
-    blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=axis) for w in weights)
-    return tuple(block.astype(dtype) for block in blocks), jnp.zeros_like(first_column)
-
-
-def _rows_of_block(name, groups: Dispatch[TileSchedule], operands, rows: jax.ShapeDtypeStruct, *, copies, **options):
-    """The rows of a block of columns; those of other groups are kept from the operand `into`, if there is one."""
+            def _(pair=pair, i=i):
+                fetch(*pair, k - i * steps_each)
 
     def finish(refs, part: RowTile, accumulator):
         panels = [tile_panel(refs, part, accumulator, panel) for panel in range(PANELS)]
-        return lax.concatenate([panel.astype(rows.dtype) for panel in panels], 1)
+        return lax.concatenate([panel.astype(dtype) for panel in panels], 1)
 
     def store(refs, part: RowTile, panel: int, values):
         store_rows(refs, part, panel, values, refs.rows, part.column_tile * TILE_COLUMNS + panel * PANEL)
 
-    column_tiles = -(-rows.shape[1] // TILE_COLUMNS)
-    options |= {"schedule": groups.tiles, "operands": operands, "column_tiles": column_tiles}
-    kernel = HeldRowMatmul(finish=finish, store=store, **options)
-    return kernel.run(name, results={"rows": rows}, in_place={"into": "rows"}, copies=copies).rows
+    matmul = HeldRowMatmul(
+        schedule=groups.tiles,
+        operands={"pairs": pairs, "first_column": first_column.reshape(1), "bias": bias, "into": into},
+        column_tiles=-(-num_columns // TILE_COLUMNS),
+        k_steps=len(pairs) * steps_each,
+        load=load,
+        finish=finish,
+        store=store,
+        transposed_weights=transposed,
+        tuning=find_tuning(kernel, tuning, num_rows, dtype, d=shape[columns_at], n=depth, E=shape[0]),
+    )
+    rows = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
+    copies = 2 if transposed else 1 + PANELS
+    return matmul.run(f"moe_{kernel}", results={"rows": rows}, in_place={"into": "rows"}, copies=copies).rows

@@ -110,12 +110,12 @@ class RowMatmul(TileKernel):
         def load_step(k, slot, *_):
             self.load(refs, tile, k, slot)
             if self.gather:
-                self.gather.copy(refs.tokens, offsets, slot.lhs, refs.ring.landed, slot.number, k * K_STEP)
+                self.gather.copy(refs.tokens, offsets, slot.lhs, refs.landed, slot.number, k * K_STEP)
 
         def load_panel(load: Callable, panel, slot, *_):
             load(refs, tile, panel, slot)
             if self.gather:
-                self.gather.arrive(refs.ring.landed, slot.number)
+                self.gather.arrive(refs.landed, slot.number)
 
         def fill_tile(step, steps: Callable = int):
             load, count = load_step, self.k_steps

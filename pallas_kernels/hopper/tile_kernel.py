@@ -59,23 +59,19 @@ class Slot(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """`stages` slots and barriers; step s of a block uses number s modulo `stages`."""
+    """`stages` slots and barriers of `refs`; step s of a block uses number s modulo `stages`."""
 
+    refs: Any
     stages: int
     gathers: bool  # whether anything arrives at `landed`
-    lhs: Any
-    rhs: Any
-    landed: Any
-    full: Any
-    empty: Any
 
     def slot(self, step) -> Slot:
         number = lax.rem(step, self.stages)
-        return Slot(number, self.lhs.at[number], self.rhs.at[number], self.full.at[number])
+        return Slot(number, self.refs.lhs.at[number], self.refs.rhs.at[number], self.refs.full.at[number])
 
     def release(self, step) -> None:
         """The warpgroup that calls has read the slot of `step`."""
-        plgpu.barrier_arrive(self.empty.at[lax.rem(step, self.stages)])
+        plgpu.barrier_arrive(self.refs.empty.at[lax.rem(step, self.stages)])
 
     def fill(
         self, step, count, load: Callable, carry=None, found=None, under: Sequence[Callable] = ()
@@ -91,7 +87,7 @@ class Ring(NamedTuple):
             def fill_one(k, loop):
                 step, carry = loop
                 slot = self.slot(step)
-                pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot.number]))
+                pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.refs.empty.at[slot.number]))
                 carry = load(k, slot, carry, found)
                 return step + 1, carry
 
@@ -117,7 +113,7 @@ class Ring(NamedTuple):
             slot = self.slot(step)
             plgpu.barrier_wait(slot.full)
             if self.gathers:
-                gather.wait_landed(self.landed, slot.number, lax.rem(step // self.stages, 2))
+                gather.wait_landed(self.refs.landed, slot.number, lax.rem(step // self.stages, 2))
             carry, accumulator = product(slot, carry, accumulator, first)
             plgpu.wgmma_wait(1)
             if not first:
@@ -275,7 +271,7 @@ class TileKernel:
 
         def body(*trees):
             refs = SimpleNamespace(**dict(zip(names, trees, strict=True)))
-            refs.ring = Ring(stages, gathers, refs.lhs, refs.rhs, refs.landed, refs.full, refs.empty)
+            refs.ring = Ring(refs, stages, gathers)
             refs.warpgroup = lax.axis_index("wg")
             queue = TileQueue(blocks, lax.axis_index("sm"), dynamic, self.tile, self.find, refs)
             if gathers:

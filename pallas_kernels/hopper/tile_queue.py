@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.inline import count, write_words
-from pallas_kernels.mosaic import interpreter
+from pallas_kernels.mosaic.interpreter import is_interpreted, tiles_taken
 
 FIELDS = 8
 """Words in shared memory that describe a tile, at most."""
@@ -42,9 +42,7 @@ def new_counter(tiles: int, blocks: int) -> jax.Array:
 
     In the interpreter, where blocks run one after the other, it holds the numbers that each block gets.
     """
-    if interpreter.is_interpreted():
-        return jnp.asarray(interpreter.tiles_taken(tiles, blocks))
-    return jnp.zeros(1, jnp.int32)
+    return jnp.asarray(tiles_taken(tiles, blocks)) if is_interpreted() else jnp.zeros(1, jnp.int32)
 
 
 def memory() -> dict[str, Any]:

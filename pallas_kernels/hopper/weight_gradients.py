@@ -160,7 +160,7 @@ class RowContraction(TileKernel):
                 columns = pl.ds(tile.column_tile * self.width + column, PANEL)
                 slot.fetch(source.at[pl.ds(row, K_STEP), columns], slot.rhs_panel(panel))
             offsets = self.gather.row_chunks(tokens, tile.end - row)
-            self.gather.copy(refs.tokens, offsets, slot.lhs, refs.ring.landed, slot.number, tile.row_tile * TILE_ROWS)
+            self.gather.copy(refs.tokens, offsets, slot.lhs, refs.landed, slot.number, tile.row_tile * TILE_ROWS)
             row += K_STEP
             if following:  # the last step is among those after which it is known
                 row = jnp.where(k + 1 < steps, row, start_of(following))

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import jax
@@ -49,14 +48,13 @@ def kernel(
             if not in_place:
                 options = {"scratch_types": scratch_types, "compiler_params": compiler_params}
                 return plgpu.kernel(body, out_type=out_type, **options, **mesh)(*operands)
-            before, after = _numbered(operands), _numbered(tuple(out_type))
-            pairs = [
-                zip(jax.tree.leaves(before[i]), jax.tree.leaves(after[o]), strict=True) for i, o in in_place.items()
-            ]
+            aliases, before, after = {}, _numbered(operands), _numbered(tuple(out_type))
+            for operand, result in in_place.items():
+                jax.tree.map(aliases.__setitem__, before[operand], after[result])
             return launch_with_aliases(
                 [(plgpu.Mesh(**mesh), with_scratch)],
                 out_type,
-                input_output_aliases=dict(chain.from_iterable(pairs)),
+                input_output_aliases=aliases,
                 compiler_params=compiler_params,
                 interpret=interpreter_parameters(),
                 name=body.__name__,
