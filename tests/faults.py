@@ -103,7 +103,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_compute", "checkpoint_name((dispatch, most_pairs), INDEX_NAME)", "(dispatch, most_pairs)", "experts_memory"),
     # the Hopper kernels, interpreted
     ("multiply", "gather.wait_landed(self.refs.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", "up_projection_and_backward interpreter"),
-    ("half", "rows = jnp.clip(self.rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(self.rows, 0, GROUP_ROWS)", "tile_order"),
+    ("half", "rows = jnp.clip(self.rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(self.rows, 0, GROUP_ROWS)", "tile_queue up_projection_and_backward"),
     ("one", "self.release(step + self.stages - 1)", "self.release(step)", "up_projection_and_backward down_projection_and_backward"),
     ("store_through", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", "up_projection_and_backward interpreter"),
     ("down_backward", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", "down_projection_and_backward"),

@@ -7,7 +7,6 @@ import multiprocessing
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
@@ -16,6 +15,7 @@ from pallas_kernels.ampere.tile import default_tile
 from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.compile_only.gpus import GPUS
 from pallas_kernels.contract import Rule
+from tests.pallas_kernels.programs import array, down_and_gradients, up_and_back
 
 T, D, N, E, K = 8192, 1024, 512, 64, 4
 
@@ -34,10 +34,6 @@ def activations_on(gpu: str) -> list[tuple[str, str]]:
     return EVERYWHERE + turn[ONE_OF_EACH.index(gpu) :: len(ONE_OF_EACH)]
 
 
-def array(*shape, dtype):
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
 def choice(keys, wanted):
     cutoffs = ampere.token_cutoffs(keys, wanted)
     return ampere.dispatch(ampere.experts_added(keys, cutoffs, 1 << 30, K)[0], E)
@@ -47,25 +43,6 @@ def routing(logits, rows, y):
     """The router, whose kernels count and place pairs as well, and its pairs' rows added up."""
     routed = ampere.router(logits, None, Rule(K, "sigmoid", normalize=True))
     return ampere.combine(rows, routed.dispatch.token_index_map, routed.weights, y, 0), routed
-
-
-def up_and_back(function, tile_of, x, w_up, b_up, w_down, b_down, row_weights, groups):
-    """What an activation changes, and how many projections there are."""
-    options = {"activation": function, "tuning": tile_of("up_projection")}
-    pre, hidden = ampere.up_projection(x, w_up, b_up, groups, **options)
-    options["tuning"] = tile_of("down_backward")
-    d_pre, *others = ampere.down_backward(x, w_down, b_down, pre, row_weights, groups, **options)
-    return hidden, others, ampere.up_backward(d_pre, w_up, groups, 128, 256, tuning=tile_of("up_backward"))
-
-
-def down_and_gradients(tile_of, x, rows, w_down, b_down, row_weights, groups):
-    """What no activation changes; two projections' gradients are of two types."""
-    dtypes = (x.dtype, jnp.float32)
-    out = ampere.down_projection(rows, w_down, b_down, groups, 128, 256, tuning=tile_of("down_projection"))
-    options = {"dtypes": dtypes, "bias_dtypes": dtypes, "tuning": tile_of("up_weight_gradients")}
-    up = ampere.up_weight_gradients(x, (rows, rows), groups, **options)
-    options = {"dtype": x.dtype, "bias_dtype": x.dtype, "tuning": tile_of("down_weight_gradients")}
-    return out, up, ampere.down_weight_gradients(rows, x, row_weights, groups, **options)
 
 
 def compiled(gpu: str) -> dict[str, tuple[list[str], dict[str, int]]]:
@@ -95,12 +72,20 @@ def compiled(gpu: str) -> dict[str, tuple[list[str], dict[str, int]]]:
     for dtype in ("bfloat16", "float32", *(["float16"] if gpu == "h200" else [])):
         tile_of, x, others = experts(dtype)
         rows = array(groups.num_rows, N, dtype=dtype)
-        compile_(f"down_and_gradients {dtype}", partial(down_and_gradients, tile_of), x, rows, *others)
+        compile_(
+            f"down_and_gradients {dtype}",
+            partial(down_and_gradients, ampere, (dtype, "float32"), tile_of),
+            x,
+            rows,
+            *others,
+        )
     for name, dtype in activations_on(gpu):
         activation = get_activation(name)
         tile_of, x, others = experts(dtype)
         up = [(array(*shape, dtype=dtype),) * (1 + activation.gated) for shape in ((E, D, N), (E, N))]
-        compile_(f"up_and_back {name} {dtype}", partial(up_and_back, activation.function, tile_of), x, *up, *others)
+        compile_(
+            f"up_and_back {name} {dtype}", partial(up_and_back, ampere, activation.function, tile_of), x, *up, *others
+        )
     return reports
 
 

@@ -73,11 +73,11 @@ def down_weight_gradients(p: Problem, groups, tuning):
 KERNELS = (up_projection, down_projection, down_backward, up_backward, up_weight_gradients, down_weight_gradients)
 
 
-def run(kernel, routing="whole_tiles_and_a_tail", shares="dynamic", **interpreted):
+def run(kernel, routing="whole_tiles_and_a_tail", shares="dynamic", minor_dim=0, **interpreted):
     """The kernel's results, without rows of no pair."""
     with hopper.interpreted(**interpreted):
         problem = Problem(routing)
-        results = kernel(problem, problem.rows.groups, TileTuning(shares=shares, tile_width=2))
+        results = kernel(problem, problem.rows.groups, TileTuning(minor_dim=minor_dim, tile_width=2, shares=shares))
         owned = problem.rows.owned
         return [np.asarray(r[owned] if len(r) == owned.size else r, np.float32) for r in results]
 
@@ -122,6 +122,12 @@ def test_the_bits_of_fixed_shares(kernel, order, counters):
     tiles = sum(map(len, asked)) - blocks
     assert sorted(number for own in asked for number in own[:-1]) == [*range(tiles)]
     assert all(own[-1] >= tiles for own in asked)  # each block stops at the first number that is no tile's
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_rows_forth_in_one_column_and_back_in_the_next():
+    assert_same_bits(run(up_projection, "random", minor_dim=1), run(up_projection, "random"))
 
 
 @needs_interpreter

@@ -13,6 +13,7 @@ from pallas_kernels.tuning import add_tunings, find_tuning, parameters, tables_i
 from pallas_kernels.tuning.parameters import (
     H200,
     ColumnBlock,
+    MmaTuning,
     TileTuning,
     block_kib,
     heuristic,
@@ -27,6 +28,7 @@ SHAPE = "rows=2^18,d=1536,n=256,E=128,bfloat16"
 PLACE = (GPU, "up_projection", SHAPE)
 WIDE = TileTuning(minor_dim=1, tile_width=8)
 OTHER = TileTuning(stages=3)
+TILE = {"stages": 4, "minor_dim": 0, "tile_width": 1}
 
 
 def entry(tuning):
@@ -110,21 +112,13 @@ def test_a_folder_in_the_files_place_is_a_warning(user_file):
 @pytest.mark.parametrize(
     ("kernel", "values", "reason"),
     [
-        ("up_projection", {"stages": 5, "minor_dim": 0, "tile_width": 1}, "stages=5 must be one of 2, 3, 4"),
-        ("up_projection", {"stages": 4, "minor_dim": True, "tile_width": 1}, "minor_dim=True must be one of 0, 1"),
-        ("up_projection", {"stages": 4, "minor_dim": 0, "tile_width": 3}, "tile_width=3 must be one of 1, 2, 4"),
-        (
-            "up_projection",
-            {"stages": 4, "minor_dim": 0, "tile_width": 1, "shares": "some"},
-            "shares='some' must be 'dynamic', 'fixed' or None",
-        ),
+        ("up_projection", TILE | {"stages": 5}, "stages=5 must be one of 2, 3, 4"),
+        ("up_projection", TILE | {"minor_dim": True}, "minor_dim=True must be one of 0, 1"),
+        ("up_projection", TILE | {"tile_width": 3}, "tile_width=3 must be one of 1, 2, 4"),
+        ("up_projection", TILE | {"shares": "some"}, "shares='some' must be 'dynamic', 'fixed' or None"),
         ("up_projection", {"stages": 4}, "the parameters of up_projection must be stages, minor_dim, tile_width"),
         ("up_projection", None, "got None"),
-        (
-            "mma_up_backward",
-            {"columns": 64, "k_step": 64, "stages": 3, "abreast": 1},
-            "columns=64 must be one of 128, 256",
-        ),
+        ("mma_up_backward", asdict(MmaTuning(128, 64, 3)) | {"columns": 64}, "columns=64 must be one of 128, 256"),
         ("column_block", {"columns": 1024}, "columns=1024 must be one of 128, 256, 512"),
         ("sideways_projection", {}, "there is no kernel 'sideways_projection'"),
     ],
