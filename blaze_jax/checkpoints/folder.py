@@ -1,7 +1,7 @@
 """Tensors of a folder in the format safetensors: which file holds each, its type and shape, and parts of it.
 
 `Folder` opens every file that is there and checks its header in full, before a byte of a tensor is read. Files are
-mapped into memory, and `Stored.read` copies a part of a tensor out of them.
+mapped into memory, and parts of tensors are copied out of them.
 """
 
 import math
@@ -69,13 +69,21 @@ class Stored(NamedTuple):
         if self.dtype not in dtypes:
             raise CheckpointError(f"{self} has dtype {self.dtype}, must have {' or '.join(dtypes)}")
 
-    def read(self, *index: int | slice) -> np.ndarray:
-        """Reads a part of the tensor, `tensor[index]`, with whole slices for the axes not named, and nothing else."""
+    def mapped(self) -> np.ndarray:
+        """Returns the tensor where it is mapped, not read yet."""
         if self.dtype not in DTYPES:
             raise CheckpointError(f"{self} has dtype {self.dtype}, which numpy has not")
-        dtype = DTYPES[self.dtype]
-        bits = self.raw.view(f"u{dtype.itemsize}").reshape(self.shape)  # numpy copies runs of these, not single numbers
-        return np.array(bits[index]).view(dtype)
+        return self.raw.view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def read(self, *index: int | slice) -> np.ndarray:
+        """Reads a part of the tensor, `tensor[index]`, with whole slices for the axes not named, and nothing else."""
+        return copied(self.mapped()[index])
+
+
+def copied(mapped: np.ndarray) -> np.ndarray:
+    """Reads a part of a mapped tensor; its axes lie in memory in the order that they have in the file."""
+    bits = mapped.view(f"u{mapped.itemsize}")  # numpy copies runs of these, but other types number by number
+    return np.array(bits).view(mapped.dtype)
 
 
 class TensorFile:

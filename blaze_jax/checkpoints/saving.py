@@ -6,7 +6,6 @@ from pathlib import Path
 from warnings import warn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
@@ -105,33 +104,26 @@ def layer_tensors(
         parameter = expected[tensor.parameters[0]]
         arrays = tuple(values[name] for name in tensor.parameters)
         kind = _dtype(arrays[0], tensor, dtype)
-        for expert in range(config.num_experts if tensor.of_one_expert else 1):
-            name = prefix.format(layer=number) + f"{layout.block}." + tensor.name.format(expert=expert)
-            experts = [expert] if tensor.of_one_expert else range(config.num_experts)
-            parts = partial(_parts, arrays, experts, tensor, parameter, kind)
+        together = range(config.num_experts) if len(parameter.shape) == 3 else [None]
+        for expert, name in enumerate(tensor.names(config.num_experts)):
+            parts = partial(_parts, tensor, arrays, [expert] if tensor.of_one_expert else together, kind)
+            name = prefix.format(layer=number) + f"{layout.block}.{name}"
             tensors.append(NewTensor(name, kind, tensor.shape(parameter), parts))
     return tensors
 
 
 def _parts(
-    arrays: tuple[Array, ...], experts: Sequence[int], tensor: Tensor, parameter: Parameter, dtype: np.dtype
+    tensor: Tensor, arrays: tuple[Array, ...], experts: Sequence[int | None], dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    turned = tensor.outputs_first and parameter.kind != "bias"
-    of_experts = parameter.kind == "kernel" and len(parameter.shape) == 3
-    for expert in experts if of_experts else [None]:
-        yield np.asarray(_as_stored(arrays, expert, turned, tensor.alternating, dtype))
+    return (np.asarray(_as_stored(tensor, arrays, expert, dtype)) for expert in experts)
 
 
-@partial(jax.jit, static_argnums=(2, 3, 4))
-def _as_stored(arrays: tuple[Array, ...], expert, turned: bool, alternating: bool, dtype: np.dtype) -> Array:
-    """Returns the matrix of one expert, or the whole entry, joined and turned as the file has it."""
+@partial(jax.jit, static_argnums=(0, 3))
+def _as_stored(tensor: Tensor, arrays: tuple[Array, ...], expert, dtype: np.dtype) -> Array:
+    """Returns the matrix of one expert, or the whole entry, as the file has it."""
     if expert is not None:
         arrays = tuple(lax.dynamic_index_in_dim(array, expert, keepdims=False) for array in arrays)
-    if alternating:
-        joined = jnp.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1)
-    else:
-        joined = jnp.concatenate(arrays, axis=-1)
-    return (joined.T if turned else joined).astype(dtype)
+    return tensor.join(arrays).astype(dtype)
 
 
 def _checked_entries(values: Mapping[str, Array], layout: Layout, config: MoEConfig) -> dict[str, Parameter]:
@@ -149,7 +141,7 @@ def _checked_entries(values: Mapping[str, Array], layout: Layout, config: MoECon
                 f"the layer's {name} lies on devices of several processes, must be gathered in one, "
                 "which then saves it: jax.experimental.multihost_utils.process_allgather(array, tiled=True)"
             )
-    room = {name for tensor in layout.tensors for name in tensor.parameters} | {SELECTION_BIAS}  # see there
+    room = layout.parameters | {SELECTION_BIAS}  # see there
     joined = {name for tensor in layout.of(expected) for name in tensor.parameters}
     if wrong := sorted((expected.keys() - room) | (joined - expected.keys())):
         raise ValueError(f"the layout {layout.name!r} does not fit a layer with {', '.join(expected)}: {wrong[0]}")
