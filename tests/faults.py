@@ -206,7 +206,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("__init__", "if body + start != at:", "if body + start < at:", "headers"),
     ("check_all_known", "if self._values.get(name) and not", "if name in self._values and not", "config"),
     ("_find_layout", "optional = set() if config.selection_bias else", "optional = set() if config.has_selection_bias else", "save"),
-    ("_qwen3_moe", "(layer + 1) % step", "layer % step", "config"),
+    ("_qwen3_moe", "(n + 1) % step", "n % step", "config"),
     ("_write_index", "unfinished.replace(folder / INDEX)", 'unfinished.replace(folder / "index")', "save"),
     ("write_tensors", "stack.enter_context(locked(folder))", "pass", "overwrite"),
     ("_was_left", "return TensorFile(path).tensors.keys() <= names", "return False", "overwrite"),
