@@ -209,7 +209,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_qwen3_moe", "(n + 1) % step", "n % step", "config"),
     ("_write_index", "unfinished.replace(folder / INDEX)", 'unfinished.replace(folder / "index")', "save"),
     ("write_tensors", "stack.enter_context(locked(folder))", "pass", "overwrite"),
-    ("_was_left", "return TensorFile(path).tensors.keys() <= names", "return False", "overwrite"),
+    ("_free_path", "TensorFile(path).tensors.keys() <= names", "False", "overwrite"),
     ("write_tensors", "elif len(kept) < len(file.tensors):", "elif False:", "overwrite"),
     # the layer and its modules
     ("shared_experts", 'names = ("shared_w_gate", "shared_w_up")', 'names = ("shared_w_up", "shared_w_gate")', "layer"),

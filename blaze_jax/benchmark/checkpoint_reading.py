@@ -17,7 +17,7 @@ import numpy as np
 from blaze_jax.benchmark.results import Record
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.checkpoints.loading import load
-from blaze_jax.checkpoints.writing import NewTensor, write_tensors
+from blaze_jax.checkpoints.saving import NewTensor, write_tensors
 from blaze_jax.config import MoEConfig
 
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from blaze_jax import checkpoints
-from blaze_jax.checkpoints import writing
+from blaze_jax.checkpoints import saving
 from blaze_jax.checkpoints.folder import INDEX, SINGLE_FILE
 from tests.blaze_jax.checkpoints.models import FIXTURES, block, copied, load, model, save, tensors_of, write
 from tests.numerics import assert_same_bits
@@ -104,8 +104,8 @@ def at_the_same_time(writers, folder, name, *, wait=True):
             return [np.full(5, number, np.float32)]
 
         try:
-            tensor = writing.NewTensor(name.format(number), np.dtype(np.float32), (5,), parts)
-            return writing.write_tensors(folder, [tensor], f"layers-{number}")
+            tensor = saving.NewTensor(name.format(number), np.dtype(np.float32), (5,), parts)
+            return saving.write_tensors(folder, [tensor], f"layers-{number}")
         except checkpoints.CheckpointError as error:
             return str(error)
 
@@ -140,11 +140,11 @@ def test_processes_wait_for_the_lock(tmp_path):
         "import fcntl, os, sys, time; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX)\n"
         "print('has it', flush=True); time.sleep(1); os.unlink(sys.argv[1]); print('lets go', flush=True)"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / writing.LOCK)]
+    command = [sys.executable, "-c", program, str(tmp_path / saving.LOCK)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "has it\n"
-        with writing.locked(tmp_path):
+        with saving.locked(tmp_path):
             assert other.stdout.readline() == "lets go\n"
     assert not list(tmp_path.iterdir())
 
@@ -164,9 +164,9 @@ def test_a_writer_that_is_stopped_leaves_the_folder_whole_and_may_try_again(tmp_
 
     with monkeypatch.context() as patch:
         if where == "parts":
-            patch.setattr(writing.np, "ascontiguousarray", stop)
+            patch.setattr(saving.np, "ascontiguousarray", stop)
         else:
-            patch.setattr(writing, where, stop)
+            patch.setattr(saving, where, stop)
         with pytest.raises(StoppedError):
             save("qwen3_moe", folder, layer, overwrite=True)
     assert not list(folder.glob("*.unfinished"))

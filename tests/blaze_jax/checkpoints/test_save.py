@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 import blaze_jax
 from blaze_jax import checkpoints
-from blaze_jax.checkpoints import writing
+from blaze_jax.checkpoints import saving
 from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, block, load, model, save, tensors_of
 from tests.numerics import assert_same_bits
 
@@ -60,7 +60,7 @@ def test_layers_are_added_to_a_folder(tmp_path):
 
 
 def test_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "LARGEST_FILE", 2000)
+    monkeypatch.setattr(saving, "LARGEST_FILE", 2000)
     files = save("mixtral", tmp_path, load("mixtral"), dtype="bfloat16")
     assert len(files) > 3
     assert files[0].name.startswith("layers-00000-00001-of-")
