@@ -27,7 +27,9 @@ PLAIN = ("F32", "F16", "BF16")
 PREFIXES = ("model.layers.{layer}.", "layers.{layer}.")
 """How a layer is named in a model with a head, and in one without."""
 
-SCALES = ("_scale_inv", "_scales")
+MXFP4_ENDS = ("_blocks", "_scales")
+FLOAT8_SCALES = "_scale_inv"
+SCALES = (FLOAT8_SCALES, MXFP4_ENDS[1])
 """How names of the scales of compressed tensors end."""
 
 
@@ -53,10 +55,8 @@ class Tensor(NamedTuple):
         return "{expert}" in self.name
 
     def names(self, num_experts: int) -> list[str]:
-        """Returns names in the file, without the block's prefix and without scales of float8."""
-        ends = ("_blocks", "_scales") if self.mxfp4 else ("",)
-        experts = range(num_experts if self.of_one_expert else 1)
-        return [self.name.format(expert=expert) + end for expert in experts for end in ends]
+        """Returns its names: one for each expert, or a single one."""
+        return [self.name.format(expert=expert) for expert in range(num_experts if self.of_one_expert else 1)]
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
         """Returns the shape in the file, as if it were stored as plain numbers."""
@@ -88,7 +88,7 @@ class Layout(NamedTuple):
     Attributes:
       name: how it is asked for.
       block: the block's name in the model's layer.
-      tensors: what it can hold.
+      tensors: what it can hold, the router first.
       use_bias: whether the experts have biases.
     """
 
@@ -96,10 +96,6 @@ class Layout(NamedTuple):
     block: str
     tensors: tuple[Tensor, ...]
     use_bias: bool = False
-
-    @property
-    def router(self) -> Tensor:
-        return self.of(["w_router"])[0]
 
     @property
     def parameters(self) -> set[str]:
@@ -110,9 +106,13 @@ class Layout(NamedTuple):
         return [tensor for tensor in self.tensors if set(tensor.parameters) & set(parameters)]
 
     def names(self, config: MoEConfig, parameters: Collection[str]) -> set[str]:
-        """Returns names of the tensors that hold any of the parameters, after the layer's prefix."""
-        tensors = self.of(parameters)
-        return {f"{self.block}.{name}" for tensor in tensors for name in tensor.names(config.num_experts)}
+        """Returns names after the layer's prefix of what holds any of the parameters, without scales of float8."""
+        return {
+            f"{self.block}.{name}{end}"
+            for tensor in self.of(parameters)
+            for name in tensor.names(config.num_experts)
+            for end in (MXFP4_ENDS if tensor.mxfp4 else ("",))
+        }
 
 
 def _by_expert(gate: str, up: str, down: str) -> tuple[Tensor, ...]:
@@ -185,17 +185,13 @@ class Source(NamedTuple):
         """
         units = self.coding.steps[-1]  # a scale's block is decoded whole
         around = [_blocks(part, unit, unit) for part, unit in zip(wanted, units, strict=True)]
-        read = [
-            copied(array[tuple(_blocks(part, step) for part, step in zip(around, steps, strict=True))])
-            for array, steps in zip(self.arrays, self.coding.steps, strict=True)
-        ]
-        for tensor, scales in zip(self.tensors[1:], read[1:], strict=True):
-            if np.any(scales == MXFP4_NAN if scales.dtype == np.uint8 else ~np.isfinite(scales)):
+        read = []
+        for tensor, array, steps in zip(self.tensors, self.arrays, self.coding.steps, strict=True):
+            read.append(copied(array[tuple(map(_blocks, around, steps))]))
+            if read[1:] and np.any(read[-1] == MXFP4_NAN if tensor.dtype == "U8" else ~np.isfinite(read[-1])):
                 raise CheckpointError(f"{tensor} has scales that are no finite numbers")
-        inside = [
-            slice(part.start - whole.start, part.stop - whole.start) for part, whole in zip(wanted, around, strict=True)
-        ]
-        return read, tuple(inside)
+        inside = zip(wanted, (whole.start for whole in around), strict=True)
+        return read, tuple(slice(part.start - start, part.stop - start) for part, start in inside)
 
 
 def _blocks(part: slice, size: int, scale: int = 1) -> slice:
@@ -220,16 +216,13 @@ class Block(NamedTuple):
 def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
     """Returns the block of experts of that layer; CheckpointError unless its tensors are those of the configuration."""
     layout, prefix = _find_layout(folder, layer, config)
-    expected = entries(config, folder[prefix + layout.router.name].shape[1], layout.use_bias)
+    expected = entries(config, folder[prefix + layout.tensors[0].name].shape[1], layout.use_bias)
     sources = {}
     for tensor in layout.of(expected):
-        if tensor.parameters == (SELECTION_BIAS,) and prefix + tensor.name not in folder:
+        names = [prefix + name for name in tensor.names(config.num_experts)]
+        if tensor.parameters == (SELECTION_BIAS,) and names[0] not in folder:
             continue
-        parameter = expected[tensor.parameters[0]]
-        names = [
-            prefix + tensor.name.format(expert=n) for n in range(config.num_experts if tensor.of_one_expert else 1)
-        ]
-        found = [_find_source(folder, name, tensor, parameter) for name in names]
+        found = [_find_source(folder, name, tensor, expected[tensor.parameters[0]]) for name in names]
         if found[0].arrays[0].ndim == 3:
             found = [found[0].each(itemgetter(expert)) for expert in range(config.num_experts)]
         for name in tensor.parameters:
@@ -262,7 +255,7 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
     names = layout.names(config, entries(config, 1, layout.use_bias))
     fields = ("num_experts", "activation", "shared_width", "has_selection_bias", "router_bias")
     wanted = f"the layout {best!r} with {', '.join(f'{name}={getattr(config, name)!r}' for name in fields)}"
-    if unknown := sorted(present - names - {name + SCALES[0] for name in names}):
+    if unknown := sorted(present - names - {name + FLOAT8_SCALES for name in names}):
         if others := [other for other in known if other != best and unknown[0] in known[other] - known[best]]:
             what = f"is there in two layouts, {best!r} and {others[0]!r}: tensor {prefix + unknown[0]!r}"
             raise CheckpointError(f"{where} {what}")
@@ -280,7 +273,7 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
 
 def _check_experts(folder: Folder, prefix: str, present: set[str], config: MoEConfig) -> None:
     """Raises CheckpointError unless there are as many experts, for each of which names are looked for then."""
-    routers = {f"{layout.block}.{layout.router.name}" for layout in LAYOUTS.values()} & present
+    routers = {f"{layout.block}.{layout.tensors[0].name}" for layout in LAYOUTS.values()} & present
     for router in [folder[prefix + name] for name in sorted(routers)]:
         if len(router.shape) != 2 or min(router.shape) < 1 or router.shape[0] != config.num_experts:
             raise CheckpointError(f"{router} has shape {router.shape}, must have ({config.num_experts}, width)")
@@ -295,13 +288,13 @@ def _find_source(folder: Folder, name: str, tensor: Tensor, parameter: Parameter
     shape = tensor.shape(parameter)
     if tensor.mxfp4:
         *leading, inputs = shape
-        blocks, scales = folder[name + "_blocks"], folder[name + "_scales"]
+        blocks, scales = (folder[name + end] for end in MXFP4_ENDS)
         if inputs % MXFP4_BLOCK:
             raise CheckpointError(f"{blocks}: {inputs} inputs of an expert are no multiple of {MXFP4_BLOCK}")
         blocks.require(["U8"], (*leading, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2))
         scales.require(["U8"], (*leading, inputs // MXFP4_BLOCK))
         return Source(decode.MXFP4, (blocks, scales), (blocks.mapped().reshape(*leading, -1), scales.mapped()))
-    values, scale_name = folder[name], name + SCALES[0]
+    values, scale_name = folder[name], name + FLOAT8_SCALES
     compressible = parameter.kind == "kernel" and len(shape) == 2
     if values.dtype == "F8_E4M3" and compressible:
         values.require(["F8_E4M3"], shape)

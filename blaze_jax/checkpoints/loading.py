@@ -252,7 +252,7 @@ def read_slices(source: Source, slices: Slices, dtype: np.dtype, device: Device)
     values = jax.device_put([array.T if turn else array for array in arrays], device)
     if source.coding is PLAIN and not turn and values[0].dtype == dtype:
         return values[0]
-    return _decoded(values, source.coding, turn, tuple((part.start, part.stop) for part in inside), dtype)
+    return _decoded(values, source.coding, turn, inside, dtype)
 
 
 def _is_turned(matrix: np.ndarray) -> bool:
@@ -261,10 +261,10 @@ def _is_turned(matrix: np.ndarray) -> bool:
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _decoded(values: list[Array], coding: Coding, turn: bool, inside: Bounds, dtype: np.dtype) -> Array:
+def _decoded(values: list[Array], coding: Coding, turn: bool, inside: Slices, dtype: np.dtype) -> Array:
     if turn:
         values = [value.T for value in values]
-    return coding.decode(*values, dtype)[tuple(slice(*bounds) for bounds in inside)]
+    return coding.decode(*values, dtype)[inside]
 
 
 def _dtype(sources: list[Source], name: str, dtype: DTypeLike | None) -> np.dtype:

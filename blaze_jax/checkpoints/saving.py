@@ -59,23 +59,19 @@ class NewTensor(NamedTuple):
 
     Attributes:
       name: the tensor's name.
-      dtype: the type of its values; the format's name for it where the values are bytes.
+      dtype: the type of its values, by the format's name.
       shape: the whole shape.
       parts: gives the values when they are written, first to last, in arrays whose bytes follow one another.
     """
 
     name: str
-    dtype: np.dtype | str
+    dtype: str
     shape: tuple[int, ...]
     parts: Callable[[], Iterable[np.ndarray]]
 
     @property
-    def type_name(self) -> str:
-        return self.dtype if isinstance(self.dtype, str) else _NAMES[self.dtype]
-
-    @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * BITS[self.type_name] // 8
+        return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
 def save(
@@ -154,13 +150,14 @@ def layer_tensors(
         chosen = np.dtype(arrays[0].dtype if dtype is None else dtype)
         if tensor.parameters == (SELECTION_BIAS,):
             chosen = np.dtype(np.float32)
-        if chosen not in (allowed := [DTYPES[name] for name in PLAIN]):
-            raise ValueError(f"dtype={chosen} must be one of {', '.join(map(str, allowed))}")
+        if _NAMES.get(chosen) not in PLAIN:
+            raise ValueError(f"dtype={chosen} must be one of {', '.join(str(DTYPES[name]) for name in PLAIN)}")
         shape = tensor.shape(expected[tensor.parameters[0]])
         together = range(config.num_experts) if arrays[0].ndim == 3 else [None]
         for expert, name in enumerate(tensor.names(config.num_experts)):
             parts = partial(_parts, tensor, arrays, [expert] if tensor.of_one_expert else together, chosen)
-            tensors.append(NewTensor(f"{prefix.format(layer=number)}{layout.block}.{name}", chosen, shape, parts))
+            name = f"{prefix.format(layer=number)}{layout.block}.{name}"
+            tensors.append(NewTensor(name, _NAMES[chosen], shape, parts))
     return tensors
 
 
@@ -227,12 +224,8 @@ def write_tensors(
 
     Raises:
       CheckpointError: the folder is broken, or has what must not be there.
-      ValueError: a type that the format does not have.
     """
     tensors = list(tensors)
-    for tensor in tensors:
-        if tensor.dtype not in _NAMES:
-            raise ValueError(f"{tensor.name} has dtype {tensor.dtype}, must be {', '.join(map(str, _NAMES))}")
     names = {tensor.name for tensor in tensors}
 
     def replaced(name: str) -> bool:
@@ -329,12 +322,12 @@ def _rewrite(file: TensorFile, tensors: Sequence[NewTensor]) -> None:
 
 def _content(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a file of the tensors."""
-    tensors = sorted(tensors, key=lambda tensor: (-BITS[tensor.type_name], tensor.name))  # so that all are aligned
+    tensors = sorted(tensors, key=lambda tensor: (-BITS[tensor.dtype], tensor.name))  # so that all are aligned
     header: dict[str, object] = {METADATA: dict(metadata)}
     offset = 0
     for tensor in tensors:
         offsets = [offset, offset + tensor.bytes]
-        header[tensor.name] = {"dtype": tensor.type_name, "shape": tensor.shape, "data_offsets": offsets}
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
         offset += tensor.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

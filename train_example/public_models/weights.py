@@ -160,12 +160,12 @@ def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dic
 
 
 def _new(files: checkpoints.Folder, entry: Entry, parameter: Array) -> NewTensor:
-    dtype = DTYPES[files[entry.name].dtype]  # the type that it had
+    dtype = files[entry.name].dtype  # the type that it had
     return NewTensor(entry.name, dtype, entry.shape(parameter.shape), lambda: [_stored(parameter, entry, dtype)])
 
 
-def _stored(parameter: Array, entry: Entry, dtype: np.dtype) -> np.ndarray:
-    return entry.stored(np.asarray(parameter)).astype(dtype)
+def _stored(parameter: Array, entry: Entry, dtype: str) -> np.ndarray:
+    return entry.stored(np.asarray(parameter)).astype(DTYPES[dtype])
 
 
 @jax.jit

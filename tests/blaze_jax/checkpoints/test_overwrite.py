@@ -104,7 +104,7 @@ def at_the_same_time(writers, folder, name, *, wait=True):
             return [np.full(5, number, np.float32)]
 
         try:
-            tensor = saving.NewTensor(name.format(number), np.dtype(np.float32), (5,), parts)
+            tensor = saving.NewTensor(name.format(number), "F32", (5,), parts)
             return saving.write_tensors(folder, [tensor], f"layers-{number}")
         except checkpoints.CheckpointError as error:
             return str(error)
