@@ -205,7 +205,7 @@ class Block(NamedTuple):
     Attributes:
       layout: its format.
       entries: shapes of everything that the layer has.
-      sources: by entry, one for each expert's matrix or a single one; none for a selection bias that starts at zero.
+      sources: by entry, one for each expert's matrix or a single one; a selection bias that is not there is zero.
     """
 
     layout: Layout
@@ -217,7 +217,7 @@ def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
     """Returns the block of experts of that layer; CheckpointError unless its tensors are those of the configuration."""
     layout, prefix = _find_layout(folder, layer, config)
     expected = entries(config, folder[prefix + layout.tensors[0].name].shape[1], layout.use_bias)
-    sources = {}
+    sources = {SELECTION_BIAS: [Source(decode.PLAIN, (), (np.zeros(config.num_experts, np.float32),))]}
     for tensor in layout.of(expected):
         names = [prefix + name for name in tensor.names(config.num_experts)]
         if tensor.parameters == (SELECTION_BIAS,) and names[0] not in folder:
@@ -246,8 +246,7 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
     prefix = prefixes[0]
     present = {name.removeprefix(prefix) for name in folder.names if name.startswith(block_names(prefix))}
     if not any(".experts." in name for name in present):
-        dense = "mlp.gate_proj.weight" in present
-        raise CheckpointError(f"{where} has no experts" + (": it is dense" if dense else ""))
+        raise CheckpointError(f"{where} has no experts" + ": it is dense" * ("mlp.gate_proj.weight" in present))
     _check_experts(folder, prefix, present, config)
     known = {layout.name: layout.names(config, layout.parameters) for layout in LAYOUTS.values()}
     best = max(known, key=lambda name: (len(known[name] & present), -len(known[name])))
@@ -274,7 +273,7 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
 def _check_experts(folder: Folder, prefix: str, present: set[str], config: MoEConfig) -> None:
     """Raises CheckpointError unless there are as many experts, for each of which names are looked for then."""
     routers = {f"{layout.block}.{layout.tensors[0].name}" for layout in LAYOUTS.values()} & present
-    for router in [folder[prefix + name] for name in sorted(routers)]:
+    for router in (folder[prefix + name] for name in sorted(routers)):
         if len(router.shape) != 2 or min(router.shape) < 1 or router.shape[0] != config.num_experts:
             raise CheckpointError(f"{router} has shape {router.shape}, must have ({config.num_experts}, width)")
     if not routers and config.num_experts > len(present):

@@ -154,10 +154,7 @@ def load(
     loaded = _load_kernels(block, shardings, dtypes)
     for name, parameter in block.entries.items():
         if parameter.kind != "kernel":
-            if name in block.sources:
-                values = copied(block.sources[name][0].arrays[0]).astype(dtypes[name])
-            else:
-                values = np.zeros(parameter.shape, np.float32)
+            values = copied(block.sources[name][0].arrays[0]).astype(dtypes[name])
             loaded[name] = place(values, shardings[name])
     params = {name: loaded[name] for name in block.entries if name != SELECTION_BIAS}
     return Layer(params, loaded.get(SELECTION_BIAS), block.layout.name.removesuffix("_mxfp4"))
