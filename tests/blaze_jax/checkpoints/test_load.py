@@ -65,10 +65,11 @@ SPECS = {
     "outputs": P(None, None, "b"),
     "all": P("a", None, "b"),
     "replicated": P(),
+    "blocks": P(None, "a", "b"),  # devices share each block of numbers that have one scale
 }
 
 
-@pytest.mark.default_cases("mixtral-experts", "gpt_oss-mxfp4-outputs", "qwen3_moe-bfloat16-replicated")
+@pytest.mark.default_cases("mixtral-experts", "gpt_oss-mxfp4-outputs", "qwen3_moe-bfloat16-replicated", "*[48]-blocks")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(
     "name", ["mixtral", "mixtral-fused", "gpt_oss", "gpt_oss-mxfp4", "qwen3_moe-bfloat16", "deepseek_v3-float8"]
@@ -78,15 +79,6 @@ def test_each_device_gets_its_part(name, spec):
     sharding = NamedSharding(mesh, SPECS[spec])
     loaded = load(name, sharding=dict.fromkeys(KERNELS, sharding))
     assert all(loaded.params[kernel].sharding == sharding for kernel in KERNELS)
-    assert_same_bits(loaded[:2], load(name)[:2])
-
-
-@pytest.mark.default_cases("*")
-@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "deepseek_v3-float8"])
-def test_blocks_of_compressed_numbers_are_cut(name):
-    """Two devices share each block of numbers that have one scale, along inputs and along outputs."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-    loaded = load(name, sharding=dict.fromkeys(KERNELS, NamedSharding(mesh, P(None, "a", "b"))))
     assert_same_bits(loaded[:2], load(name)[:2])
 
 
