@@ -84,9 +84,10 @@ def test_a_model_without_head_stays_one(tmp_path):
     assert_same_bits(tensors_of(folder), stored)
 
 
-def test_links_of_a_cache_are_replaced_and_not_what_they_lead_to(tmp_path):
+def test_links_of_a_cache_are_followed_and_replaced_and_not_what_they_lead_to(tmp_path):
     for path in (FIXTURES / "olmoe").iterdir():
         (tmp_path / path.name).symlink_to(path)
+    assert_same_bits(load("olmoe", tmp_path).params, load("olmoe").params)
     before = (FIXTURES / "olmoe" / SINGLE_FILE).read_bytes()
     save("olmoe", tmp_path, halved(load("olmoe")), overwrite=True)
     assert (FIXTURES / "olmoe" / SINGLE_FILE).read_bytes() == before
