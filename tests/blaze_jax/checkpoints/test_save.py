@@ -18,7 +18,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import blaze_jax
@@ -31,25 +30,15 @@ from tests.numerics import assert_same_bits
 WRITABLE = [f"{family}-bfloat16" for family in FAMILIES[:4]] + ["deepseek_v3-fused", "gpt_oss-mxfp4-decoded"]
 
 
-def raw(folder):
-    """Every tensor's type and bytes, as safetensors gives them."""
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        if path.name != "expected.safetensors":
-            with safe_open(path, framework="numpy") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
-
-
 @pytest.mark.default_cases("*")
 @pytest.mark.parametrize("name", WRITABLE)
 def test_what_was_read_is_written_bit_for_bit(tmp_path, name):
     save(name, tmp_path, load(name))
-    stored = {key: value for key, value in raw(FIXTURES / name).items() if key.startswith(block(name))}
+    stored = {key: value for key, value in tensors_of(FIXTURES / name).items() if key.startswith(block(name))}
     if name == "deepseek_v3-bfloat16":  # transformers wrote the selection bias in bfloat16, too
         bias = block(name) + "gate.e_score_correction_bias"
         stored[bias] = stored[bias].astype(np.float32)
-    assert_same_bits(raw(tmp_path), stored)
+    assert_same_bits(tensors_of(tmp_path), stored)
     assert_same_bits(load(name, tmp_path)[:2], load(name)[:2])
 
 
