@@ -230,9 +230,9 @@ def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
     return Block(layout, expected, sources)
 
 
-def block_names(prefix: str) -> tuple[str, ...]:
-    """Returns how the names of a block's tensors start in any layout, after the layer's prefix."""
-    return tuple({f"{prefix}{layout.block}." for layout in LAYOUTS.values()})
+def block_names(layer: int) -> tuple[str, ...]:
+    """Returns how the names of a block's tensors start, in any layout and model."""
+    return tuple(f"{form.format(layer=layer)}{layout.block}." for form in PREFIXES for layout in LAYOUTS.values())
 
 
 def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout, str]:
@@ -244,7 +244,7 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
         what = "is there twice, with and without 'model.'" if prefixes else "has no tensors: no such layer"
         raise CheckpointError(f"{where} {what}")
     prefix = prefixes[0]
-    present = {name.removeprefix(prefix) for name in folder.names if name.startswith(block_names(prefix))}
+    present = {name.removeprefix(prefix) for name in folder.names if name.startswith(block_names(layer))}
     if not any(".experts." in name for name in present):
         raise CheckpointError(f"{where} has no experts" + ": it is dense" * ("mlp.gate_proj.weight" in present))
     _check_experts(folder, prefix, present, config)

@@ -117,7 +117,7 @@ def save(
     tensors = [
         tensor for number, layer in layers.items() for tensor in layer_tensors(number, layer, config, dtype, prefix)
     ]
-    starts = tuple(block for number in layers for form in PREFIXES for block in block_names(form.format(layer=number)))
+    starts = tuple(start for number in layers for start in block_names(number))
     if overwrite and any(name.startswith(starts) and name.endswith(SCALES) for name in there):
         warnings.warn(
             f"{folder} had layers {', '.join(map(str, layers))} compressed, and has them in full now: the "
