@@ -20,7 +20,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.export import is_symbolic_dim
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir, partial_eval
-from jax.tree_util import PyTreeDef
 
 launch_with_aliases = mpmd._mpmd_map
 """`plgpu.kernel` for results that take the memory of operands; waits for aliases in the public form."""
@@ -157,7 +156,7 @@ def computed_if_used(full: Callable, reduced: Callable) -> Callable:
     return call
 
 
-def _traced(function: Callable, arrays: tuple) -> tuple[core.ClosedJaxpr, PyTreeDef]:
+def _traced(function: Callable, arrays: tuple) -> tuple[Any, Any]:
     """Returns the function as one of the leaves of `arrays`, and the structure of its result."""
     leaves, structure = jax.tree.flatten(arrays)
     jaxpr, out = jax.make_jaxpr(lambda *flat: function(*structure.unflatten(flat)), return_shape=True)(*leaves)
