@@ -150,7 +150,8 @@ def load(
     folder = folder if isinstance(folder, Folder) else Folder(folder)
     block = find_block(folder, layer, config)
     shardings = _shardings(sharding, list(block.entries))
-    dtypes = {name: _dtype(sources, name, dtype) for name, sources in block.sources.items()}
+    dtypes = {name: _dtype(sources) if dtype is None else np.dtype(dtype) for name, sources in block.sources.items()}
+    dtypes[SELECTION_BIAS] = np.dtype(np.float32)
     loaded = _load_kernels(block, shardings, dtypes)
     for name, parameter in block.entries.items():
         if parameter.kind != "kernel":
@@ -264,11 +265,7 @@ def _decoded(values: list[Array], coding: Coding, turn: bool, inside: Slices, dt
     return coding.decode(*values, dtype)[inside]
 
 
-def _dtype(sources: list[Source], name: str, dtype: DTypeLike | None) -> np.dtype:
-    if name == SELECTION_BIAS:
-        return np.dtype(np.float32)
-    if dtype is not None:
-        return np.dtype(dtype)
+def _dtype(sources: list[Source]) -> np.dtype:
     stored = {source.arrays[0].dtype if source.coding is PLAIN else np.dtype(jnp.bfloat16) for source in sources}
     return np.dtype(jnp.result_type(*stored))
 
