@@ -202,7 +202,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("require", "if self.shape != tuple(shape):", "if len(self.shape) != len(tuple(shape)):", "errors"),
     ("_stays_inside", 'or ".." in path.parts', "", "errors"),
     ("_find_layout", "if missing := sorted(names - present - optional):", "if missing := []:", "errors"),
-    ("Source.read", "~np.isfinite(read[-1])", "np.isposinf(read[-1])", "errors"),
+    ("Source.read", "~np.isfinite(values)", "np.isposinf(values)", "errors"),
     ("__init__", "if body + start != at:", "if body + start < at:", "errors"),
     ("check_all_known", "if self._values.get(name) and not", "if name in self._values and not", "config"),
     ("_find_layout", "optional = set() if config.selection_bias else", "optional = set() if config.has_selection_bias else", "save"),

@@ -76,6 +76,6 @@ def _as_they_are(values: Array, dtype: DTypeLike) -> Array:
     return values.astype(dtype)
 
 
-PLAIN = Coding(_as_they_are, ((1, 1),))
+UNCODED = Coding(_as_they_are, ((1, 1),))
 MXFP4 = Coding(decode_mxfp4, ((2, 1), (MXFP4_BLOCK, 1)))
 FLOAT8 = Coding(decode_float8, ((1, 1), (FLOAT8_BLOCK, FLOAT8_BLOCK)))

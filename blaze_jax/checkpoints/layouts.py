@@ -187,9 +187,11 @@ class Source(NamedTuple):
         around = [_blocks(part, unit, unit) for part, unit in zip(wanted, units, strict=True)]
         read = []
         for tensor, array, steps in zip(self.tensors, self.arrays, self.coding.steps, strict=True):
-            read.append(copied(array[tuple(map(_blocks, around, steps))]))
-            if read[1:] and np.any(read[-1] == MXFP4_NAN if tensor.dtype == "U8" else ~np.isfinite(read[-1])):
+            values = copied(array[tuple(map(_blocks, around, steps))])
+            is_scales = len(read) > 0
+            if is_scales and np.any(values == MXFP4_NAN if values.dtype == np.uint8 else ~np.isfinite(values)):
                 raise CheckpointError(f"{tensor} has scales that are no finite numbers")
+            read.append(values)
         inside = zip(wanted, (whole.start for whole in around), strict=True)
         return read, tuple(slice(part.start - start, part.stop - start) for part, start in inside)
 
@@ -217,7 +219,7 @@ def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
     """Returns the block of experts of that layer; CheckpointError unless its tensors are those of the configuration."""
     layout, prefix = _find_layout(folder, layer, config)
     expected = entries(config, folder[prefix + layout.tensors[0].name].shape[1], layout.use_bias)
-    sources = {SELECTION_BIAS: [Source(decode.PLAIN, (), (np.zeros(config.num_experts, np.float32),))]}
+    sources = {SELECTION_BIAS: [Source(decode.UNCODED, (), (np.zeros(config.num_experts, np.float32),))]}
     for tensor in layout.of(expected):
         names = [prefix + name for name in tensor.names(config.num_experts)]
         if tensor.parameters == (SELECTION_BIAS,) and names[0] not in folder:
@@ -304,7 +306,7 @@ def _find_source(folder: Folder, name: str, tensor: Tensor, parameter: Parameter
     if scale_name in folder:
         raise CheckpointError(f"{values} has dtype {values.dtype}, but {scale_name!r} holds scales of F8_E4M3")
     values.require((*PLAIN, "F8_E4M3") if compressible else PLAIN, shape)
-    return Source(decode.PLAIN, (values,), (values.mapped(),))
+    return Source(decode.UNCODED, (values,), (values.mapped(),))
 
 
 def _check_block_size(folder: Folder) -> None:

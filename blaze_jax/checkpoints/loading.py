@@ -22,7 +22,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, PLAIN, Coding
+from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, UNCODED, Coding
 from blaze_jax.checkpoints.folder import Folder, copied
 from blaze_jax.checkpoints.layouts import SELECTION_BIAS, Block, Source, find_block
 from blaze_jax.checks import check_integers
@@ -248,7 +248,7 @@ def read_slices(source: Source, slices: Slices, dtype: np.dtype, device: Device)
     # On a CPU, XLA's copy from the host turns a matrix ten times faster than numpy; elsewhere the device turns it.
     turn = not _is_host(device) and _is_turned(source.arrays[0])
     values = jax.device_put([array.T if turn else array for array in arrays], device)
-    if source.coding is PLAIN and not turn and values[0].dtype == dtype:
+    if source.coding is UNCODED and not turn and values[0].dtype == dtype:
         return values[0]
     return _decoded(values, source.coding, turn, inside, dtype)
 
@@ -266,7 +266,7 @@ def _decoded(values: list[Array], coding: Coding, turn: bool, inside: Slices, dt
 
 
 def _dtype(sources: list[Source]) -> np.dtype:
-    stored = {source.arrays[0].dtype if source.coding is PLAIN else np.dtype(jnp.bfloat16) for source in sources}
+    stored = {source.arrays[0].dtype if source.coding is UNCODED else np.dtype(jnp.bfloat16) for source in sources}
     return np.dtype(jnp.result_type(*stored))
 
 
