@@ -165,7 +165,8 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     def load(refs, tile, k, slot):
         column = refs.first_column[0] + tile.column_tile * TILE_COLUMNS
 
-        def fetch(rows, weights, k):
+        def fetch(pair, k):
+            rows, weights = pair
             steps = pl.ds(k * K_STEP, K_STEP)
             slot.fetch(rows.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
             if transposed:
@@ -176,13 +177,13 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
                 slot.fetch(block, slot.rhs_panel(panel))
 
         if not transposed:
-            fetch(*refs.pairs[0], k)
+            fetch(refs.pairs[0], k)
             return
         for i, pair in enumerate(refs.pairs):
 
             @pl.when((k >= i * steps_each) & (k < (i + 1) * steps_each))
             def _(pair=pair, i=i):
-                fetch(*pair, k - i * steps_each)
+                fetch(pair, k - i * steps_each)
 
     def finish(refs, part: RowTile, accumulator):
         panels = [tile_panel(refs, part, accumulator, panel) for panel in range(PANELS)]
