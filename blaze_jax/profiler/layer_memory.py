@@ -8,10 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
 from blaze_jax.benchmark.memory import plan_of, saved_residuals
 from blaze_jax.benchmark.peers import RAGGED_DOT, estimate, sorted_layer
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, forward_and_backward
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer_observer import TracedLayer
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from blaze_jax import expert_ffn
-from blaze_jax.benchmark.inputs import abstract_inputs, expert_inputs, forward_and_backward
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, expert_inputs, forward_and_backward
 from blaze_jax.profiler import MemoryProfiler
 from blaze_jax.profiler.memory_profiler import _measured_peak
 
