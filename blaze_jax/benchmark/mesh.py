@@ -24,7 +24,7 @@ from blaze_jax.benchmark.own_process import ProcessError, run_apart
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import BOTH, PASSES, PRESETS, Sizes, expert_inputs
 from blaze_jax.benchmark.timing import TraceError, busy_ns, seconds_of, trace
-from blaze_jax.experts import expert_ffn, experts_over_devices
+from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.parallelism import ROLES, Parallelism, transport_options
 
 NAMES = ("w_gate", "w_up", "w_down")
@@ -112,17 +112,17 @@ def measured_here(case: Case, dtype: str, layers: int, repeats: int, implementat
     spread = [place(np.concatenate([np.roll(a, i, axis=0) for i in range(devices)]), by_token) for a in one_by_one[1:]]
     placed = [{name: place(w, specs[name]) for name, w in stack.items()} for stack in stacks]
 
-    def alone(params, x, weights, experts):
+    def alone(x, params, weights, experts):
         return expert_ffn(x, weights=weights, experts=experts, implementation=implementation, **params)
 
     def chain(layer: Callable, stacks, x, weights, experts):
         for params in stacks:
-            x = layer(params, x, weights, experts)
+            x = layer(x, params, weights, experts)
         return x
 
     settings = {"activation": "swiglu", "save": "pre_activations", "implementation": implementation}
     over_devices = jax.shard_map(
-        partial(chain, partial(experts_over_devices, parallel, specs, **settings)),
+        partial(chain, partial(compute_experts, parallel=parallel, specs=specs, **settings)),
         mesh=mesh,
         in_specs=([specs] * layers, by_token, by_token, by_token),
         out_specs=by_token,

@@ -23,7 +23,7 @@ from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.timing import seconds_of, time_calls, wall_times
 from blaze_jax.checkpoints.loading import load
-from blaze_jax.checkpoints.writing import NewTensor, write_tensors
+from blaze_jax.checkpoints.saving import NewTensor, write_tensors
 from blaze_jax.dispatch import Grouped
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.implementation import kernels_of
@@ -69,8 +69,11 @@ def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) 
     settings = {"activation": "swiglu", "save": "pre_activations", "implementation": implementation}
 
     def alone(grouped: Grouped | None, routing: Routing, x, *weights):
-        layer = forward_and_backward(partial(compute_experts, grouped, **settings))
-        return layer(x, *weights, routing.weights, routing.experts, x)
+        def layer(x, w_gate, w_up, w_down, *routed):
+            params = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+            return compute_experts(x, params, *routed, grouped=grouped, **settings)
+
+        return forward_and_backward(layer)(x, *weights, routing.weights, routing.experts, x)
 
     def routed(router: Router, logits, *arrays):
         routing, grouped = route_and_group(logits, router=router, **options)
@@ -236,9 +239,9 @@ def write_layer(folder: Path, sizes: Sizes) -> Path:
     shapes = {"gate_proj": (n, width), "up_proj": (n, width), "down_proj": (width, n)}
     dtype = np.dtype(jnp.bfloat16)
     numbers = np.random.default_rng(0).integers(0, 2**15, n * width, np.uint16).view(dtype)
-    router = NewTensor(f"{prefix}gate.weight", dtype, (experts, width), lambda: [np.zeros((experts, width), dtype)])
+    router = NewTensor(f"{prefix}gate.weight", "BF16", (experts, width), lambda: [np.zeros((experts, width), dtype)])
     tensors = [
-        NewTensor(f"{prefix}experts.{expert}.{name}.weight", dtype, shape, lambda: [numbers])
+        NewTensor(f"{prefix}experts.{expert}.{name}.weight", "BF16", shape, lambda: [numbers])
         for expert in range(experts)
         for name, shape in shapes.items()
     ]
