@@ -53,7 +53,8 @@ class Sizes(NamedTuple):
 
     def config(self, **options) -> MoEConfig:
         """The configuration of a layer of these sizes, with other fields of `MoEConfig`."""
-        return MoEConfig(self.num_experts, self.experts_per_token, self.expert_width, **options)
+        fields = ("num_experts", "experts_per_token", "expert_width")
+        return MoEConfig(**{name: getattr(self, name) for name in fields}, **options)
 
     def __str__(self) -> str:
         return "T={}, d={}, n={}, E={}, K={}".format(*self)
