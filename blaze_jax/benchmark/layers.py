@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, abstract_inp
 from blaze_jax.benchmark.timing import Call, seconds_of, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import choose_implementation, kernels_of
+from blaze_jax.plan import Save
 from pallas_kernels import ampere, xla
 from pallas_kernels.compile_only import compile_for_gpu
 
@@ -149,8 +150,8 @@ def compare(
 
 def measure_memory(sizes: Sizes, dtype, *, peers: Sequence[str]) -> Record:
     """Tells what is kept, and XLA's plan of forward+backward on an absent H200, for our layer and its peers."""
-    inputs, saves = abstract_inputs(sizes, dtype), ("pre_activations", "inputs")
-    ours = {save: partial(expert_ffn, save=save, implementation="mosaic_gpu") for save in saves}
+    inputs = abstract_inputs(sizes, dtype)
+    ours = {save: partial(expert_ffn, save=save, implementation="mosaic_gpu") for save in get_args(Save)}
     candidates = [Candidate(f"{OURS}, {save=}", "", layer, inputs) for save, layer in ours.items()]
     candidates += [variant for name in peers for variant in _variants(name, inputs, for_gpu=True)]
     for candidate in candidates:

@@ -54,9 +54,9 @@ def test_the_table_of_kernels_and_its_json(capsys, measured):
 @pytest.mark.slow
 def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
     monkeypatch.setattr(rates, "sustain", lambda call, **_: Sustained(1.0, 1.0, 1))
-    options = "kernels --config 8,8,8,2,1 --dtype bfloat16 --repeats 1 --implementation mosaic_gpu --family ampere"
+    options = "--config 8,8,8,2,1 --dtype bfloat16 --repeats 1 --implementation mosaic_gpu --family ampere"
     with interpreted():
-        assert main(options.split()) == 0
+        assert main(["kernels", *shlex.split(options)]) == 0
     out = capsys.readouterr().out
     assert "cpu, kernels for Ampere" in out
     assert "our product of one expert" in out
@@ -158,21 +158,20 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(capsys, tmp_path
 
 def test_a_case_over_devices_that_fails_is_a_failure(capsys, monkeypatch):
     cases = []
+    environment = dict.fromkeys(("date", "device", "jax", "jaxlib", "blaze_jax"), "made up") | {"platform": "cpu"}
 
     def run_apart(function, *arguments, seconds=None):
         cases.append(arguments[0])
         raise ProcessError("was killed")
 
-    monkeypatch.setattr("blaze_jax.benchmark.__main__.run_apart", lambda function: cpu())
+    monkeypatch.setattr("blaze_jax.benchmark.__main__.run_apart", lambda function: environment)
     monkeypatch.setattr(mesh, "run_apart", run_apart)
     assert main(["mesh", "expert=2"]) == 1
-    assert "was killed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "was killed" in out
+    assert "nothing is kept; --json FILE keeps the results" in out
     (case,) = cases
     assert case.sizes.weight_elements < 10**8  # not those of a GPU
-
-
-def cpu():
-    return dict.fromkeys(("date", "device", "jax", "jaxlib", "blaze_jax"), "made up") | {"platform": "cpu"}
 
 
 def test_no_devices_at_all_are_a_failure(capsys, monkeypatch):
