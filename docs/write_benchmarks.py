@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from blaze_jax.benchmark.inputs import BOTH
-from blaze_jax.benchmark.plots import draw, published
+from blaze_jax.benchmark.plots import draw
 from blaze_jax.benchmark.results import Record, read_results, source
-from blaze_jax.benchmark.sizes import GPU_SIZES
+from blaze_jax.benchmark.sizes import BOTH, FORWARD, GPU_SIZES
 from blaze_jax.benchmark.studies import DECIDERS
-from blaze_jax.benchmark.tables import FLAT_FROM, flatness, label, milliseconds, table
+from blaze_jax.benchmark.tables import Row, flatness, label, markdown, milliseconds, table
 
 START = "<!-- results: {}, written by `python -m docs.write_benchmarks`, do not edit -->"
 END = "<!-- end of results -->"
@@ -48,36 +47,32 @@ def render(kind: str, results: Sequence[Result]) -> str:
         return summary(results)
     lines: list[str] = []
     for result in results:
-        records = [r for r in result["records"] if r["kind"] == kind]
-        if records:
-            lines += [*SECTIONS.get(kind, _by_size)(records), "", f"{source(result)}: `{result['command']}`", ""]
+        if records := of_kind(kind, [result]):
+            lines += markdown(_routing(records) if kind == "routing" else _by_size(records))
+            lines += ["", flatness(records)] if kind == "scaling" else []
+            lines += ["", f"{source(result)}: `{result['command']}`", ""]
     if kind == "compare":
-        lines += _sizes_left_out(results)
+        lines += _sizes_left_out(of_kind(kind, results))
     return "\n".join(lines).strip("\n")
+
+
+def of_kind(kind: str, results: Sequence[Result]) -> list[Record]:
+    """All records of a kind."""
+    return [record for result in results for record in result["records"] if record["kind"] == kind]
 
 
 def summary(results: Sequence[Result]) -> str:
     """The first size that was compared, a row for each layer: what a reader should know first."""
-    result = next(r for r in results if any(record["kind"] == "compare" for record in r["records"]))
-    record = next(r for r in result["records"] if r["kind"] == "compare")
-    layers = [layer for layer in record["layers"] if layer["status"] == "ok"]
-    rows = [
-        [
-            label(layer),
-            f"{milliseconds(layer['forward']['us'])} / {milliseconds(layer[BOTH]['us'])}",
-            f"{layer[BOTH]['ratio_to_ours']:.1f}×",
-            f"{layer['saved_mib']:,.0f}",
-        ]
-        for layer in layers
-    ]
-    header = ("layer", "forward / with backward, ms", "time to ours", "kept for the backward pass, MiB")
+    result = next(result for result in results if of_kind("compare", [result]))
+    record = of_kind("compare", [result])[0]
+    rows: list[Row] = [("layer", "forward / with backward, ms", "time to ours", "kept for the backward pass, MiB")]
+    for layer in record["layers"]:
+        if layer["status"] == "ok":
+            times = f"{milliseconds(layer[FORWARD]['us'])} / {milliseconds(layer[BOTH]['us'])}"
+            rows.append((label(layer), times, f"{layer[BOTH]['ratio_to_ours']:.1f}×", f"{layer['saved_mib']:,.0f}"))
     sizes = "{num_tokens:,} tokens of width {model_width:,}, {experts_per_token} of {num_experts} experts of width "
     sizes = (sizes + "{expert_width:,}").format(**record["sizes"])
-    return "\n".join([*_markdown(header, rows), "", f"{sizes}, {record['dtype']}; {source(result)}."])
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+    return "\n".join([*markdown(rows), "", f"{sizes}, {record['dtype']}; {source(result)}."])
 
 
 def _name(sizes: dict[str, int]) -> str:
@@ -85,65 +80,48 @@ def _name(sizes: dict[str, int]) -> str:
 
 
 def _what(record: Record) -> tuple[str, str]:
-    """The head of a column, and what was measured: sizes, or a model."""
+    """The head of a column, and what was measured: a number of tokens, sizes, or a model."""
+    if record["kind"] == "scaling":
+        return "tokens", f"{record['sizes']['num_tokens']:,}"
     return ("T, d, n, E, K", _name(record["sizes"])) if "sizes" in record else ("model", record["title"])
 
 
-def _by_size(records: list[Record]) -> list[str]:
+def _by_size(records: list[Record]) -> list[Row]:
     """The terminal's tables one below the other, each with what it is about."""
-    header, *_ = table(records[0])
-    rows = [(_what(r)[1] if i == 0 else "", *row) for r in records for i, row in enumerate(table(r)[1:])]
-    return _markdown((_what(records[0])[0], *header), rows)
+    header = (_what(records[0])[0], *table(records[0])[0])
+    return [header, *((_what(r)[1] if i == 0 else "", *row) for r in records for i, row in enumerate(table(r)[1:]))]
 
 
-def _sizes_left_out(results: Sequence[Result]) -> list[str]:
+def _sizes_left_out(compared: Sequence[Record]) -> list[str]:
     """Which of the default sizes no comparison has, if they are of default sizes."""
-    measured = [record["sizes"] for result in results for record in result["records"] if record["kind"] == "compare"]
-    defaults = [sizes._asdict() for sizes in GPU_SIZES]
+    measured, defaults = [record["sizes"] for record in compared], [sizes._asdict() for sizes in GPU_SIZES]
     missing = [_name(sizes) for sizes in defaults if sizes not in measured]
     if not missing or not any(sizes in defaults for sizes in measured):
         return []
     return [f"Default sizes not compared: {'; '.join(missing)}."]
 
 
-def _scaling(records: list[Record]) -> list[str]:
-    theirs = {r["num_tokens"]: (milliseconds(r["us"]), f"{r['mb']:,.0f}") for r in published("published_scaling")}
-    header, *_ = table(records[0])
-    rows = [(*table(r)[1], *theirs.get(r["sizes"]["num_tokens"], ("", ""))) for r in records]
-    time, memory = (flatness(records, name) for name in ("ns_per_token", "saved_bytes_per_token"))
-    lines = _markdown((*header, "MoEBlaze's slides, ms", "memory, MB"), rows)
-    if time is not None and memory is not None:
-        varies = f"time per token varies by {time:.1%}, saved memory per token by {memory:.1%}"
-        lines += ["", f"From {FLAT_FROM:,} tokens on, {varies}."]
-    return lines
-
-
-def _routing(records: list[Record]) -> list[str]:
+def _routing(records: list[Record]) -> list[Row]:
+    """A row for each case, where the terminal has one for each call."""
     both = list(records[0]["calls"])[:2]  # ours and XLA's, from logits to indices; parts of them follow
-    walls = [name for name in both if all("wall_us" in r["calls"][name] for r in records)]
-    deciders = [name for name in DECIDERS if all(name in r["calls"] for r in records)]
-    rows = [
-        [
-            f"{r['num_tokens']:,}, {r['num_experts']}, {r['experts_per_token']}",
-            *(f"{r['calls'][name]['us']:.1f}" for name in both),
-            f"{r['speedup']:.1f}×",
-            *(f"{r['calls'][name]['wall_us']:.0f}" for name in walls),
-            *(f"{r['calls'][name]['us']:.1f}" for name in deciders),
-        ]
-        for r in records
+    rows: list[Row] = [
+        (
+            "T, E, K",
+            *(f"{name}, µs" for name in both),
+            "faster by",
+            *(f"{name}, separate call, µs" for name in both),
+            *(f"ours, {name}, µs" for name in DECIDERS),
+        )
     ]
-    header = (
-        "T, E, K",
-        *(f"{name}, µs" for name in both),
-        "faster by",
-        *(f"{name}, separate call, µs" for name in walls),
-        *(f"ours, {name}, µs" for name in deciders),
-    )
-    return _markdown(header, rows)
-
-
-SECTIONS = {"scaling": _scaling, "routing": _routing}
-"""Tables that are not the terminal's."""
+    for record in records:
+        calls, sizes = record["calls"], (record["num_experts"], record["experts_per_token"])
+        us, walls, deciders = (
+            [format(calls[name][field], digits) for name in names]
+            for names, field, digits in ((both, "us", ".1f"), (both, "wall_us", ".0f"), (DECIDERS, "us", ".1f"))
+        )
+        case = f"{record['num_tokens']:,}, {', '.join(map(str, sizes))}"
+        rows.append((case, *us, f"{record['speedup']:.1f}×", *walls, *deciders))
+    return rows
 
 
 if __name__ == "__main__":

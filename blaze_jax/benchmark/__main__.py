@@ -1,4 +1,7 @@
-"""`python -m blaze_jax.benchmark [COMMAND]`: one path for every command, from cases to records, a file and tables."""
+"""`python -m blaze_jax.benchmark [COMMAND]`: one path for every study, from cases to records, a file, tables, figures.
+
+`STUDIES` says what there is: for each command the function that measures a case, and the cases.
+"""
 
 import argparse
 import sys
@@ -6,34 +9,26 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from blaze_jax.benchmark import sizes as known
-from blaze_jax.benchmark.checkpoint_reading import measure_reading
 from blaze_jax.benchmark.layers import compare, measure_memory
-from blaze_jax.benchmark.mesh import Case, measure_mesh, parse_mesh, parse_variant
+from blaze_jax.benchmark.mesh import Case, expected_efficiency, measure_mesh, parse_mesh, parse_variant
 from blaze_jax.benchmark.own_process import ProcessError, run_apart
 from blaze_jax.benchmark.peers import PEERS
-from blaze_jax.benchmark.results import (
-    Record,
-    ResultsFile,
-    command_line,
-    describe,
-    environment,
-    read_results,
-    succeeded,
-)
+from blaze_jax.benchmark.rates import measure_kernels
+from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment, read_results, succeeded
+from blaze_jax.benchmark.sizes import GPU_SIZES, PRESETS, Sizes
 from blaze_jax.benchmark.studies import (
+    Routed,
     measure_compile_time,
-    measure_kernels,
+    measure_reading,
     measure_rounding,
     measure_routing,
     measure_scaling,
 )
-from blaze_jax.benchmark.tables import flatness_text, terminal
-from blaze_jax.benchmark.traffic import expected_efficiency
+from blaze_jax.benchmark.tables import flatness, terminal
 from blaze_jax.implementation import FAMILIES, demanded_family
 from blaze_jax.progress import counted, write
 from pallas_kernels.compile_only import missing_compiler
@@ -42,32 +37,57 @@ PROGRAM = "python -m blaze_jax.benchmark"
 DESCRIPTION = """Times the experts, forward and forward+backward, and what a JAX user would otherwise run; other
 commands measure other things. Times on a GPU are device time, by the profiler: kernels without the gaps between them,
 each run on an emptied L2 cache. On other platforms they are wall times, and the default sizes are small."""
+RECORDING = """Results are printed, and kept only where --json says so. The documents show what is in docs/results:
+record with --json docs/results/NAME.json, then write tables and figures with `python -m docs.write_benchmarks`."""
 
-_COMMANDS: dict[str, Callable[..., Record]] = {
-    "layers": compare,
-    "kernels": measure_kernels,
-    "routing": measure_routing,
-    "scaling": measure_scaling,
-    "rounding": measure_rounding,
-    "memory": measure_memory,
-    "compile-time": measure_compile_time,
-    "mesh": measure_mesh,
-    "reading": measure_reading,
-    "expected": expected_efficiency,
+_SETTINGS = ("config", "preset", "tokens", "dtype", "family")
+_SMALL = (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))
+_ROUTED = ((24576, 128, 8), (32768, 128, 8), (65536, 16, 4), (262144, 256, 8), (1048576, 64, 4), (2097152, 4, 1))
+
+
+class Study(NamedTuple):
+    """What a command measures.
+
+    Attributes:
+      measure: `(case, dtype, **options) -> record`. Its keyword arguments are the command's options, and the first line
+        of its docstring is the command's help.
+      cases: the default ones on a GPU.
+      on_cpu: those elsewhere, where two cores take seconds; None for the same.
+      settings: further options, which say what the cases are and how numbers are stored.
+      absent: whether it compiles for a GPU that need not be here.
+    """
+
+    measure: Callable[..., dict[str, Any]]
+    cases: Sequence[Any]
+    on_cpu: Sequence[Any] | None = None
+    settings: Sequence[str] = _SETTINGS
+    absent: bool = False
+
+
+STUDIES = {
+    "layers": Study(compare, GPU_SIZES, _SMALL),
+    "kernels": Study(measure_kernels, GPU_SIZES, _SMALL),
+    "routing": Study(
+        measure_routing, [Routed(*sizes) for sizes in _ROUTED], [Routed(2048, 32, 4), Routed(4096, 8, 2)], ["family"]
+    ),
+    "scaling": Study(  # on a GPU up to 2M tokens at MoEBlaze's smallest layer
+        measure_scaling,
+        [Sizes(8192 << i, 512, 2048, 4, 1) for i in range(9)],
+        [Sizes(512 << i, 64, 128, 4, 1) for i in range(5)],
+    ),
+    # few tokens for each of many experts: their last tiles count
+    "rounding": Study(measure_rounding, [Sizes(16384, 1536, 256, 512, 8)], [Sizes(2048, 128, 64, 32, 4)]),
+    "memory": Study(measure_memory, GPU_SIZES, absent=True),
+    "compile-time": Study(measure_compile_time, GPU_SIZES[:1], absent=True),
+    "mesh": Study(  # sizes of a device; in the finer one communication takes longest
+        measure_mesh,
+        [Sizes(32768, 4096, 1024, 128, 8), GPU_SIZES[0]],
+        [Sizes(512, 256, 128, 16, 4)],
+        ("mesh", "variant", "config", "preset", "tokens", "dtype"),
+    ),
+    "reading": Study(measure_reading, [Sizes(1, 4096, 1536, 128, 8)], settings=["config"]),  # 4.8 GB in bfloat16
+    "expected": Study(expected_efficiency, tuple(PRESETS), settings=()),
 }
-"""`(case, dtype, **options) -> record`; a command's options are the keyword arguments of its function."""
-
-_SETTINGS = {
-    "routing": ("family",),
-    "mesh": ("mesh", "variant", "config", "preset", "tokens", "dtype"),
-    "reading": ("config",),
-    "expected": (),
-}
-"""Options that say what the cases are and how numbers are stored, where they are not those of a layer."""
-
-_OF_A_LAYER = ("config", "preset", "tokens", "dtype", "family")
-_ABSENT = ("memory", "compile-time")
-"""Commands that compile for a GPU that need not be here."""
 
 _REMOVED = {
     "--token-rounding": "rounding",
@@ -81,8 +101,8 @@ def _options() -> dict[str, dict[str, Any]]:
     """Keyword arguments of `add_argument` by the name of an option."""
     several = {"action": "append", "default": []}
     return {
-        "config": {"type": known.Sizes.parse, "metavar": "T,d,n,E,K", "help": "sizes; repeatable"} | several,
-        "preset": {"choices": known.PRESET_NAMES, "help": "a layer of a public model; repeatable"} | several,
+        "config": {"type": Sizes.parse, "metavar": "T,d,n,E,K", "help": "sizes; repeatable"} | several,
+        "preset": {"choices": tuple(PRESETS), "help": "a layer of a public model; repeatable"} | several,
         "tokens": _number(16384, "T", "tokens of the presets"),
         "dtype": {"choices": ("float32", "bfloat16", "float16"), "help": "(bfloat16 on a GPU, float32 elsewhere)"},
         "family": {"choices": tuple(FAMILIES), "help": "our kernels for GPUs (those of the GPU)"},
@@ -148,16 +168,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             if command := _REMOVED.get(flag.split("=")[0]):
                 raise ValueError(f"{flag} has become a command: {PROGRAM} {command} ...")
         argv = ["layers", *argv]
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=DESCRIPTION, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=DESCRIPTION, epilog=RECORDING, allow_abbrev=False)
     known_options, commands = _options(), parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, measure in _COMMANDS.items():
-        text = (measure.__doc__ or "").partition("\n")[0]
-        own = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        for option in (*_SETTINGS.get(name, _OF_A_LAYER), *_options_of(measure)):
+    for name, study in STUDIES.items():
+        text = (study.measure.__doc__ or "").partition("\n")[0]
+        own = commands.add_parser(name, help=text, description=text, epilog=RECORDING, allow_abbrev=False)
+        for option in (*study.settings, *_options_of(study)):
             # the one thing that devices cannot be measured without comes without dashes
             flag = option if option == "mesh" else f"--{option.replace('_', '-')}"
             own.add_argument(flag, **known_options[option])
-        own.add_argument("--json", type=Path, metavar="FILE", help="write all results")
+        own.add_argument("--json", type=Path, metavar="FILE", help="keep the results there (nothing is kept)")
         own.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the results as PNG files")
     draw = commands.add_parser("draw", help="figures of results that were recorded before", allow_abbrev=False)
     draw.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results")
@@ -165,40 +185,45 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _options_of(measure: Callable) -> list[str]:
-    return [p.name for p in signature(measure).parameters.values() if p.kind is p.KEYWORD_ONLY and p.name != "say"]
+def _options_of(study: Study) -> list[str]:
+    parameters = signature(study.measure).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "say"]
 
 
 def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """The content of a results file with a record for each case."""
-    command, values = arguments.command, vars(arguments)
-    absent, family = command in _ABSENT, values.get("family")
-    if absent and (reason := missing_compiler()):
-        raise NotImplementedError(f"{command} cannot run: {reason}")
+    command, study, values = arguments.command, STUDIES[arguments.command], vars(arguments)
+    family = values.get("family")
+    if study.absent and (missing := missing_compiler()):
+        raise NotImplementedError(f"{command} cannot run: {missing}")
     about = run_apart(environment) if command == "mesh" else environment()  # its cases have the devices to themselves
-    on_gpu = about["platform"] == "gpu" or absent
-    about["device"] += ", compiled for h200" if absent else f", kernels for {family.capitalize()}" if family else ""
+    on_gpu = about["platform"] == "gpu" or study.absent
+    about["device"] += (
+        ", compiled for h200" if study.absent else f", kernels for {family.capitalize()}" if family else ""
+    )
     file = ResultsFile(arguments.json, about, command_line("blaze_jax.benchmark", argv))
+    records = file.content["records"]
     print(describe(about))
     if not on_gpu:
         print(f"no GPU here but {about['platform']}: wall time, and small sizes unless --config or --preset says so")
     dtype = jnp.dtype(values.get("dtype") or ("bfloat16" if on_gpu else "float32"))
-    measure = partial(_COMMANDS[command], **{name: values[name] for name in _options_of(_COMMANDS[command])})
+    measure = partial(study.measure, **{name: values[name] for name in _options_of(study)})
     with demanded_family(family):
-        for case, say in counted(_cases(arguments, on_gpu)):
+        for case, say in counted(_cases(arguments, study, on_gpu)):
             say(str(case))
             file.add(measure(case, dtype, say=say) if command == "layers" else measure(case, dtype))
-            write(f"{case}, {dtype.name}\n{terminal(file.content['records'][-1])}")
-    if command == "scaling":
-        print(flatness_text(file.content["records"]))
+            write(f"{case}, {dtype.name}\n{terminal(records[-1])}")
+    if command == "scaling" and (text := flatness(records)):
+        print(f"  {text}")
+    print(f"wrote {file.path}" if file.path else "nothing is kept; --json FILE keeps the results")
     return file.content
 
 
-def _cases(arguments: argparse.Namespace, on_gpu: bool) -> Sequence[Any]:
+def _cases(arguments: argparse.Namespace, study: Study, on_gpu: bool) -> Sequence[Any]:
     """The command line's cases, or the default ones."""
     values = vars(arguments)
-    presets = (known.preset(name, arguments.tokens) for name in values.get("preset", ()))
-    cases = [*values.get("config", ()), *presets] or (known.GPU_CASES if on_gpu else known.CPU_CASES)[arguments.command]
+    presets = (Sizes(arguments.tokens, *PRESETS[name]) for name in values.get("preset", ()))
+    cases = [*values.get("config", ()), *presets] or (study.cases if on_gpu or not study.on_cpu else study.on_cpu)
     if arguments.command != "mesh":
         return cases
     return [Case(sizes, arguments.mesh, variant) for sizes in cases for variant in arguments.variant or [{}]]

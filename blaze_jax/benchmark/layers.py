@@ -1,40 +1,42 @@
 """Our layer next to what a JAX user would otherwise run: times and memory here, or memory by the plan for an H200."""
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
-from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, abstract_inputs, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.memory import MIB, MemoryPlan, plan_of, saved_bytes
 from blaze_jax.benchmark.peers import AMPERE, PORTABLE, Layer, UnavailableError, estimate, peer_variants
 from blaze_jax.benchmark.rates import CeilingCalls
-from blaze_jax.benchmark.results import Record
-from blaze_jax.benchmark.sizes import Sizes
-from blaze_jax.benchmark.studies import head
-from blaze_jax.benchmark.timing import Call, time_calls
+from blaze_jax.benchmark.results import OURS, Record, head
+from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, abstract_inputs, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.timing import Call, seconds_of, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import choose_implementation, kernels_of
+from blaze_jax.plan import Save
 from pallas_kernels import ampere, xla
 from pallas_kernels.compile_only import compile_for_gpu
-
-OURS = "blaze_jax"
-H200_BYTES = 141 * 10**9
 
 _SLOW_US, _SLOW_REPEATS = 250_000.0, 3
 
 
 class Limits(NamedTuple):
-    """Bounds of a call: seconds, where products run at so many TFLOP/s, and bytes of memory."""
+    """Bounds of a call: seconds, where products run at so many TFLOP/s, and bytes of memory.
+
+    With `absent`, it is compiled for an H200 that need not be here.
+    """
 
     seconds: float = math.inf
     tflops: float = 1.0
     num_bytes: float = math.inf
+    absent: bool = False
+
+
+H200 = Limits(num_bytes=141 * 10**9, absent=True)
 
 
 @dataclass
@@ -43,19 +45,22 @@ class Candidate:
 
     name: str
     backend: str
-    layer: Layer
-    inputs: tuple
+    layer: Layer | None = None
+    inputs: tuple = ()
     status: str = "ok"
     calls: dict[str, Call] = field(default_factory=dict)
     first_us: dict[str, float] = field(default_factory=dict)
     plans: dict[str, MemoryPlan | None] = field(default_factory=dict)
 
     def prepare(self, phase: str, sizes: Sizes, limits: Limits) -> None:
-        """Compiles a pass and runs it twice."""
+        """Compiles a pass and, unless that is for an absent GPU, runs it twice."""
+        if self.layer is None:
+            return
         try:
             call, self.plans[phase] = compile_pass(self, phase, sizes, limits)
-            self.first_us[phase] = first_run(call, limits.seconds) * 1e6
-            self.calls[phase] = call
+            if not limits.absent:
+                self.first_us[phase] = first_run(call, limits.seconds) * 1e6
+                self.calls[phase] = call
         except UnavailableError as error:
             self.fail(str(error))
 
@@ -67,7 +72,8 @@ class Candidate:
         """The beginning of its record: name, status, and what the backward pass keeps."""
         record: Record = {"layer": self.name, "backend": self.backend}
         try:
-            record["saved_mib"] = saved_bytes(self.layer, *self.inputs) / MIB
+            if self.layer is not None:
+                record["saved_mib"] = saved_bytes(self.layer, *self.inputs) / MIB
         except Exception as error:  # whatever a peer raises is what there is to report
             self.fail(_failure("does not trace", "", error))
         if plan := self.plans.get(BOTH):
@@ -106,7 +112,7 @@ def compare(
     limits = Limits(limit_seconds, rough.tflops, memory_limit())
     implementation = choose_implementation(implementation, inputs[0], inputs[1:4], ())
     ours = Candidate(OURS, implementation, partial(expert_ffn, implementation=implementation), inputs)
-    layers, failures = [ours], []
+    layers = [ours]
     if float32_weights:
         wide = (inputs[0], *(w.astype(jnp.float32) for w in inputs[1:4]), *inputs[4:])
         layers.append(Candidate(f"{OURS}, float32 weights", implementation, ours.layer, wide))
@@ -115,17 +121,12 @@ def compare(
         candidate.prepare(BOTH, sizes, limits)
     same = {PORTABLE: xla, AMPERE: ampere}
     for name in peers:
-        if same.get(name) is kernels_of(implementation, dtype=inputs[0].dtype):
-            continue
-        say(f"compiling {name}")
-        try:
+        if same.get(name) is not kernels_of(implementation, dtype=inputs[0].dtype):
+            say(f"compiling {name}")
             layers.append(_best_variant(name, inputs, sizes, limits))
-        except UnavailableError as error:
-            failures.append({"layer": name, "backend": "", "status": str(error)})
     for candidate in layers:
         candidate.prepare(FORWARD, sizes, limits)
-    records = {candidate.name: candidate.record() for candidate in layers}
-    ceilings = {}
+    records, ceilings = {candidate.name: candidate.record() for candidate in layers}, {}
     for phase, factor in PASSES.items():
         say(phase)
         ready = {c.name: c for c in layers if phase in c.calls}
@@ -143,41 +144,28 @@ def compare(
     return head("compare", sizes, dtype) | {
         "same_experts": same_experts,
         "ceilings": {phase: c._asdict() for phase, c in ceilings.items()},
-        "layers": [*records.values(), *failures],
+        "layers": list(records.values()),
     }
 
 
 def measure_memory(sizes: Sizes, dtype, *, peers: Sequence[str]) -> Record:
-    """Tells what is kept, and XLA's plan of forward+backward on an absent H200, for our layer and its peers.
-
-    Raises:
-      NotImplementedError: jax's CUDA plugin is not installed.
-    """
-    inputs, limits = abstract_inputs(sizes, dtype), Limits(num_bytes=H200_BYTES)
-    saves: tuple[Any, ...] = ("pre_activations", "inputs")
-    layers = {f"{OURS}, {save=}": partial(expert_ffn, save=save, implementation="mosaic_gpu") for save in saves}
-    candidates, failures = [Candidate(name, "", layer, inputs) for name, layer in layers.items()], []
-    for name in peers:
-        try:
-            candidates += _variants(name, inputs, for_gpu=True)
-        except UnavailableError as error:
-            failures.append({"layer": name, "status": str(error)})
+    """Tells what is kept, and XLA's plan of forward+backward on an absent H200, for our layer and its peers."""
+    inputs = abstract_inputs(sizes, dtype)
+    ours = {save: partial(expert_ffn, save=save, implementation="mosaic_gpu") for save in get_args(Save)}
+    candidates = [Candidate(f"{OURS}, {save=}", "", layer, inputs) for save, layer in ours.items()]
+    candidates += [variant for name in peers for variant in _variants(name, inputs, for_gpu=True)]
     for candidate in candidates:
-        try:
-            _, candidate.plans[BOTH] = compile_pass(candidate, BOTH, sizes, limits, _for_h200)
-        except UnavailableError as error:
-            candidate.status = str(error)
-    rows = [*(candidate.record() for candidate in candidates), *failures]
-    return head("memory", sizes, dtype) | {"target": "h200", "layers": rows}
+        candidate.prepare(BOTH, sizes, H200)
+    return head("memory", sizes, dtype) | {"target": "h200", "layers": [c.record() for c in candidates]}
 
 
-def compile_pass(candidate: Candidate, phase: str, sizes: Sizes, limits: Limits, compile_=None):
+def compile_pass(candidate: Candidate, phase: str, sizes: Sizes, limits: Limits) -> tuple[Call, MemoryPlan | None]:
     """One pass of a layer as a call, and its plan of memory.
 
     Raises:
       UnavailableError: it would take too long, does not fit, or does not compile.
     """
-    layer, inputs = candidate.layer, candidate.inputs
+    inputs, function = candidate.inputs, candidate.layer or (lambda *_: None)
     arguments = inputs if phase == FORWARD else (*inputs, inputs[0])
     itemsize = jnp.dtype(inputs[0].dtype).itemsize
     needs = estimate(candidate.name, candidate.backend, sizes, itemsize, backward=phase == BOTH)
@@ -186,11 +174,15 @@ def compile_pass(candidate: Candidate, phase: str, sizes: Sizes, limits: Limits,
         raise UnavailableError(f"not run: its arithmetic alone takes about {seconds:.0f} s a call ({phase})")
     if needs.num_bytes > limits.num_bytes:
         raise UnavailableError(f"out of memory: {needs.what} takes {_of(needs.num_bytes, limits)}")
+    run = function if phase == FORWARD else forward_and_backward(function)
     try:
-        compiled, analysis = (compile_ or _here)(layer if phase == FORWARD else forward_and_backward(layer), *arguments)
+        if limits.absent:
+            compiled: Any = compile_for_gpu(run, *arguments).executable
+        else:
+            compiled = jax.jit(run).lower(*arguments).compile()
     except Exception as error:  # whatever a peer or the compiler raises is what there is to report
         raise UnavailableError(_failure("does not compile", phase, error)) from error
-    plan = plan_of(analysis)
+    plan = plan_of(compiled.memory_analysis())
     if plan is not None and plan.total > limits.num_bytes:
         raise UnavailableError(f"out of memory: {phase} needs {_of(plan.total, limits)}")
     return partial(compiled, *arguments), plan
@@ -205,10 +197,7 @@ def first_run(call: Call, limit_seconds: float) -> float:
     seconds = 0.0
     try:
         for _ in range(2):  # the first may have to allocate
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds = time.perf_counter() - start
-            if seconds > limit_seconds:
+            if (seconds := seconds_of(call)) > limit_seconds:
                 raise UnavailableError(f"stopped: one call took {seconds:.0f} s")
     except jax.errors.JaxRuntimeError as error:
         raise UnavailableError(_failure("does not run", "", error)) from error
@@ -220,29 +209,23 @@ def memory_limit() -> float:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or math.inf
 
 
-def _here(function: Callable, *arguments):
-    compiled = jax.jit(function).lower(*arguments).compile()
-    return compiled, compiled.memory_analysis()
-
-
-def _for_h200(function: Callable, *arguments):
-    program = compile_for_gpu(function, *arguments)
-    return program.executable, program.memory
-
-
 def _variants(name: str, inputs: tuple, *, for_gpu: bool | None = None) -> list[Candidate]:
-    """A candidate for each backend of a peer; raises `UnavailableError` if there is none here."""
-    return [Candidate(name, kind, layer, inputs) for kind, layer in peer_variants(name, for_gpu=for_gpu).items()]
+    """A candidate for each backend of a peer, or one that says why there is none here."""
+    try:
+        found = peer_variants(name, for_gpu=for_gpu)
+    except UnavailableError as error:
+        return [Candidate(name, "", status=str(error))]
+    return [Candidate(name, backend, layer, inputs) for backend, layer in found.items()]
 
 
 def _best_variant(name: str, inputs: tuple, sizes: Sizes, limits: Limits) -> Candidate:
-    """A peer's fastest backend, by a run of forward+backward; raises `UnavailableError` if none of several runs."""
+    """A peer's fastest backend, by a run of forward+backward; one that says what failed if none of several runs."""
     variants = _variants(name, inputs)
     for candidate in variants:
         candidate.prepare(BOTH, sizes, limits)
     best = min(variants, key=lambda c: c.first_us.get(BOTH, math.inf))
     if len(variants) > 1 and BOTH not in best.calls:
-        raise UnavailableError("; ".join(f"{c.backend}: {c.status}" for c in variants))
+        return Candidate(name, "", status="; ".join(f"{c.backend}: {c.status}" for c in variants))
     return best
 
 

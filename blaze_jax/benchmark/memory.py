@@ -1,12 +1,13 @@
 """Memory of a program: XLA's plan of it, and what its backward pass keeps, by name, read from the traced program."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
 
-from blaze_jax.benchmark.inputs import of_floating
+from blaze_jax.benchmark.sizes import of_floating
 
 MIB = 2**20
 
@@ -77,21 +78,32 @@ def saved_residuals(function: Callable, *arguments) -> list[Residual]:
 
     jaxpr = jax.make_jaxpr(leaves)(*arguments).jaxpr
     names: Any = jaxpr.debug_info.arg_names
-    found, seen = [], set()
-    for var in jaxpr.outvars:
-        origin = _origin(jaxpr, var)
-        if origin is None or origin[1] in seen:  # a constant of the program, or kept for two reasons
-            continue
-        seen.add(origin[1])
-        kind, key = origin
-        name = names[key] if kind == "argument" else kind
-        found.append(Residual(name, _bytes(var.aval), kind == "argument"))
-    return found
+    origins = zip(_origins(jaxpr, [(name, True) for name in names]), jaxpr.outvars, strict=True)
+    # one for an array that is kept for two reasons, none for a constant of the program
+    found = {id(origin): Residual(origin[0], _bytes(var.aval), origin[1]) for origin, var in origins if origin}
+    return list(found.values())
 
 
 def saved_bytes(function: Callable, *arguments) -> int:
     """Bytes that the backward pass keeps in addition to the function's arguments."""
     return sum(r.bytes for r in saved_residuals(function, *arguments) if not r.is_argument)
+
+
+type _Origin = tuple[str, bool]
+"""What made an array, an argument or an operation, and whether it is an argument: one object for each array."""
+
+
+def _origins(jaxpr, of_inputs: Sequence[_Origin | None]) -> list[_Origin | None]:
+    """The origin of each result; None for a constant."""
+    known = dict(zip(map(id, jaxpr.invars), of_inputs, strict=False))
+    for eqn in jaxpr.eqns:
+        name = eqn.params["name"] if eqn.primitive.name == "name" else eqn.primitive.name
+        origins: list[_Origin | None] = [(name, False) for _ in eqn.outvars]
+        inner = next(_inner_jaxprs(eqn), None) if eqn.primitive.name in _CALLS else None
+        if inner is not None and len(inner.outvars) == len(eqn.outvars):
+            origins = _origins(inner, [known.get(id(v)) for v in eqn.invars])
+        known |= zip(map(id, eqn.outvars), origins, strict=True)
+    return [known.get(id(v)) for v in jaxpr.outvars]
 
 
 def kept_by_name(jaxpr) -> dict[str, int]:
@@ -101,22 +113,17 @@ def kept_by_name(jaxpr) -> dict[str, int]:
       jaxpr: a whole training step's, its gradients taken inside it. What a loop over layers keeps counts once per
         layer; what `jax.checkpoint` computes again does not count.
     """
-    total: dict[str, int] = {}
-    for name, num_bytes in _named(jaxpr, 1):
-        total[name] = total.get(name, 0) + num_bytes
-    return total
-
-
-def _named(jaxpr, times: int) -> Iterator[tuple[str, int]]:
+    total: dict[str, int] = Counter()
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name" and id(eqn.outvars[0]) in used:
-            yield eqn.params["name"], times * _bytes(eqn.outvars[0].aval)
-        if eqn.primitive.name in _RECOMPUTED:
-            continue
-        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for inner in _inner_jaxprs(eqn):
-            yield from _named(inner, times * length)
+            total[eqn.params["name"]] += _bytes(eqn.outvars[0].aval)
+        if eqn.primitive.name not in _RECOMPUTED:
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for inner in _inner_jaxprs(eqn):
+                for name, num_bytes in kept_by_name(inner).items():
+                    total[name] += times * num_bytes
+    return dict(total)
 
 
 def _bytes(aval: Any) -> int:
@@ -126,28 +133,5 @@ def _bytes(aval: Any) -> int:
 def _inner_jaxprs(eqn) -> Iterator[Any]:
     for value in eqn.params.values():
         for part in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(part, "jaxpr") and hasattr(part.jaxpr, "eqns"):
-                yield part.jaxpr
-            elif hasattr(part, "eqns"):
-                yield part
-
-
-def _origin(jaxpr, var) -> tuple[str, Any] | None:
-    """("argument", its position) or (a name, something that tells this array from others); None for a constant."""
-    positions = {id(v): i for i, v in enumerate(jaxpr.invars)}
-    if id(var) in positions:
-        return "argument", positions[id(var)]
-    makers = {id(out): eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    eqn = makers.get(id(var))
-    if eqn is None:
-        return None
-    if eqn.primitive.name == "name":
-        return eqn.params["name"], id(var)
-    inner = next(_inner_jaxprs(eqn), None) if eqn.primitive.name in _CALLS else None
-    if inner is not None and len(inner.outvars) == len(eqn.outvars):
-        index = next(i for i, out in enumerate(eqn.outvars) if out is var)
-        origin = _origin(inner, inner.outvars[index])
-        if origin is not None and origin[0] == "argument":
-            return _origin(jaxpr, eqn.invars[origin[1]])
-        return origin and (origin[0], id(var))
-    return eqn.primitive.name, id(var)
+            if hasattr(inner := getattr(part, "jaxpr", part), "eqns"):
+                yield inner

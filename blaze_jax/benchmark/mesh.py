@@ -1,14 +1,15 @@
-"""A layer over several devices against one of them: times, communication, memory and errors.
+"""A layer over several devices: measured against one of them, its traffic by formula, and what to expect of many.
 
-Both do the same work per device, in turns, in a process of their own. The caller's process leaves the devices alone.
+The two layers that are measured do the same work per device, in turns, in a process of their own: the caller's process
+leaves the devices alone.
 """
 
 import argparse
 import json
 import math
 import statistics
-import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,14 +19,11 @@ import numpy as np
 from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from blaze_jax.benchmark.inputs import BOTH, FORWARD, expert_inputs
 from blaze_jax.benchmark.memory import MIB, plan_of
 from blaze_jax.benchmark.own_process import ProcessError, run_apart
-from blaze_jax.benchmark.results import Record
-from blaze_jax.benchmark.sizes import Sizes
-from blaze_jax.benchmark.trace import Kernel, TraceError, busy_ns, trace
-from blaze_jax.benchmark.traffic import traffic
-from blaze_jax.config import MoEConfig
+from blaze_jax.benchmark.results import Record, head
+from blaze_jax.benchmark.sizes import BOTH, PASSES, PRESETS, Sizes, expert_inputs
+from blaze_jax.benchmark.timing import TraceError, busy_ns, seconds_of, trace
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.parallelism import ROLES, Parallelism, transport_options
 
@@ -46,12 +44,6 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"{text!r} must be like fsdp=2,expert=4, of {', '.join(ROLES)}, each once")
         axes[role] = int(devices)
     return axes
-
-
-def mesh_of(axes: dict[str, int]) -> Mesh:
-    """The first devices, with an axis for each role."""
-    devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def parse_variant(text: str) -> dict[str, Any]:
@@ -81,14 +73,16 @@ class Case(NamedTuple):
 
 
 def measure_mesh(case: Case, dtype, *, layers: int, repeats: int, implementation, case_seconds: float) -> Record:
-    """The record of a case, measured in a process of its own; what went wrong is its "status"."""
-    kind: Record = {"kind": "mesh", "sizes": case.sizes._asdict(), "dtype": jnp.dtype(dtype).name}
-    kind |= {"mesh": case.axes, "options": case.options, "layers": layers}
+    """Measures a layer over devices against one of them, in a process of its own: time, communication, memory, errors.
+
+    What went wrong is the record's "status".
+    """
+    record = head("mesh", case.sizes, dtype) | {"mesh": case.axes, "options": case.options, "layers": layers}
     try:
-        arguments = case, kind["dtype"], layers, repeats, implementation
-        return kind | run_apart(measured_here, *arguments, seconds=case_seconds) | {"status": "ok"}
+        arguments = case, record["dtype"], layers, repeats, implementation
+        return record | run_apart(measured_here, *arguments, seconds=case_seconds) | {"status": "ok"}
     except ProcessError as error:
-        return kind | {"status": str(error)}
+        return record | {"status": str(error)}
 
 
 def measured_here(case: Case, dtype: str, layers: int, repeats: int, implementation) -> Record:
@@ -99,9 +93,10 @@ def measured_here(case: Case, dtype: str, layers: int, repeats: int, implementat
         jax.config.update("jax_num_cpu_devices", devices)
     if len(jax.devices()) < devices:
         raise ValueError(f"{len(jax.devices())} devices are too few for a mesh of {devices}")
-    mesh = mesh_of(axes)
+    chosen = np.array(jax.devices()[:devices]).reshape(tuple(axes.values()))
+    mesh = Mesh(chosen, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     parallel = Parallelism(mesh, **{role: role for role in axes}, **options)
-    specs = parallel.specs(MoEConfig(**sizes.config_fields()), sizes.model_width)
+    specs = parallel.specs(sizes.config(), sizes.model_width)
     specs, by_token = {name: specs[name] for name in NAMES}, P(parallel.axes)
 
     x, *stack, weights, experts = expert_inputs(sizes, jnp.dtype(dtype))
@@ -117,13 +112,13 @@ def measured_here(case: Case, dtype: str, layers: int, repeats: int, implementat
     spread = [place(np.concatenate([np.roll(a, i, axis=0) for i in range(devices)]), by_token) for a in one_by_one[1:]]
     placed = [{name: place(w, specs[name]) for name, w in stack.items()} for stack in stacks]
 
+    def alone(x, params, weights, experts):
+        return expert_ffn(x, weights=weights, experts=experts, implementation=implementation, **params)
+
     def chain(layer: Callable, stacks, x, weights, experts):
         for params in stacks:
             x = layer(x, params, weights, experts)
         return x
-
-    def alone(x, params, weights, experts):
-        return expert_ffn(x, weights=weights, experts=experts, implementation=implementation, **params)
 
     settings = {"activation": "swiglu", "save": "pre_activations", "implementation": implementation}
     over_devices = jax.shard_map(
@@ -133,13 +128,11 @@ def measured_here(case: Case, dtype: str, layers: int, repeats: int, implementat
         out_specs=by_token,
         check_vma=False,
     )
+    programs = {"one": (partial(chain, alone), one_by_one), "mesh": (over_devices, [placed, *spread])}
     passes = {}
-    for name in (FORWARD, BOTH):
+    for name in PASSES:
         calls, plans = {}, {}
-        for which, function, arguments in (
-            ("one", partial(chain, alone), one_by_one),
-            ("mesh", over_devices, [placed, *spread]),
-        ):
+        for which, (function, arguments) in programs.items():
             arguments = arguments if name == BOTH else arguments[:-1]
             compiled = jax.jit(_pass(function)).lower(*arguments).compile(transport_options())
             calls[which] = partial(compiled, *arguments)
@@ -194,43 +187,115 @@ def _scaled_error(out, one, times):
 
 def _in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
     """Milliseconds of each call, launched a few at once so that the host keeps ahead: the median of the turns."""
-    samples: dict[str, list[float]] = {which: [] for which in calls}
-    for _ in range(max(1, repeats // _AT_ONCE)):
-        for which, call in calls.items():
-            out, start = None, time.perf_counter()
-            for _ in range(_AT_ONCE):
-                out = call()  # and the results before it are freed
-            jax.block_until_ready(out)
-            samples[which].append((time.perf_counter() - start) / _AT_ONCE * 1e3)
-    return {which: statistics.median(values) for which, values in samples.items()}
+    turns = [[seconds_of(call, _AT_ONCE) for call in calls.values()] for _ in range(max(1, repeats // _AT_ONCE))]
+    return {which: statistics.median(own) * 1e3 for which, own in zip(calls, zip(*turns, strict=True), strict=True)}
 
 
 def _profile(calls: dict[str, Callable], received: float) -> Record:
     """Busy and communication times of the first device, and how much of the latter no computation hid."""
+
+    def three_times(call: Callable) -> None:
+        for _ in range(3):
+            jax.block_until_ready(call())
+
     try:
-        one, mesh = (
-            trace(lambda call=call: [jax.block_until_ready(call()) for _ in range(3)]) for call in calls.values()
-        )
+        one, mesh = (trace(partial(three_times, call)) for call in calls.values())
     except TraceError as error:
         return {"note": str(error)}
-
-    def busy_ms(kernels: list[Kernel], travel: bool | None = None) -> float:
-        return busy_ns(k for k in kernels if travel in (None, _travels(k))) / 3e6
-
-    communication, exposed = busy_ms(mesh, True), busy_ms(mesh) - busy_ms(mesh, False)
-    names: dict[str, float] = {}
+    travels = [any(word in kernel.name.lower() for word in TRAVELS) for kernel in mesh]
+    communicating = [kernel for kernel, moves in zip(mesh, travels, strict=True) if moves]
+    computing = [kernel for kernel, moves in zip(mesh, travels, strict=True) if not moves]
+    one_ms, mesh_ms, communication, computation = (busy_ns(k) / 3e6 for k in (one, mesh, communicating, computing))
+    exposed = mesh_ms - computation
+    names: Counter[str] = Counter()
     for kernel in mesh:
-        names[kernel.name[:80]] = names.get(kernel.name[:80], 0.0) + kernel.duration_ns / 3e6
+        names[kernel.name[:80]] += kernel.duration_ns / 3e6  # pyright: ignore[reportArgumentType]
     return {
-        "one_busy_ms": busy_ms(one),
-        "mesh_busy_ms": busy_ms(mesh),
+        "one_busy_ms": one_ms,
+        "mesh_busy_ms": mesh_ms,
         "communication_ms": communication,
         "exposed_ms": exposed,
         "hidden_share": 1 - exposed / communication if communication else None,
         "received_gb_per_s": received / communication / 1e6 if communication else None,
-        "longest_kernels_ms": dict(sorted(names.items(), key=lambda item: -item[1])[:12]),
+        "longest_kernels_ms": dict(names.most_common(12)),
     }
 
 
-def _travels(kernel: Kernel) -> bool:
-    return any(word in kernel.name.lower() for word in TRAVELS)
+class Traffic(NamedTuple):
+    """Bytes that one device receives in a pass over a layer, even routing assumed where it matters.
+
+    Attributes:
+      tokens: tokens, outputs and their gradients.
+      parameters: parameters that are gathered, and sums of their gradients.
+    """
+
+    tokens: float
+    parameters: float
+
+    @property
+    def total(self) -> float:
+        return self.tokens + self.parameters
+
+
+def traffic(sizes: Sizes, parallel: Parallelism, axes: Mapping[str, int], itemsize: int, *, backward: bool) -> Traffic:
+    """The traffic of one layer; `sizes.num_tokens` are one device's.
+
+    A leg brings a device `T·d` numbers of each other device of its group, or, by "all_to_all", of those that have an
+    expert of a token. A forward pass has two legs: tokens come, outputs leave. The backward pass has three: tokens come
+    again unless they were kept, gradients of the outputs come, and gradients of the tokens leave. Parameters are
+    gathered once a pass, unless they were kept, and their gradients are scattered.
+
+    Args:
+      sizes: the layer's.
+      parallel: the roles of the axes.
+      axes: devices along each axis.
+      itemsize: bytes of a number.
+      backward: whether the pass is forward and backward, or forward alone.
+    """
+    tokens, d, n, num_experts, slots = sizes
+    expert, tensor, fsdp = (math.prod(axes[a] for a in parallel.axes_of(r)) for r in ("expert", "tensor", "fsdp"))
+    again = 0 if parallel.keep_gathered else 1
+    others = expert * tensor - 1
+    if parallel.exchange_for(slots, expert * tensor) == "all_to_all":
+        # Of the experts' devices, those with one of K different experts at least; a share of them is the device itself.
+        missed = math.comb(num_experts - num_experts // expert, slots) / math.comb(num_experts, slots)
+        others = others * expert * (1 - missed) / expert
+    leg = others * tokens * d * itemsize
+    stored = 3 * num_experts // expert * d * n // tensor * itemsize
+    gather = stored * (fsdp - 1) / fsdp
+    legs, gathers = (4 + again, 2 + again) if backward else (2, 1)
+    return Traffic(legs * leg, gathers * gather)
+
+
+TFLOPS = 600
+"""Reached by the experts of one H200, forward and backward: 581 (back to back) to 627 at 32768,4096,1024,128,8."""
+
+LINK, NETWORK = 250, 45
+"""GB/s that a GPU receives inside a host, as measured of collectives on two H200s, and of 400 Gbit/s between hosts."""
+
+HOST = 8
+"""GPUs of a host."""
+
+SMS, COLLECTIVE_SMS = 132, 24
+"""Multiprocessors of a GPU, and those that NCCL's channels take while they run."""
+
+TOKENS = 16384
+"""Tokens of each GPU."""
+
+
+def expected_efficiency(model: str, dtype=None) -> Record:
+    """Computes what 2 to 1024 GPUs communicate, and their share of linear, by formula. Nothing is measured.
+
+    Experts are split over the GPUs of a host, parameters are gathered over the hosts. The record has milliseconds of
+    communication, and the share of linear with all of it exposed and with all of it hidden. What is hidden costs the
+    SMs that move it, and cannot take less time than the links do.
+    """
+    sizes, rows = Sizes(TOKENS, *PRESETS[model]), {}
+    compute = 3 * sizes.forward_flops / TFLOPS / 1e9
+    for devices in (1 << i for i in range(1, 11)):
+        axes = {"expert": min(devices, HOST), "fsdp": max(1, devices // HOST)}
+        moved = traffic(sizes, Parallelism(expert="expert", fsdp="fsdp"), axes, 2, backward=True)
+        inside, between = moved.tokens / LINK / 1e6, moved.parameters / NETWORK / 1e6
+        hidden = max(compute + (inside + between) * COLLECTIVE_SMS / SMS, inside, between)
+        rows[str(devices)] = inside + between, compute / (compute + inside + between), compute / hidden
+    return {"kind": "expected", "model": model, "devices": rows}

@@ -1,4 +1,7 @@
-"""Figures of records as PNG files, drawn from what the results files hold and nothing else; needs matplotlib."""
+"""Figures of records as PNG files, drawn from what the results files hold and nothing else; needs matplotlib.
+
+`@_figure(kind, file)` stands before the function that draws all records of that kind; most are panels of bars.
+"""
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,12 +11,10 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from PIL import Image
 
-from blaze_jax.benchmark.inputs import BOTH
-from blaze_jax.benchmark.results import PUBLISHED, Record, read_results, source, succeeded
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.results import OURS, Record, published, source, succeeded
+from blaze_jax.benchmark.sizes import BOTH, Sizes
 from blaze_jax.benchmark.tables import FLAT_FROM, FLAT_WITHIN, label, reason
 
-OURS = "blaze_jax"
 BLUE, PALE, GREY, RED = "#2563a8", "#d6dbe3", "#94a3b8", "#d1495b"
 _TEXT_GREY = "#6b7280"
 _OUR_KERNELS = "moe_"
@@ -69,18 +70,30 @@ def draw_one(result: dict[str, Any], path: Path) -> None:
     save(next(_figures([result]))[1], path)
 
 
+type Drawer = Callable[[Sequence[Record]], Figure]
+
+_DRAWERS: list[tuple[str, str, Drawer]] = []
+"""A kind of record, the name of a file, and what draws it."""
+
+
+def _figure(kind: str, file: str) -> Callable[[Drawer], Drawer]:
+    def register(drawer: Drawer) -> Drawer:
+        _DRAWERS.append((kind, file, drawer))
+        return drawer
+
+    return register
+
+
 def _figures(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Figure]]:
     """The figures and the names of their files."""
-    for kind, name, drawer in _FIGURES:
-        own = [(result, [r for r in result["records"] if r["kind"] == kind]) for result in results]
-        if records := [record for _, some in own for record in some]:
-            figure = drawer(records)
-            first = next(result for result, some in own if some)
-            figure.text(0.995, 0.004, source(first), ha="right", va="bottom", fontsize=8, color=_TEXT_GREY)
+    for kind, name, drawer in _DRAWERS:
+        if found := [(record, result) for result in results for record in result["records"] if record["kind"] == kind]:
+            figure = drawer([record for record, _ in found])
+            figure.text(0.995, 0.004, source(found[0][1]), ha="right", va="bottom", fontsize=8, color=_TEXT_GREY)
             yield name, figure
 
 
-def new_figure(width: float, height: float, title: str):
+def new_figure(width: float, height: float, title: str) -> Figure:
     """An empty figure with room for its source at the foot."""
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
     foot = 0.2 / height
@@ -90,7 +103,7 @@ def new_figure(width: float, height: float, title: str):
     return figure
 
 
-def save(figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Writes a PNG file of few colors, a third the size of matplotlib's own; makes its folder."""
     drawn = io.BytesIO()
     figure.savefig(drawn)
@@ -107,14 +120,14 @@ def draw_bars(axes, title: str, bars: Sequence[Bar], *, ceiling: float = 0.0, ro
         axes.axvline(ceiling, color=_TEXT_GREY, linestyle=":", linewidth=1.2)
         text = f"dense matmul {number(ceiling)}"
         axes.text(ceiling, lowest, text, ha="center", va="top", fontsize=8, color=_TEXT_GREY)
+    box = {"facecolor": "white", "linewidth": 0, "pad": 1.5}  # the dotted line does not cross the text
     for place, bar in enumerate(bars):
         left = 0.0
         for value, color in bar.pieces:
             axes.barh(place, value, left=left, color=color, height=0.72)
             left += value
         color = "black" if bar.pieces else RED
-        text = axes.text(left + 0.012 * limit, place, bar.text, va="center", fontsize=8.5, color=color)
-        text.set_bbox({"facecolor": "white", "linewidth": 0, "pad": 1.5})  # the dotted line does not cross it
+        axes.text(left + 0.012 * limit, place, bar.text, va="center", fontsize=8.5, color=color, bbox=box)
     axes.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=8.5)
     for tick in axes.get_yticklabels():
         tick.set_fontweight("bold" if tick.get_text().startswith(OURS) else "normal")
@@ -129,13 +142,12 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
-def published(kind: str, **same: Any) -> list[Record]:
-    """Figures of other runs that agree in `same`."""
-    wanted = {"kind": kind, **same}
-    return [r for r in read_results(PUBLISHED)["records"] if r.items() >= wanted.items()]
+def one_piece(name: str, value: float | None, color: str, missing: str = "", text=number) -> Bar:
+    """A bar of one color, or the reason why its value is missing."""
+    return Bar(name, [], missing) if value is None else Bar(name, [(value, color)], text(value))
 
 
-def _panels(title: str, panels: Mapping[str, list[Bar]], ceilings: Sequence[float] = ()):
+def _panels(title: str, panels: Mapping[str, Sequence[Bar]], ceilings: Sequence[float] = ()) -> Figure:
     """A panel of bars for each configuration, all bars of one height."""
     columns, entries = min(_COLUMNS, len(panels)), list(panels.items())
     heights = [max(len(bars) for _, bars in entries[i : i + columns]) for i in range(0, len(entries), columns)]
@@ -153,73 +165,63 @@ def _sizes(record: Record) -> str:
     return sizes.format(**record["sizes"])
 
 
-def _of_layers(title: str, value: Callable[[Record, Record], float | None], ceiling: Callable | None = None):
-    """A drawer of a bar for each layer of a record, and for each other run at the same sizes that has a value."""
-
-    def bars(record: Record) -> Iterator[Bar]:
-        for row in record["layers"]:
-            name, length = OURS if row["layer"] == OURS else label(row), value(record, row)
-            color = BLUE if name.startswith(OURS) else GREY
-            yield (
-                Bar(name, [], reason(row["status"])) if length is None else Bar(name, [(length, color)], number(length))
-            )
-        for row in published("published", sizes=record["sizes"], dtype=record["dtype"]):
-            if (length := value(record, row)) is not None:
-                yield Bar(row["layer"], [(length, PALE)], number(length))
-
-    def drawer(records: Sequence[Record]):
-        panels = {_sizes(record): list(bars(record)) for record in records}
-        return _panels(
-            f"{title} (pale: figures of other runs)", panels, [ceiling(r) for r in records] if ceiling else ()
-        )
-
-    return drawer
-
-
-def _tflops(record: Record, row: Record) -> float | None:
-    return 3 * Sizes(**record["sizes"]).forward_flops / row[BOTH]["us"] / 1e6 if BOTH in row else None
-
-
-def _planned(_: Record, row: Record) -> float | None:
-    return row.get("peak_mib") if succeeded(row) else None
-
-
-def _draw_kernels(records: Sequence[Record]):
-    """A panel for each configuration, as last measured: the kernels' times and each one's share of its ceiling."""
+def _of_layers(title: str, records: Sequence[Record], value: Callable, ceilings: Sequence[float] = ()) -> Figure:
+    """A bar for each layer of a record, and for each other run at the same sizes that has a value."""
     panels = {}
-    for record in [record for record in records if record["kernels"]] or records:
-        least = _LEAST_SHARE * sum(row["us"] for row in record["kernels"])
-        small = [row["us"] for row in record["kernels"] if row["us"] < least]
-        times = [(_kernel_label(row), row["us"]) for row in record["kernels"] if row["us"] >= least]
-        times += [(f"{len(small)} others", sum(small))] if small else []
-        colored = [(name, us, BLUE if name.startswith(_OUR_KERNELS) else GREY) for name, us in times]
-        bars = [Bar(name, [(us, color)], number(us)) for name, us, color in colored]
-        panels[_sizes(record)] = bars or [Bar("", [], "no kernels")]
-    return _panels("Forward + backward by kernel, µs, and its share of what the device can do", panels)
+    for record in records:
+        bars = panels[_sizes(record)] = []
+        for row in record["layers"]:
+            name = OURS if row["layer"] == OURS else label(row)
+            color = BLUE if name.startswith(OURS) else GREY
+            bars.append(one_piece(name, value(record, row), color, reason(row["status"])))
+        others = published("published", sizes=record["sizes"], dtype=record["dtype"])
+        bars += [one_piece(row["layer"], length, PALE) for row in others if (length := value(record, row)) is not None]
+    return _panels(f"{title} (pale: figures of other runs)", panels, ceilings)
 
 
-def _kernel_label(row: Record) -> str:
-    name = row["name"].split("_mosaic_gpu")[0][:40]
-    return f"{name}  {row['share_of_ceiling']:.0%}" if "share_of_ceiling" in row else name
+@_figure("compare", "speed.png")
+def _speed(records: Sequence[Record]) -> Figure:
+    def tflops(record: Record, row: Record) -> float | None:
+        return 3 * Sizes(**record["sizes"]).forward_flops / row[BOTH]["us"] / 1e6 if BOTH in row else None
+
+    ceilings = [record["ceilings"][BOTH]["tflops"] for record in records]
+    return _of_layers("Forward + backward, TFLOP/s", records, tflops, ceilings)
 
 
-def _draw_scaling(records: Sequence[Record]):
+@_figure("compare", "memory.png")
+def _kept(records: Sequence[Record]) -> Figure:
+    title = "Kept for the backward pass in addition to the arguments, MiB"
+    return _of_layers(title, records, lambda _, row: row.get("saved_mib"))
+
+
+@_figure("memory", "planned_memory.png")
+def _planned(records: Sequence[Record]) -> Figure:
+    title = "Peak of forward + backward beyond the arguments, by XLA's plan, MiB"
+    return _of_layers(title, records, lambda _, row: row.get("peak_mib") if succeeded(row) else None)
+
+
+@_figure("scaling", "scaling.png")
+def _scaling(records: Sequence[Record]) -> Figure:
     layer = "d={model_width}, n={expert_width}, E={num_experts}, K={experts_per_token}".format(**records[0]["sizes"])
     figure = new_figure(11, 4.4, f"From few tokens to many: {layer}")
-    left, right = figure.subplots(1, 2)
     tokens = [r["sizes"]["num_tokens"] for r in records]
     shown = [r for r in published("published_scaling") if tokens[0] <= r["num_tokens"] <= tokens[-1]]
     times = [r["us"] * 1e3 / r["num_tokens"] for r in shown]
     memory = [r["mb"] * 1e6 / r["num_tokens"] / 1024 for r in shown]
-    for axes, name, unit, ours, what, theirs in (
-        (left, "ns_per_token", 1.0, "blaze_jax", "forward + backward, ns per token", times),
-        (right, "saved_bytes_per_token", 1024.0, "blaze_jax, kept", "memory, KiB per token", memory),
+    for axes, name, unit, ours, what, theirs in zip(
+        figure.subplots(1, 2),
+        ("ns_per_token", "saved_bytes_per_token"),
+        (1.0, 1024.0),
+        (OURS, f"{OURS}, kept"),
+        ("forward + backward, ns per token", "memory, KiB per token"),
+        (times, memory),
+        strict=True,
     ):
         values = [r[name] / unit for r in records]
         axes.plot(tokens, values, "o-", color=BLUE, label=ours)
-        if axes is right and all("peak_mib" in r for r in records):
+        if theirs is memory and all("peak_mib" in r for r in records):
             peak = [r["peak_bytes_per_token"] / unit for r in records]
-            axes.plot(tokens, peak, "s--", color=BLUE, alpha=0.55, label="blaze_jax, peak less weight gradients")
+            axes.plot(tokens, peak, "s--", color=BLUE, alpha=0.55, label=f"{OURS}, peak less weight gradients")
         if shown:
             axes.plot([r["num_tokens"] for r in shown], theirs, "D", color=RED, label=shown[0]["layer"])
         flat = [(t, value) for t, value in zip(tokens, values, strict=True) if t >= FLAT_FROM]
@@ -230,9 +232,7 @@ def _draw_scaling(records: Sequence[Record]):
         axes.set_xscale("log", base=2)
         axes.set_xticks(tokens, [_tokens(t) for t in tokens])
         axes.minorticks_off()
-        axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
-        axes.set_xlabel("tokens")
-        axes.set_ylabel(what)
+        axes.set(ylim=(0, 1.4 * axes.get_ylim()[1]), xlabel="tokens", ylabel=what)
         axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(framealpha=1, edgecolor="none", fontsize=8, loc="upper right")
@@ -245,66 +245,57 @@ def _tokens(count: int) -> str:
     return f"{count >> 10}k" if count % 1024 == 0 else str(count)
 
 
-def _draw_training(records: Sequence[Record]):
+@_figure("training", "training.png")
+def _training(records: Sequence[Record]) -> Figure:
     figure = new_figure(11, 4.2, "The same model, trained with each layer: {}".format(records[0]["title"]))
     curves, *others = figure.subplots(1, 3, width_ratios=(1.8, 1, 1))
     for record, color, style in zip(records, (BLUE, RED, GREY), ("-", "--", ":"), strict=False):
         steps = range(1, len(record["loss"]) + 1)
         curves.plot(steps, record["loss"], style, color=color, linewidth=1.4, label=record["layer"])
-    curves.set_xlabel("step")
-    curves.set_ylabel("training loss, bits per byte")
+    curves.set(xlabel="step", ylabel="training loss, bits per byte")
     curves.legend(frameon=False, fontsize=8)
     curves.spines[["top", "right"]].set_visible(False)
-    for axes, key, what in zip(
-        others, ("tokens_per_second", "peak_gib"), ("tokens/s", "peak memory, GiB"), strict=True
+    for axes, key, what, text in zip(
+        others, ("tokens_per_second", "peak_gib"), ("tokens/s", "peak memory, GiB"), ("{:,.0f}", "{:.1f}"), strict=True
     ):
-        draw_bars(axes, what, [_of_training(record, key) for record in records])
+        colors = [BLUE if record["layer"] == OURS else GREY for record in records]
+        bars = [
+            one_piece(record["layer"], record[key], color, "not reported", text.format)
+            for record, color in zip(records, colors, strict=True)
+        ]
+        draw_bars(axes, what, bars)
     return figure
 
 
-def _of_training(record: Record, key: str) -> Bar:
-    value, color = record[key], BLUE if record["layer"] == OURS else GREY
-    return (
-        Bar(record["layer"], [], "not reported")
-        if value is None
-        else Bar(record["layer"], [(value, color)], f"{value:,.0f}" if value >= 1000 else f"{value:.1f}")
-    )
+@_figure("kernels", "kernels.png")
+def _kernels(records: Sequence[Record]) -> Figure:
+    """A panel for each configuration, as last measured: the kernels' times and each one's share of its ceiling."""
+    panels = {}
+    for record in [record for record in records if record["kernels"]] or records:
+        least = _LEAST_SHARE * sum(row["us"] for row in record["kernels"])
+        small = [row["us"] for row in record["kernels"] if row["us"] < least]
+        times = [(_kernel_label(row), row["us"]) for row in record["kernels"] if row["us"] >= least]
+        times += [(f"{len(small)} others", sum(small))] if small else []
+        bars = [one_piece(name, us, BLUE if name.startswith(_OUR_KERNELS) else GREY) for name, us in times]
+        panels[_sizes(record)] = bars or [Bar("", [], "no kernels")]
+    return _panels("Forward + backward by kernel, µs, and its share of what the device can do", panels)
 
 
-def _draw_step(records: Sequence[Record]):
+def _kernel_label(row: Record) -> str:
+    name = row["name"].split("_mosaic_gpu")[0][:40]
+    return f"{name}  {row['share_of_ceiling']:.0%}" if "share_of_ceiling" in row else name
+
+
+@_figure("step_profile", "step.png")
+def _step(records: Sequence[Record]) -> Figure:
     """The parts of a training step, and in each the least it could take."""
     panels = {}
     for record in records:
-        rows = [row for row in record["parts"] if row["ms"] or row["bound_ms"]]
-        bars = [
-            Bar(row["part"], [(least := min(row["ms"], row["bound_ms"]), BLUE), (row["ms"] - least, GREY)], "")
-            for row in rows
-        ]
-        bars = [bar._replace(text=f"{bar.length:.1f}") for bar in bars]
-        bars.append(Bar("gaps", [(record["gaps_ms"], RED)], f"{record['gaps_ms']:.1f}"))
         name = "{preset}, {batch_size} × {sequence_length:,} a step: {tokens_per_second:,.0f} tokens/s".format(**record)
-        panels[name] = bars
+        bars = panels[name] = []
+        for row in record["parts"]:
+            if row["ms"] or row["bound_ms"]:
+                least = min(row["ms"], row["bound_ms"])
+                bars.append(Bar(row["part"], [(least, BLUE), (row["ms"] - least, GREY)], f"{row['ms']:.1f}"))
+        bars.append(one_piece("gaps", record["gaps_ms"], RED, text="{:.1f}".format))
     return _panels("A training step by its parts, ms; blue: the least it could take", panels)
-
-
-_FIGURES: tuple[tuple[str, str, Callable], ...] = (
-    (
-        "compare",
-        "speed.png",
-        _of_layers("Forward + backward, TFLOP/s", _tflops, lambda r: r["ceilings"][BOTH]["tflops"]),
-    ),
-    (
-        "compare",
-        "memory.png",
-        _of_layers("Kept for the backward pass in addition to the arguments, MiB", lambda _, row: row.get("saved_mib")),
-    ),
-    (
-        "memory",
-        "planned_memory.png",
-        _of_layers("Peak of forward + backward beyond the arguments, by XLA's plan, MiB", _planned),
-    ),
-    ("scaling", "scaling.png", _draw_scaling),
-    ("training", "training.png", _draw_training),
-    ("kernels", "kernels.png", _draw_kernels),
-    ("step_profile", "step.png", _draw_step),
-)

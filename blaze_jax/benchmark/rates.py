@@ -1,4 +1,4 @@
-"""Rates that this device reaches at most, by a dense product and a copy in the same run, and those of each kernel."""
+"""Rates that this device reaches at most, by a dense product and a copy in the same run, and those of our kernels."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -7,11 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from blaze_jax.benchmark.sizes import Sizes
-from blaze_jax.benchmark.timing import Call, KernelTotal, Timing
+from blaze_jax.benchmark.results import Record, head
+from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.timing import Call, KernelTotal, Timing, sustain, time_calls
+from blaze_jax.dispatch import group_by_expert
+from blaze_jax.experts import expert_ffn
+from blaze_jax.implementation import choose_implementation, kernels_of
 
 DENSE = "dense matmul"
 COPY = "copy"
+ONE_EXPERT = "one expert"
 
 
 class Ceilings(NamedTuple):
@@ -111,3 +116,49 @@ def kernel_records(
             }
         records.append(record)
     return records
+
+
+def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> Record:
+    """Times both passes of our layer and each of their kernels, alone and back to back, next to this device's rates."""
+    inputs = expert_inputs(sizes, dtype)
+    layer = partial(expert_ffn, implementation=implementation)
+    ceiling_calls = CeilingCalls(dtype)
+    passes = {
+        FORWARD: partial(jax.jit(layer), *inputs),
+        BOTH: partial(jax.jit(forward_and_backward(layer)), *inputs, inputs[0]),
+    }
+    one_expert, one_expert_flops = product_of_one_expert(dtype, implementation)
+    timings = time_calls(passes | ceiling_calls.calls | {ONE_EXPERT: one_expert}, repeats=repeats)
+    ceilings = ceiling_calls.rates(timings)
+    seconds = 1.0 if jax.default_backend() == "gpu" else 0.1
+    rows = {}
+    for name, call in passes.items():
+        flops, run = PASSES[name] * sizes.forward_flops, sustain(call, seconds=seconds, warm_seconds=0.3 * seconds)
+        rows[name] = ceilings.pass_record(timings[name], flops)
+        rows[name]["sustained"] = run._asdict() | {"tflops": flops / run.us / 1e6}
+    ceiling_run = partial(sustain, seconds=0.5 * seconds, warm_seconds=0.3 * seconds)
+    return head("kernels", sizes, dtype) | {
+        "ceilings": ceilings._asdict()
+        | {
+            "sustained_tflops": ceiling_calls.dense_tflops(ceiling_run(ceiling_calls.calls[DENSE]).us),
+            "one_expert_tflops": one_expert_flops / timings[ONE_EXPERT].us / 1e6,
+            "sustained_one_expert_tflops": one_expert_flops / ceiling_run(one_expert).us / 1e6,
+        },
+        "passes": rows,
+        "kernels": kernel_records(timings[BOTH].kernels, sizes, jnp.dtype(dtype).itemsize, ceilings),
+    }
+
+
+def product_of_one_expert(dtype, implementation) -> tuple[Call, float]:
+    """The down projection of a single expert, a dense product, which these kernels reach at most; and its FLOPs.
+
+    Its factors are random and it takes as long as a pass: a GPU at its power limit multiplies equal numbers faster, and
+    in its first milliseconds.
+    """
+    rows, n, d = (65536, 4096, 4096) if jax.default_backend() == "gpu" else (16, 8, 8)
+    w_down = (jax.random.normal(jax.random.key(3), (1, n, d), jnp.float32) * n**-0.5).astype(dtype)
+    kernels = kernels_of(choose_implementation(implementation, w_down[0], (w_down,), ()), dtype=dtype)
+    groups = group_by_expert(kernels, jnp.zeros((rows, 1), jnp.int32), 1)
+    hidden = jax.random.normal(jax.random.key(2), (groups.num_rows, n), jnp.float32).astype(dtype)
+    product = jax.jit(kernels.down_projection, static_argnums=(4, 5))
+    return partial(product, hidden, w_down, None, groups, 0, d), 2.0 * rows * n * d

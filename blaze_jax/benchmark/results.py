@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 
+from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.version import __version__
 
 type Record = dict[str, Any]
+
+OURS = "blaze_jax"
+"""The name of our layer in every record."""
 
 PUBLISHED = Path(__file__).parent / "published.json"
 """Figures of other implementations at the sizes measured here, from other runs."""
@@ -73,6 +78,17 @@ def read_results(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not {"environment", "command", "records"} <= content.keys():
         raise ValueError(f"{path} is no file of results: it must have environment, command and records")
     return content
+
+
+def published(kind: str, **same: Any) -> list[Record]:
+    """Figures of other runs that agree in `same`."""
+    wanted = {"kind": kind, **same}
+    return [r for r in read_results(PUBLISHED)["records"] if r.items() >= wanted.items()]
+
+
+def head(kind: str, sizes: Sizes, dtype) -> Record:
+    """The beginning of every record of a layer."""
+    return {"kind": kind, "sizes": sizes._asdict(), "dtype": jnp.dtype(dtype).name}
 
 
 def succeeded(record: Record) -> bool:

@@ -1,8 +1,19 @@
-"""The sizes to measure at: those of the comparison tables, of public models, and of the command line."""
+"""Layers to measure: their sizes, by number or by the name of a public model, random inputs, and the two passes."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from blaze_jax.config import MoEConfig
+from blaze_jax.routing import route
+
+FORWARD, BOTH = "forward", "forward+backward"
+PASSES = {FORWARD: 1, BOTH: 3}
+"""The two passes that are timed, and how many times the forward pass's arithmetic they take."""
 
 
 class Sizes(NamedTuple):
@@ -40,24 +51,13 @@ class Sizes(NamedTuple):
         """Numbers in the experts' three weight arrays."""
         return 3 * self.num_experts * self.model_width * self.expert_width
 
-    def config_fields(self) -> dict[str, Any]:
-        """The sizes that `MoEConfig` takes."""
-        names = ("num_experts", "experts_per_token", "expert_width")
-        return {name: getattr(self, name) for name in names}
+    def config(self, **options) -> MoEConfig:
+        """The configuration of a layer of these sizes, with other fields of `MoEConfig`."""
+        fields = ("num_experts", "experts_per_token", "expert_width")
+        return MoEConfig(**{name: getattr(self, name) for name in fields}, **options)
 
     def __str__(self) -> str:
         return "T={}, d={}, n={}, E={}, K={}".format(*self)
-
-
-class Routed(NamedTuple):
-    """T tokens, E experts, K experts per token, of which a router knows."""
-
-    num_tokens: int
-    num_experts: int
-    experts_per_token: int
-
-    def __str__(self) -> str:
-        return "T={}, E={}, K={}".format(*self)
 
 
 GPU_SIZES = (
@@ -70,49 +70,64 @@ GPU_SIZES = (
 )
 """Fine-grained, wide and MoEBlaze's: the rows other libraries were measured at on an H200."""
 
-_PRESETS = {
+PRESETS = {
     "mixtral": (4096, 14336, 8, 2),
     "qwen3-30b-a3b": (2048, 768, 128, 8),
     "deepseek-v3": (7168, 2048, 256, 8),
     "olmoe": (2048, 1024, 64, 8),
     "gpt-oss-20b": (2880, 2880, 32, 4),
 }
-
-PRESET_NAMES = tuple(_PRESETS)
-
-
-def preset(name: str, num_tokens: int) -> Sizes:
-    """The Mixture-of-Experts layer of a public model: Mixtral 8x7B, Qwen3-30B-A3B, DeepSeek-V3, OLMoE, gpt-oss-20b."""
-    return Sizes(num_tokens, *_PRESETS[name])
+"""The Mixture-of-Experts layers of Mixtral 8x7B, Qwen3-30B-A3B, DeepSeek-V3, OLMoE and gpt-oss-20b: d, n, E, K."""
 
 
-_ROUTED = ((24576, 128, 8), (32768, 128, 8), (65536, 16, 4), (262144, 256, 8), (1048576, 64, 4), (2097152, 4, 1))
+def expert_inputs(sizes: Sizes, dtype, *, same_experts: bool = False) -> tuple:
+    """Random `(x, w_gate, w_up, w_down, weights, experts)`, routed at random, or all tokens to the same K experts."""
+    tokens, d, n, num_experts, slots = sizes
+    keys = jax.random.split(jax.random.key(0), 5)
+    logits = jax.random.normal(keys[4], (1 if same_experts else tokens, num_experts))
+    routing = route(jnp.broadcast_to(logits, (tokens, num_experts)), slots)
+    matrices = (_matrices(keys[i], num_experts, shape, dtype) for i, shape in ((1, (d, n)), (2, (d, n)), (3, (n, d))))
+    x = jax.random.normal(keys[0], (tokens, d), jnp.float32).astype(dtype)
+    return x, *matrices, routing.weights, routing.experts
 
-GPU_CASES: dict[str, Sequence[Any]] = {
-    "layers": GPU_SIZES,
-    "kernels": GPU_SIZES,
-    "scaling": [Sizes(8192 << i, 512, 2048, 4, 1) for i in range(9)],  # up to 2M tokens at MoEBlaze's smallest layer
-    "rounding": [Sizes(16384, 1536, 256, 512, 8)],  # few tokens for each of many experts: their last tiles count
-    "routing": [Routed(*sizes) for sizes in _ROUTED],
-    "memory": GPU_SIZES,
-    "compile-time": GPU_SIZES[:1],
-    "mesh": [
-        Sizes(32768, 4096, 1024, 128, 8),
-        GPU_SIZES[0],
-    ],  # a device's; in the finer one communication takes longest
-    "reading": [Sizes(1, 4096, 1536, 128, 8)],  # 4.8 GB in bfloat16
-    "expected": PRESET_NAMES,
-}
-"""The cases of each command of the benchmark on a GPU."""
 
-_SMALL = (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))
+def abstract_inputs(sizes: Sizes, dtype, weight_dtype=None) -> tuple:
+    """The shapes and dtypes of `expert_inputs`, for a compilation without data."""
+    tokens, d, n, num_experts, slots = sizes
+    up, down = (num_experts, d, n), (num_experts, n, d)
+    weights = (jax.ShapeDtypeStruct(shape, jnp.dtype(weight_dtype or dtype)) for shape in (up, up, down))
+    routed = (jax.ShapeDtypeStruct((tokens, slots), t) for t in (jnp.float32, jnp.int32))
+    return jax.ShapeDtypeStruct((tokens, d), jnp.dtype(dtype)), *weights, *routed
 
-CPU_CASES = GPU_CASES | {
-    "layers": _SMALL,
-    "kernels": _SMALL,
-    "scaling": [Sizes(512 << i, 64, 128, 4, 1) for i in range(5)],
-    "rounding": [Sizes(2048, 128, 64, 32, 4)],
-    "routing": [Routed(2048, 32, 4), Routed(4096, 8, 2)],
-    "mesh": [Sizes(512, 256, 128, 16, 4)],
-}
-"""The same on a CPU, where two cores take seconds."""
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _matrices(key, number: int, shape: tuple[int, int], dtype):
+    """A normal matrix per expert, scaled by its fan-in; one after the other, so that float32 copies stay small."""
+    scale = shape[0] ** -0.5
+    keys = jax.random.split(key, number)
+    return jax.lax.map(lambda k: (jax.random.normal(k, shape, jnp.float32) * scale).astype(dtype), keys)
+
+
+def forward_and_backward(function: Callable) -> Callable:
+    """`function` and its gradient with respect to all floating arguments but the cotangent, given last."""
+
+    def run(*args):
+        *inputs, cotangent = args
+        y, vjp = of_floating(function, inputs)
+        return y, vjp(cotangent)
+
+    return run
+
+
+def of_floating(function: Callable, inputs) -> tuple:
+    """`jax.vjp` of `function` in the floating arrays of its arguments; the others are held fixed."""
+    flat, tree = jax.tree.flatten(tuple(inputs))
+    floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating)]
+
+    def in_floating(*values):
+        merged = list(flat)
+        for i, value in zip(floating, values, strict=True):
+            merged[i] = value
+        return function(*tree.unflatten(merged))
+
+    return jax.vjp(in_floating, *(flat[i] for i in floating))

@@ -1,89 +1,41 @@
-"""Studies of one layer: its kernels, many tokens, token rounding, routing, and the time to compile models of it.
+"""Studies of one layer: many tokens, token rounding, routing, compile time and a checkpoint's reader.
 
-Each function measures one case and returns its record, which goes into the results file and is shown by `tables`.
+A study is a function that measures one case and returns its record, which goes into the results file and is shown by
+`tables` and `plots`. Those of the layer's kernels, its peers and several devices have files of their own.
 """
 
 import os
+import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from blaze_jax.benchmark.inputs import BOTH, FORWARD, PASSES, abstract_inputs, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.memory import MIB, plan_of, saved_bytes
 from blaze_jax.benchmark.own_process import run_apart
-from blaze_jax.benchmark.rates import DENSE, CeilingCalls, kernel_records
-from blaze_jax.benchmark.results import Record
-from blaze_jax.benchmark.sizes import Routed, Sizes
-from blaze_jax.benchmark.timing import Call, sustain, time_calls, wall_times
-from blaze_jax.config import MoEConfig
-from blaze_jax.dispatch import Grouped, group_by_expert
+from blaze_jax.benchmark.results import Record, head
+from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.timing import seconds_of, time_calls, wall_times
+from blaze_jax.checkpoints.loading import load
+from blaze_jax.checkpoints.saving import NewTensor, write_tensors
+from blaze_jax.dispatch import Grouped
 from blaze_jax.experts import compute_experts, expert_ffn
-from blaze_jax.implementation import choose_implementation, kernels_of
+from blaze_jax.implementation import kernels_of
 from blaze_jax.layer import moe
 from blaze_jax.router import Router
 from blaze_jax.routing import Routing, route, route_and_group
 from pallas_kernels.compile_only import absent, kernel_hashes, on_gpu
 from pallas_kernels.mosaic.device import on_nvidia_gpu
 
-ONE_EXPERT = "one expert"
 TILE = 128
 LAYERS = (1, 3, 24)
 """Layers of the models that are compiled: they stand one after the other, as a Python loop has them."""
-
-
-def head(kind: str, sizes: Sizes, dtype) -> Record:
-    """The beginning of every record of a layer."""
-    return {"kind": kind, "sizes": sizes._asdict(), "dtype": jnp.dtype(dtype).name}
-
-
-def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> Record:
-    """Times both passes of our layer and each of their kernels, alone and back to back, next to this device's rates."""
-    inputs = expert_inputs(sizes, dtype)
-    layer = partial(expert_ffn, implementation=implementation)
-    ceiling_calls = CeilingCalls(dtype)
-    passes = {
-        FORWARD: partial(jax.jit(layer), *inputs),
-        BOTH: partial(jax.jit(forward_and_backward(layer)), *inputs, inputs[0]),
-    }
-    one_expert, one_expert_flops = product_of_one_expert(dtype, implementation)
-    timings = time_calls(passes | ceiling_calls.calls | {ONE_EXPERT: one_expert}, repeats=repeats)
-    ceilings = ceiling_calls.rates(timings)
-    seconds = 1.0 if jax.default_backend() == "gpu" else 0.1
-    rows = {}
-    for name, call in passes.items():
-        flops, run = PASSES[name] * sizes.forward_flops, sustain(call, seconds=seconds, warm_seconds=0.3 * seconds)
-        rows[name] = ceilings.pass_record(timings[name], flops)
-        rows[name]["sustained"] = run._asdict() | {"tflops": flops / run.us / 1e6}
-    ceiling_run = partial(sustain, seconds=0.5 * seconds, warm_seconds=0.3 * seconds)
-    return head("kernels", sizes, dtype) | {
-        "ceilings": ceilings._asdict()
-        | {
-            "sustained_tflops": ceiling_calls.dense_tflops(ceiling_run(ceiling_calls.calls[DENSE]).us),
-            "one_expert_tflops": one_expert_flops / timings[ONE_EXPERT].us / 1e6,
-            "sustained_one_expert_tflops": one_expert_flops / ceiling_run(one_expert).us / 1e6,
-        },
-        "passes": rows,
-        "kernels": kernel_records(timings[BOTH].kernels, sizes, jnp.dtype(dtype).itemsize, ceilings),
-    }
-
-
-def product_of_one_expert(dtype, implementation) -> tuple[Call, float]:
-    """The down projection of a single expert, a dense product, which these kernels reach at most; and its FLOPs.
-
-    Its factors are random and it takes as long as a pass: a GPU at its power limit multiplies equal numbers faster, and
-    in its first milliseconds.
-    """
-    rows, n, d = (65536, 4096, 4096) if jax.default_backend() == "gpu" else (16, 8, 8)
-    w_down = (jax.random.normal(jax.random.key(3), (1, n, d), jnp.float32) * n**-0.5).astype(dtype)
-    kernels = kernels_of(choose_implementation(implementation, w_down[0], (w_down,), ()), dtype=dtype)
-    groups = group_by_expert(kernels, jnp.zeros((rows, 1), jnp.int32), 1)
-    hidden = jax.random.normal(jax.random.key(2), (groups.num_rows, n), jnp.float32).astype(dtype)
-    product = jax.jit(kernels.down_projection, static_argnums=(4, 5))
-    return partial(product, hidden, w_down, None, groups, 0, d), 2.0 * rows * n * d
 
 
 def measure_scaling(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> Record:
@@ -153,14 +105,25 @@ def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) 
     return head("token_rounding", sizes, dtype) | {"tile": tile, "routings": rows}
 
 
-OURS, XLA = "blaze_jax route + dispatch", "XLA top_k + argsort dispatch"
+class Routed(NamedTuple):
+    """T tokens, E experts, K experts per token, of which a router knows."""
+
+    num_tokens: int
+    num_experts: int
+    experts_per_token: int
+
+    def __str__(self) -> str:
+        return "T={}, E={}, K={}".format(*self)
+
+
+OUR_ROUTING, XLA_ROUTING = "blaze_jax route + dispatch", "XLA top_k + argsort dispatch"
 
 DECIDERS: dict[str, dict[str, Any]] = {
     "capacity factor 1": {"capacity_factor": 1.0},
     "rounded to nearest": {"token_rounding": "nearest"},
     "rounded down": {"token_rounding": "down"},
 }
-"""Other deciders of which tokens an expert takes, each timed as `OURS` with it; index arrays are then built anew."""
+"""Other deciders of which tokens an expert takes, each timed as `OUR_ROUTING` with it; index arrays are then new."""
 
 
 def measure_routing(sizes: Routed, dtype=None, *, repeats: int, implementation=None) -> Record:
@@ -182,42 +145,35 @@ def measure_routing(sizes: Routed, dtype=None, *, repeats: int, implementation=N
         routed = routing.experts, routing.weights, routing.tokens_per_expert
         return routed, grouped.dispatch if grouped else dispatch(routing.experts)
 
+    def xla_route(logits):
+        weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), slots)
+        return experts, weights / weights.sum(-1, keepdims=True)
+
+    def sorted_dispatch(experts):
+        """Token ids by expert, where each expert's start, and where each pair went, by two sorts and a count."""
+        flat = experts.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.bincount(flat, length=num_experts))])
+        return order // slots, offsets, jnp.argsort(order).reshape(experts.shape)
+
     def xla(logits):
-        experts, weights = xla_route(logits, slots)
-        return experts, weights, sorted_dispatch(experts, num_experts)
+        experts, weights = xla_route(logits)
+        return experts, weights, sorted_dispatch(experts)
 
     experts = jax.jit(ours_route)(logits)[0]
-    calls = {
-        OURS: partial(jax.jit(ours), logits),
-        XLA: partial(jax.jit(xla), logits),
-        **{name: partial(jax.jit(partial(ours, **options)), logits) for name, options in DECIDERS.items()},
-        "route": partial(jax.jit(ours_route), logits),
-        "dispatch": partial(jax.jit(dispatch), experts),
-        "XLA top_k": partial(jax.jit(partial(xla_route, slots=slots)), logits),
-        "XLA argsort dispatch": partial(jax.jit(partial(sorted_dispatch, num_experts=num_experts)), experts),
-    }
+    functions = {OUR_ROUTING: (ours, logits), XLA_ROUTING: (xla, logits)}
+    functions |= {name: (partial(ours, **options), logits) for name, options in DECIDERS.items()}
+    functions |= {"route": (ours_route, logits), "dispatch": (dispatch, experts)}
+    functions |= {"XLA top_k": (xla_route, logits), "XLA argsort dispatch": (sorted_dispatch, experts)}
+    calls = {name: partial(jax.jit(function), argument) for name, (function, argument) in functions.items()}
     timings, walls = time_calls(calls, repeats=repeats), wall_times(calls, repeats=repeats)
     rows = {name: {**t.record(), "kernels": len(t.kernels), "wall_us": walls[name].us} for name, t in timings.items()}
-    speedup = timings[XLA].us / timings[OURS].us
+    speedup = timings[XLA_ROUTING].us / timings[OUR_ROUTING].us
     return {"kind": "routing", **sizes._asdict(), "implementation": implementation, "calls": rows, "speedup": speedup}
 
 
-def xla_route(logits, slots: int):
-    """Top-k and its softmax, as one would write them: experts and weights."""
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), slots)
-    return experts, weights / weights.sum(-1, keepdims=True)
-
-
-def sorted_dispatch(experts, num_experts: int):
-    """Token ids by expert, where each expert's start, and where each pair went, by two sorts and a count."""
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.bincount(flat, length=num_experts))])
-    return order // experts.shape[1], offsets, jnp.argsort(order).reshape(experts.shape)
-
-
 def measure_compile_time(sizes: Sizes, dtype) -> Record:
-    """Times tracing, lowering and compiling the gradient of models of `LAYERS` layers for an absent H200.
+    """Times tracing, lowering and compiling the gradient of models of several layers for an absent H200.
 
     Wall time, and CPU time of the process and of the assemblers that it starts. Each model has a process of its own,
     where jax and the compiler have started but nothing is compiled that could serve it.
@@ -235,7 +191,7 @@ def compiled_model(sizes: Sizes, dtype, layers: int) -> dict[str, Any]:
     jax.config.update("jax_enable_compilation_cache", False)
     array = jax.ShapeDtypeStruct
     jax.jit(jnp.negative).lower(on_gpu(array((1,), dtype))).compile()
-    config = MoEConfig(**sizes.config_fields(), implementation="mosaic_gpu")
+    config = sizes.config(implementation="mosaic_gpu")
     parameters = {name: array(p.shape, dtype) for name, p in config.parameters(sizes.model_width).items()}
     tokens = array((sizes.num_tokens, sizes.model_width), dtype)
 
@@ -257,3 +213,36 @@ def compiled_model(sizes: Sizes, dtype, layers: int) -> dict[str, Any]:
     kernels = kernel_hashes(lowered)
     timed("compile", lowered.compile)
     return {"layers": layers, "kernels": len(kernels), "different_kernels": len(set(kernels)), **times}
+
+
+def measure_reading(sizes: Sizes, dtype=None, *, repeats: int, folder: str | None = None) -> Record:
+    """Times how fast a layer of a public checkpoint is read, in turns with its bare file.
+
+    The file is written in bfloat16 into `folder`, or a temporary one, and removed again. `checkpoints.load` makes
+    arrays of jax of it, the other reader bytes in memory. Both read what the operating system has cached, unless the
+    file is larger than its cache, so that a disk cannot hide what the reader costs.
+    """
+    config = sizes.config()
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        path = write_layer(Path(place), sizes)
+        calls = {"file": lambda: np.fromfile(path, np.uint8), "layer": lambda: load(path.parent, 0, config).params}
+        turns = [[seconds_of(read) for read in calls.values()] for _ in range(repeats)]
+        size = path.stat().st_size
+    seconds = dict(zip(calls, zip(*turns, strict=True), strict=True))
+    share = statistics.median(seconds["file"]) / statistics.median(seconds["layer"])
+    return {"kind": "reading", "sizes": sizes._asdict(), "bytes": size, "seconds": seconds, "share_of_file": share}
+
+
+def write_layer(folder: Path, sizes: Sizes) -> Path:
+    """Writes a layer of random bits as Qwen3-MoE has it."""
+    prefix, width, n, experts = "model.layers.0.mlp.", sizes.model_width, sizes.expert_width, sizes.num_experts
+    shapes = {"gate_proj": (n, width), "up_proj": (n, width), "down_proj": (width, n)}
+    dtype = np.dtype(jnp.bfloat16)
+    numbers = np.random.default_rng(0).integers(0, 2**15, n * width, np.uint16).view(dtype)
+    router = NewTensor(f"{prefix}gate.weight", "BF16", (experts, width), lambda: [np.zeros((experts, width), dtype)])
+    tensors = [
+        NewTensor(f"{prefix}experts.{expert}.{name}.weight", "BF16", shape, lambda: [numbers])
+        for expert in range(experts)
+        for name, shape in shapes.items()
+    ]
+    return write_tensors(folder, [*tensors, router])[0]

@@ -1,10 +1,13 @@
-"""Records as tables: the same rows for the terminal and for the documents."""
+"""Records as tables: the same rows for the terminal and for the documents.
 
-from collections.abc import Iterator, Sequence
+`@_rows(kind, header)` stands before the function that makes the rows of a record of that kind.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from blaze_jax.benchmark.inputs import BOTH, FORWARD
-from blaze_jax.benchmark.results import Record, succeeded
+from blaze_jax.benchmark.results import Record, published, succeeded
+from blaze_jax.benchmark.sizes import BOTH, FORWARD
 
 type Row = Sequence[str]
 
@@ -32,51 +35,59 @@ def reason(status: str) -> str:
     return head if head != "not run" else "not run: too slow"
 
 
-def table(record: Record) -> list[Row]:
-    """The header and the rows of a record."""
-    return list(_TABLES[record["kind"]](record))
+def table(record: Record, kind: str | None = None) -> list[Row]:
+    """The header and the rows of a record, or of another kind of table that it holds."""
+    header, rows = _TABLES[kind or record["kind"]]
+    return [header, *rows(record)]
 
 
 def terminal(record: Record) -> str:
     """A record as the terminal shows it: tables, what went wrong, and notes."""
     if not succeeded(record):
         return f"  {record['status']}"
-    tables = [table(record), *([list(_kernels(record))] if record.get("kernels") else [])]
+    tables = [table(record), *([table(record, "kernel")] if record.get("kernels") else [])]
     lines = [line for rows in tables for line in _aligned(*rows)]
     lines += _step_summary(record) if record["kind"] == "step_profile" else []
     return "\n".join(f"  {line}" for line in (*lines, *_ceilings(record), *dict.fromkeys(_notes(record))))
 
 
-def flatness(records: Sequence[Record], name: str) -> float | None:
-    """Largest over smallest value of `name`, less one, from `FLAT_FROM` tokens on; None for fewer than two values."""
-    values = _of_many_tokens(records, name)
-    return max(values) / min(values) - 1 if len(values) > 1 else None
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """The lines of a table in a document; the first row is its header."""
+    return [f"| {' | '.join(cells)} |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
 
 
-def flatness_text(records: Sequence[Record]) -> str:
-    """Says how much time and memory per token vary where they should not grow."""
-    lines = []
-    for name in ("ns_per_token", "saved_bytes_per_token", "peak_bytes_per_token"):
-        values, flat = _of_many_tokens(records, name), flatness(records, name)
-        if flat is not None:
+def flatness(records: Sequence[Record]) -> str:
+    """Says how much time and memory per token vary where they should not grow; nothing for less than two records."""
+    said = []
+    for what, name in (("time", "ns"), ("saved memory", "saved_bytes"), ("peak memory", "peak_bytes")):
+        many = [r for r in records if r["sizes"]["num_tokens"] >= FLAT_FROM]
+        values = [r[f"{name}_per_token"] for r in many if f"{name}_per_token" in r]
+        if len(values) > 1:
+            varies = max(values) / min(values) - 1
             grows = any(value > (1 + FLAT_WITHIN) * min(values[: i + 1]) for i, value in enumerate(values))
-            verdict = "grows" if grows else "flat" if flat <= FLAT_WITHIN else "falls"
-            lines.append(
-                f"  {name} varies by {flat:.1%} from {FLAT_FROM} tokens on: {verdict} (within {FLAT_WITHIN:.0%})"
-            )
-    return "\n".join(lines)
+            verdict = "grows" if grows else "flat" if varies <= FLAT_WITHIN else "falls"
+            said.append(f"{what} per token varies by {varies:.1%} ({verdict})")
+    return f"From {FLAT_FROM:,} tokens on, {', '.join(said)}; up to {FLAT_WITHIN:.0%} counts as flat." if said else ""
 
 
-def _of_many_tokens(records: Sequence[Record], name: str) -> list[float]:
-    return [r[name] for r in records if r["sizes"]["num_tokens"] >= FLAT_FROM and name in r]
+_TABLES: dict[str, tuple[Row, Callable[[Record], Iterator[Row]]]] = {}
+"""By kind, the header and what makes the rows."""
+
+
+def _rows(kind: str, header: str) -> Callable:
+    def register(rows: Callable[[Record], Iterator[Row]]) -> Callable:
+        _TABLES[kind] = header.split(" | "), rows
+        return rows
+
+    return register
 
 
 def _number(record: Record, name: str, missing: str = "") -> str:
     return missing if record.get(name) is None else f"{record[name]:,.0f}"
 
 
+@_rows("compare", "layer | forward / both, ms | spread | TFLOP/s | of dense | saved / peak, MiB | time to ours")
 def _comparison(record: Record) -> Iterator[Row]:
-    yield "layer", "forward / both, ms", "spread", "TFLOP/s", "of dense", "saved / peak, MiB", "time to ours"
     for layer in record["layers"]:
         forward = f"{milliseconds(layer[FORWARD]['us'])} / " if FORWARD in layer else ""
         if BOTH not in layer:
@@ -84,45 +95,47 @@ def _comparison(record: Record) -> Iterator[Row]:
             yield label(layer), forward + reason(layer["status"]), "", "", "", saved, ""
             continue
         both = layer[BOTH]
-        yield (
-            label(layer),
-            forward + milliseconds(both["us"]),
-            f"{both['spread']:.0%}",
-            f"{both['tflops']:.3g}",
-            f"{both['share_of_dense']:.0%}",
-            f"{_number(layer, 'saved_mib', '?')} / {_number(layer, 'peak_mib', '?')}",
-            f"{both['ratio_to_ours']:.2f}×" if "ratio_to_ours" in both else "?",
-        )
+        rates = f"{both['spread']:.0%}", f"{both['tflops']:.3g}", f"{both['share_of_dense']:.0%}"
+        memory = f"{_number(layer, 'saved_mib', '?')} / {_number(layer, 'peak_mib', '?')}"
+        ratio = f"{both['ratio_to_ours']:.2f}×" if "ratio_to_ours" in both else "?"
+        yield label(layer), forward + milliseconds(both["us"]), *rates, memory, ratio
 
 
+@_rows("memory", "layer | saved, MiB | temporaries, MiB | with results, MiB")
 def _memory(record: Record) -> Iterator[Row]:
-    yield "layer", "saved, MiB", "temporaries, MiB", "with results, MiB"
     for layer in record["layers"]:
         planned = [_number(layer, name) for name in ("temporaries_mib", "peak_mib")]
-        yield (
-            label(layer),
-            _number(layer, "saved_mib"),
-            *(planned if succeeded(layer) else (reason(layer["status"]), "")),
-        )
+        planned = planned if succeeded(layer) else [reason(layer["status"]), ""]
+        yield label(layer), _number(layer, "saved_mib"), *planned
 
 
+@_rows(
+    "scaling",
+    "forward+backward, ms | spread | ns per token | saved, MiB | peak, MiB | MoEBlaze's slides, ms | memory, MB",
+)
 def _scaling(record: Record) -> Iterator[Row]:
-    yield "tokens", "forward+backward, ms", "spread", "ns per token", "saved, MiB", "peak, MiB"
-    tokens, spread = f"{record['sizes']['num_tokens']:,}", f"{record['spread']:.0%}"
+    time = milliseconds(record["us"]), f"{record['spread']:.0%}", f"{record['ns_per_token']:.1f}"
     memory = _number(record, "saved_mib"), _number(record, "peak_mib", "?")
-    yield tokens, milliseconds(record["us"]), spread, f"{record['ns_per_token']:.1f}", *memory
+    theirs = [
+        (milliseconds(r["us"]), _number(r, "mb"))
+        for r in published("published_scaling", num_tokens=record["sizes"]["num_tokens"])
+    ]
+    yield *time, *memory, *(theirs or [("", "")])[0]
 
 
+@_rows(
+    "token_rounding",
+    "routing | experts, ms | pairs | rows of whole tiles | TFLOP/s | speed-up | with router, ms | speed-up",
+)
 def _rounding(record: Record) -> Iterator[Row]:
-    yield "routing", "experts, ms", "pairs", "rows of whole tiles", "TFLOP/s", "speed-up", "with router, ms", "speed-up"
     for name, row in record["routings"].items():
         sizes = _number(row, "pairs"), _number(row, "rows_of_tiles"), f"{row['tflops']:.3g}"
         routed = milliseconds(row["us_with_router"]), f"{row['speedup_with_router']:.2f}×"
         yield name, milliseconds(row["us"]), *sizes, f"{row['speedup']:.2f}×", *routed
 
 
+@_rows("kernels", "pass | burst, ms (TFLOP/s) | of dense | back to back, ms (TFLOP/s) | of dense")
 def _passes(record: Record) -> Iterator[Row]:
-    yield "pass", "burst, ms (TFLOP/s)", "of dense", "back to back, ms (TFLOP/s)", "of dense"
     for name, timed in record["passes"].items():
         cells = []
         for run, dense in ((timed, "tflops"), (timed["sustained"], "sustained_tflops")):
@@ -131,8 +144,8 @@ def _passes(record: Record) -> Iterator[Row]:
         yield name, *cells
 
 
+@_rows("kernel", "kernel of forward+backward | launches | µs | TFLOP/s | GB/s | of its ceiling")
 def _kernels(record: Record) -> Iterator[Row]:
-    yield "kernel of forward+backward", "launches", "µs", "TFLOP/s", "GB/s", "of its ceiling"
     for row in record["kernels"]:
         rates = ["", "", ""]
         if "tflops" in row:
@@ -141,14 +154,17 @@ def _kernels(record: Record) -> Iterator[Row]:
         yield row["name"][:58], f"{row['launches']:.1f}", f"{row['us']:.1f}", *rates
 
 
+@_rows("routing", "call | µs | spread | separate call, µs | kernels")
 def _calls(record: Record) -> Iterator[Row]:
-    yield "call", "µs", "spread", "separate call, µs", "kernels"
     for name, row in record["calls"].items():
         yield name, f"{row['us']:.1f}", f"{row['spread']:.0%}", f"{row['wall_us']:.1f}", str(row["kernels"])
 
 
+@_rows(
+    "compile_time",
+    "layers | kernels | different | trace, s (CPU) | lower, s (CPU) | compile, s (CPU) | together, s (CPU)",
+)
 def _compile_time(record: Record) -> Iterator[Row]:
-    yield "layers", "kernels", "different", "trace, s (CPU)", "lower, s (CPU)", "compile, s (CPU)", "together, s (CPU)"
     for model in record["models"]:
         stages = [(model[f"{stage}_s"], model[f"{stage}_cpu_s"]) for stage in ("trace", "lower", "compile")]
         stages.append((sum(wall for wall, _ in stages), sum(cpu for _, cpu in stages)))
@@ -156,11 +172,12 @@ def _compile_time(record: Record) -> Iterator[Row]:
         yield *(str(model[name]) for name in ("layers", "kernels", "different_kernels")), *times
 
 
+@_rows(
+    "mesh",
+    "pass | one device, ms | mesh, ms | of linear | received, MiB | communication, ms | hidden"
+    " | temporaries + results, MiB (one device) | largest error",
+)
 def _mesh(record: Record) -> Iterator[Row]:
-    yield (
-        *("pass", "one device, ms", "mesh, ms", "of linear", "received, MiB"),
-        *("communication, ms", "hidden", "temporaries + results, MiB (one device)", "largest error"),
-    )
     for name, row in record["passes"].items():
         times = f"{row['one_ms']:.3f}", f"{row['mesh_ms']:.3f}", f"{row['share_of_linear']:.3f}"
         travel = ("", "")
@@ -170,36 +187,35 @@ def _mesh(record: Record) -> Iterator[Row]:
         plans = {which: f"{m['temporaries']:.0f} + {m['outputs']:.0f}" for which, m in row["memory_mib"].items() if m}
         memory = f"{plans['mesh']} ({plans['one']})" if len(plans) == 2 else ""
         worst = max(row["errors"], key=row["errors"].__getitem__)
-        error = f"{row['errors'][worst]:.1e} ({worst})"
-        yield name, *times, _number(row, "received_mib"), *travel, memory, error
+        yield name, *times, _number(row, "received_mib"), *travel, memory, f"{row['errors'][worst]:.1e} ({worst})"
 
 
+@_rows("reading", "read | s, by turn | GB/s, fastest")
 def _reading(record: Record) -> Iterator[Row]:
-    yield "read", "s, by turn", "GB/s, fastest"
     for what, seconds in record["seconds"].items():
         yield what, ", ".join(f"{s:.2f}" for s in seconds), f"{record['bytes'] / min(seconds) / 1e9:.2f}"
     yield "layer at the file's speed", f"{record['share_of_file']:.0%} by medians", ""
 
 
+@_rows("expected", "GPUs | communication, ms | of linear, exposed | hidden")
 def _expected(record: Record) -> Iterator[Row]:
-    yield "GPUs", "communication, ms", "of linear, exposed", "hidden"
     for devices, (ms, exposed, hidden) in record["devices"].items():
         yield devices, f"{ms:.1f}", f"{exposed:.2f}", f"{hidden:.2f}"
 
 
+@_rows(
+    "training",
+    "layer | tokens/s | peak memory, GiB | by XLA's plan | compiled in, s | final loss, bits/byte | difference",
+)
 def _training(record: Record) -> Iterator[Row]:
-    yield (
-        *("layer", "tokens/s", "peak memory, GiB", "by XLA's plan", "compiled in, s"),
-        *("final loss, bits/byte", "difference"),
-    )
     memory = ("not reported" if record[name] is None else f"{record[name]:.1f}" for name in ("peak_gib", "planned_gib"))
     difference = f"{record['final_loss_difference']:+.2%}" if "final_loss_difference" in record else ""
     rest = _number(record, "compile_seconds"), f"{record['final_loss']:.4f}", difference
     yield record["layer"], _number(record, "tokens_per_second"), *memory, *rest
 
 
+@_rows("step_profile", "part | ms | of step | bound, ms | reached | launches | bound by")
 def _step_profile(record: Record) -> Iterator[Row]:
-    yield "part", "ms", "of step", "bound, ms", "reached", "launches", "bound by"
     step = record["step_ms"]
     for row in record["parts"]:
         reached = f"{row['bound_ms'] / row['ms']:.0%}" if row["ms"] and row["bound_ms"] else ""
@@ -228,22 +244,6 @@ def _step_summary(record: Record) -> Iterator[str]:
         f"tokens/s, {tflops:.0f} TFLOP/s of the model's own arithmetic, "
         f"{tflops / record['ceilings']['tflops']:.0%} of dense"
     )
-
-
-_TABLES = {
-    "compare": _comparison,
-    "memory": _memory,
-    "scaling": _scaling,
-    "token_rounding": _rounding,
-    "kernels": _passes,
-    "routing": _calls,
-    "compile_time": _compile_time,
-    "mesh": _mesh,
-    "reading": _reading,
-    "expected": _expected,
-    "training": _training,
-    "step_profile": _step_profile,
-}
 
 
 def _aligned(*rows: Row) -> Iterator[str]:

@@ -1,16 +1,20 @@
-"""Times of jitted calls, on the device where there is a GPU and by wall clock elsewhere."""
+"""Times of jitted calls: by the kernels that a profile shows where there is a GPU, by the wall clock elsewhere."""
 
+import contextlib
+import itertools
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from blaze_jax.benchmark.trace import Kernel, TraceError, busy_ns, split, trace
+from jax.profiler import ProfileData
 
 Clock = Literal["device", "wall"]
 type Call = Callable[[], Any]
@@ -20,6 +24,35 @@ FLUSHED_BYTES = 256 * 2**20
 
 _FLUSH_KERNEL = "popcnt"
 _FLUSH_MODULE = "empty_l2_cache"
+
+_DERIVED_LINES = ("XLA ", "Framework ", "TensorFlow ", "Steps", "Source", "Launch Stats", "Scope")
+"""Lines that repeat the kernels of the streams in coarser pieces; trace viewers add them."""
+
+
+class TraceError(RuntimeError):
+    """A trace does not hold what it should; the message says what it holds instead."""
+
+
+class Kernel(NamedTuple):
+    """A kernel, memory copy or memory fill that ran on the device.
+
+    Attributes:
+      name: as the compiler named it.
+      module: the compiled program it belongs to, empty where the profiler does not say.
+      start_ns: when it started, in nanoseconds, on the device's clock.
+      duration_ns: how long it ran, in nanoseconds.
+      op: the instruction of that program it came from, empty where the profiler does not say.
+    """
+
+    name: str
+    module: str
+    start_ns: float
+    duration_ns: float
+    op: str = ""
+
+    @property
+    def end_ns(self) -> float:
+        return self.start_ns + self.duration_ns
 
 
 class KernelTotal(NamedTuple):
@@ -96,8 +129,6 @@ def time_calls(calls: Mapping[str, Call], *, repeats: int = 20) -> dict[str, Tim
     Returns:
       The times by the names of `calls`.
     """
-    if jax.default_backend() != "gpu":
-        return wall_times(calls, repeats=repeats, note=f"{jax.default_backend()}: wall time, there is no GPU")
     try:
         return _device_times(calls, repeats)
     except TraceError as error:
@@ -106,48 +137,43 @@ def time_calls(calls: Mapping[str, Call], *, repeats: int = 20) -> dict[str, Tim
 
 def wall_times(calls: Mapping[str, Call], *, repeats: int = 20, note: str = "") -> dict[str, Timing]:
     """Times until the result is there, launch included, of calls that take turns, each on an emptied L2 cache."""
-    flush = _flush() if jax.default_backend() == "gpu" else None
+    flush = _flush() if jax.default_backend() == "gpu" else lambda: None
     for call in calls.values():
         jax.block_until_ready(call())
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            if flush is not None:
-                jax.block_until_ready(flush())
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            samples[name].append((time.perf_counter() - start) * 1e6)
+            jax.block_until_ready(flush())
+            samples[name].append(seconds_of(call) * 1e6)
     return {name: Timing("wall", times, {}, note) for name, times in samples.items()}
 
 
 def sustain(call: Call, *, seconds: float = 1.0, warm_seconds: float = 0.3) -> Sustained:
     """Times a call repeated back to back, with no flush or pause, for about `seconds` after `warm_seconds` of it."""
     jax.block_until_ready(call())
-    one = max(_seconds(call, 2), 1e-6)
+    one = max(seconds_of(call, 2), 1e-6)
     warm, measured = (max(1, round(s / one)) for s in (warm_seconds, seconds))
-    wall_us = 0.0
+    walls = []
 
     def both() -> None:
-        nonlocal wall_us
-        _seconds(call, warm)
-        wall_us = _seconds(call, measured) * 1e6
+        seconds_of(call, warm)
+        walls.append(seconds_of(call, measured) * 1e6)
 
-    if jax.default_backend() != "gpu":
-        both()
-        return Sustained(wall_us, wall_us, measured, f"{jax.default_backend()}: wall time only")
     try:
         kernels = trace(both)
     except TraceError as error:
-        return Sustained(wall_us, wall_us, measured, f"wall time only, because {error}")
+        if not walls:
+            both()
+        return Sustained(walls[0], walls[0], measured, f"wall time, because {error}")
     each, rest = divmod(len(kernels), warm + measured)
     if rest:
         note = f"{len(kernels)} kernels of {warm + measured} calls: the warm-up is in the device time"
-        return Sustained(busy_ns(kernels) / (warm + measured) / 1e3, wall_us, measured, note)
-    return Sustained(busy_ns(kernels[-each * measured :]) / measured / 1e3, wall_us, measured)
+        return Sustained(busy_ns(kernels) / (warm + measured) / 1e3, walls[0], measured, note)
+    return Sustained(busy_ns(kernels[-each * measured :]) / measured / 1e3, walls[0], measured)
 
 
-def _seconds(call: Call, number: int) -> float:
-    """Seconds per call, so many in a row."""
+def seconds_of(call: Call, number: int = 1) -> float:
+    """Seconds per call by the wall clock, of so many in a row, until the last one's result is there."""
     start, result = time.perf_counter(), None
     for _ in range(number):
         result = call()  # drops the last one: work is queued, and memory holds one or two results
@@ -156,6 +182,7 @@ def _seconds(call: Call, number: int) -> float:
 
 
 def _device_times(calls: Mapping[str, Call], repeats: int) -> dict[str, Timing]:
+    _need_gpu()
     flush = _flush()
     runs = list(calls.values()) * repeats
     for call in (flush, *calls.values()):
@@ -177,9 +204,8 @@ def _device_times(calls: Mapping[str, Call], repeats: int) -> dict[str, Timing]:
 
 
 def _timing(runs: list[list[Kernel]], note: str) -> Timing:
-    names = dict.fromkeys(kernel.name for run in runs for kernel in run)
     kernels = {}
-    for name in names:
+    for name in dict.fromkeys(kernel.name for run in runs for kernel in run):
         own = [[k.duration_ns for k in run if k.name == name] for run in runs]
         us = statistics.median(sum(durations) for durations in own) / 1e3
         kernels[name] = KernelTotal(sum(map(len, own)) / len(runs), us)
@@ -198,3 +224,78 @@ def _flush() -> Call:
 
 def _is_flush(kernel: Kernel) -> bool:
     return _FLUSH_MODULE in kernel.module or _FLUSH_KERNEL in kernel.name
+
+
+def trace(run: Callable[[], object]) -> list[Kernel]:
+    """The kernels of the first GPU while `run()` runs, in the order of their starts.
+
+    `run` must wait for its results: what is still on its way when it returns may be missing.
+
+    Raises:
+      TraceError: there is no GPU, and nothing ran; or the profiler wrote no plane of one, or no kernel is in it.
+    """
+    _need_gpu()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    options.enable_hlo_proto = False
+    with tempfile.TemporaryDirectory(prefix="blaze_jax_trace_") as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        files = sorted(Path(folder).rglob("*.xplane.pb"))
+        if not files:
+            raise TraceError("the profiler wrote no .xplane.pb file")
+        return [kernel for file in files for kernel in kernels_of(ProfileData.from_file(str(file)))]
+
+
+def _need_gpu() -> None:
+    if (platform := jax.default_backend()) != "gpu":
+        raise TraceError(f"there is no GPU, only {platform}")
+
+
+def kernels_of(profile) -> list[Kernel]:
+    """The kernels in a `jax.profiler.ProfileData`, in the order of their starts; of several GPUs, those of the first.
+
+    Raises:
+      TraceError: there is no plane of a GPU, or no kernel in it.
+    """
+    # jaxlib makes types of its own as a profile is read and draws a warning; were it an error, jaxlib would abort
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        planes = {plane.name: plane for plane in profile.planes}
+        # "/device:GPU:0", perhaps with the model after it; the host's own plane is called /host:CPU
+        on_gpu = sorted(name for name in planes if name.startswith("/device:") and "GPU" in name)
+        if not on_gpu:
+            raise TraceError(f"the trace has no plane of a GPU, only: {', '.join(planes) or 'none'}")
+        lines = list(planes[on_gpu[0]].lines)
+        streams = [line for line in lines if line.name.startswith("Stream")]
+        streams = streams or [line for line in lines if not line.name.startswith(_DERIVED_LINES)]
+        kernels = sorted((_kernel(event) for line in streams for event in line.events), key=lambda k: k.start_ns)
+        if not kernels:
+            names = ", ".join(line.name for line in lines)
+            raise TraceError(f"the plane {on_gpu[0]} has no kernel on its streams; its lines are: {names or 'none'}")
+        return kernels
+
+
+def _kernel(event) -> Kernel:
+    stats = {}
+    with contextlib.suppress(RuntimeError, ValueError, TypeError):  # statistics that this jaxlib cannot hand out
+        for name, value in event.stats:
+            stats.setdefault(name, str(value))
+    module, op = stats.get("hlo_module", ""), stats.get("hlo_op", "")
+    return Kernel(event.name, module, float(event.start_ns), float(event.duration_ns), op)
+
+
+def busy_ns(kernels: Iterable[Kernel]) -> float:
+    """Nanoseconds in which at least one of the kernels ran: gaps do not count, an overlap counts once."""
+    total, end = 0.0, float("-inf")
+    for kernel in sorted(kernels, key=lambda k: k.start_ns):
+        total += max(0.0, kernel.end_ns - max(end, kernel.start_ns))
+        end = max(end, kernel.end_ns)
+    return total
+
+
+def split(kernels: Sequence[Kernel], is_mark: Callable[[Kernel], bool]) -> list[list[Kernel]]:
+    """The kernels after each mark, up to the next. Adjacent marks count as one; those before the first are left out."""
+    marks = [i for i, kernel in enumerate(kernels) if is_mark(kernel)]
+    ends = itertools.pairwise([*marks, len(kernels)])
+    return [list(kernels[i + 1 : end]) for i, end in ends if end > i + 1 or end == len(kernels)]

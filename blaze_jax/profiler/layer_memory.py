@@ -8,10 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
 from blaze_jax.benchmark.memory import plan_of, saved_residuals
 from blaze_jax.benchmark.peers import RAGGED_DOT, estimate, sorted_layer
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, forward_and_backward
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer_observer import TracedLayer
 
@@ -73,27 +72,23 @@ def report_on(layer: TracedLayer, traced: int) -> LayerReport:
     settings = {"activation": layer.activation, "save": layer.save, "implementation": layer.implementation}
     sizes, gated = Sizes(*layer[:5]), layer.activation.gated
     inputs = abstract_inputs(sizes, layer.dtype, layer.weight_dtype)
+    if not gated:
+        inputs = (inputs[0], None, *inputs[2:])
     projections = 2 if gated else 1
     recomputed = projections * layer.product_flops if layer.save == "inputs" else 0
-    total = 3 * (projections + 1) * layer.product_flops
-    if not gated:
-        x, _, *rest = inputs
-        ours = _memory(partial(_without_gate, **settings), (x, *rest), _SHORT_NAMES, recomputed_flops=recomputed)
-        return LayerReport(layer, traced, ours, None, total)
     ours = _memory(partial(expert_ffn, **settings), inputs, _SHORT_NAMES, recomputed_flops=recomputed)
-    needs = estimate(RAGGED_DOT, "", sizes, jnp.dtype(layer.dtype).itemsize, backward=True)
-    note = f"jax.lax.ragged_dot makes {needs.what} here, at least {needs.num_bytes / 2**30:.0f} GiB: not compiled"
-    too_large = note if needs.num_bytes > _MAX_EXPANSION else ""
-    return LayerReport(layer, traced, ours, _memory(_conventional, inputs, _CONVENTIONAL_NAMES, too_large), total)
+    conventional = None
+    if gated:
+        needs = estimate(RAGGED_DOT, "", sizes, jnp.dtype(layer.dtype).itemsize, backward=True)
+        note = f"jax.lax.ragged_dot makes {needs.what} here, at least {needs.num_bytes / 2**30:.0f} GiB: not compiled"
+        too_large = note if needs.num_bytes > _MAX_EXPANSION else ""
+        conventional = _memory(_conventional, inputs, _CONVENTIONAL_NAMES, too_large)
+    return LayerReport(layer, traced, ours, conventional, 3 * (projections + 1) * layer.product_flops)
 
 
 def _conventional(x, w_gate, w_up, w_down, weights, experts):
     matrices = (w.astype(x.dtype) for w in (w_gate, w_up, w_down))
     return sorted_layer(jax.lax.ragged_dot)(x, *matrices, weights, experts)
-
-
-def _without_gate(x, w_up, w_down, weights, experts, **settings):
-    return expert_ffn(x, None, w_up, w_down, weights, experts, **settings)
 
 
 def _memory(

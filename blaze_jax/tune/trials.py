@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from blaze_jax.benchmark.inputs import expert_inputs, forward_and_backward
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import Sizes, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.timing import Timing, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.token_sums import block_width

@@ -12,8 +12,8 @@ from jax import P
 from jax.sharding import AxisType
 
 from blaze_jax import MoEConfig, Parallelism, moe
+from blaze_jax.benchmark.mesh import traffic
 from blaze_jax.benchmark.sizes import Sizes
-from blaze_jax.benchmark.traffic import traffic
 from tests.over_devices import make_mesh, roles
 
 SIZES = Sizes(num_tokens=40, model_width=16, expert_width=24, num_experts=8, experts_per_token=2)

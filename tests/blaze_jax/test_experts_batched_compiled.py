@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from blaze_jax import expert_ffn
-from blaze_jax.benchmark.inputs import BOTH, FORWARD, abstract_inputs, forward_and_backward
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import BOTH, FORWARD, Sizes, abstract_inputs, forward_and_backward
 from pallas_kernels.compile_only import Compiled, compile_for_gpu
 
 pytestmark = pytest.mark.compile_only

@@ -10,8 +10,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from blaze_jax import PRE_ACTIVATION_NAMES, RESIDUAL_NAMES, Activation, expert_ffn
-from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, forward_and_backward
 from pallas_kernels.xla.dispatch import tile_pairs
 from tests.expert_problems import apply, make_problem, results
 from tests.routings import ROUTINGS, random_experts

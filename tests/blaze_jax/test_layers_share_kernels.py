@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from blaze_jax import RESIDUAL_NAMES, MoEConfig, moe
-from blaze_jax.benchmark.inputs import forward_and_backward
+from blaze_jax.benchmark.sizes import forward_and_backward
 from pallas_kernels.compile_only import compile_for_gpu, kernel_hashes
 
 T, D = 512, 256

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from blaze_jax.benchmark.rates import Ceilings
-from blaze_jax.benchmark.trace import Kernel
+from blaze_jax.benchmark.timing import Kernel
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, windows
 from train_example.compile_step import lower_step, xla_options
 from train_example.config import Remat

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment
 from blaze_jax.benchmark.tables import terminal
-from blaze_jax.benchmark.trace import TraceError
+from blaze_jax.benchmark.timing import TraceError
 from train_example.config import UserError
 from train_example.profile_step.measure import measure
 from train_example.profile_step.run import add_options, configuration, count

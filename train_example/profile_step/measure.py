@@ -7,8 +7,7 @@ from typing import Any
 import jax
 
 from blaze_jax.benchmark.rates import CeilingCalls, Ceilings
-from blaze_jax.benchmark.timing import time_calls
-from blaze_jax.benchmark.trace import Kernel, TraceError, trace
+from blaze_jax.benchmark.timing import Kernel, TraceError, time_calls, trace
 from train_example.config import TrainConfig
 from train_example.profile_step.parts import Instruction, by_part, instructions
 from train_example.profile_step.run import Run

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from blaze_jax.benchmark.trace import Kernel
+from blaze_jax.benchmark.timing import Kernel
 
 CASTS, OTHER = "casts and copies", "other"
 

@@ -6,10 +6,11 @@ import shlex
 import jax
 import pytest
 
-from blaze_jax.benchmark import mesh, studies
-from blaze_jax.benchmark.__main__ import main, parse_arguments
+from blaze_jax.benchmark import mesh, rates, studies
+from blaze_jax.benchmark.__main__ import STUDIES, _cases, main, parse_arguments
 from blaze_jax.benchmark.own_process import ProcessError
-from blaze_jax.benchmark.sizes import CPU_CASES, Routed, Sizes, preset
+from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.studies import Routed
 from blaze_jax.benchmark.timing import Sustained
 from pallas_kernels.mosaic.interpreter import interpreted
 
@@ -45,17 +46,17 @@ def test_the_table_of_kernels_and_its_json(capsys, measured):
         assert len(timed["samples_us"]) == 2
         assert min(timed["tflops"], timed["sustained"]["tflops"]) > 0
     if ON_CPU:
-        assert "wall time, there is no GPU" in out
+        assert "wall time, because there is no GPU" in out
         assert written["environment"]["device"] == "cpu"
 
 
 @pytest.mark.skipif(not ON_CPU, reason="in the interpreter")
 @pytest.mark.slow
 def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
-    monkeypatch.setattr(studies, "sustain", lambda call, **_: Sustained(1.0, 1.0, 1))
-    options = "kernels --config 8,8,8,2,1 --dtype bfloat16 --repeats 1 --implementation mosaic_gpu --family ampere"
+    monkeypatch.setattr(rates, "sustain", lambda call, **_: Sustained(1.0, 1.0, 1))
+    options = "--config 8,8,8,2,1 --dtype bfloat16 --repeats 1 --implementation mosaic_gpu --family ampere"
     with interpreted():
-        assert main(options.split()) == 0
+        assert main(["kernels", *shlex.split(options)]) == 0
     out = capsys.readouterr().out
     assert "cpu, kernels for Ampere" in out
     assert "our product of one expert" in out
@@ -89,7 +90,7 @@ def test_our_layer_and_every_peer_have_a_line_for_each_pass(capsys, measured, tm
 def test_presets_and_no_peers():
     arguments = parse_arguments(["--preset", "gpt-oss-20b", "--tokens", "4", "--peers"])
     assert arguments.command == "layers"
-    assert [preset(name, arguments.tokens) for name in arguments.preset] == [(4, 2880, 2880, 32, 4)]
+    assert _cases(arguments, STUDIES["layers"], on_gpu=True) == [(4, 2880, 2880, 32, 4)]
     assert arguments.peers == []
 
 
@@ -105,7 +106,7 @@ def test_presets_and_no_peers():
 )
 @pytest.mark.slow
 def test_the_other_studies(command, cases, kind, said, capsys, measured, monkeypatch):
-    monkeypatch.setitem(CPU_CASES, command, cases)
+    monkeypatch.setitem(STUDIES, command, STUDIES[command]._replace(on_cpu=cases))
     records = measured(f"{command} --repeats 2")["records"]
     assert said in capsys.readouterr().out
     assert [record["kind"] for record in records] == [kind] * len(cases)
@@ -157,21 +158,20 @@ def test_a_file_that_cannot_be_written_is_told_before_measuring(capsys, tmp_path
 
 def test_a_case_over_devices_that_fails_is_a_failure(capsys, monkeypatch):
     cases = []
+    environment = dict.fromkeys(("date", "device", "jax", "jaxlib", "blaze_jax"), "made up") | {"platform": "cpu"}
 
     def run_apart(function, *arguments, seconds=None):
         cases.append(arguments[0])
         raise ProcessError("was killed")
 
-    monkeypatch.setattr("blaze_jax.benchmark.__main__.run_apart", lambda function: cpu())
+    monkeypatch.setattr("blaze_jax.benchmark.__main__.run_apart", lambda function: environment)
     monkeypatch.setattr(mesh, "run_apart", run_apart)
     assert main(["mesh", "expert=2"]) == 1
-    assert "was killed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "was killed" in out
+    assert "nothing is kept; --json FILE keeps the results" in out
     (case,) = cases
     assert case.sizes.weight_elements < 10**8  # not those of a GPU
-
-
-def cpu():
-    return dict.fromkeys(("date", "device", "jax", "jaxlib", "blaze_jax"), "made up") | {"platform": "cpu"}
 
 
 def test_no_devices_at_all_are_a_failure(capsys, monkeypatch):

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from blaze_jax.benchmark import layers, peers
-from blaze_jax.benchmark.inputs import BOTH, FORWARD, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.layers import Candidate, Limits, compile_pass, first_run
 from blaze_jax.benchmark.peers import AMPERE, DENSE_DISPATCH, RAGGED_DOT, TOKAMAX, UnavailableError, peer_variants
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import BOTH, FORWARD, Sizes, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.tables import terminal
 from blaze_jax.experts import expert_ffn
 

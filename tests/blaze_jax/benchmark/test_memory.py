@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from blaze_jax import expert_ffn
-from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
 from blaze_jax.benchmark.memory import kept_by_name, saved_bytes, saved_residuals
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, forward_and_backward
 
 SIZES = Sizes(64, 32, 16, 4, 2)
 INPUTS = abstract_inputs(SIZES, jnp.bfloat16)

@@ -1,14 +1,67 @@
-"""Times of calls: what a trace is taken apart into, and the wall clock."""
+"""Times of calls: profiles written by hand in place of a GPU's, what they are taken apart into, and the wall clock."""
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.profiler import ProfileData
 
 from blaze_jax.benchmark import timing
-from blaze_jax.benchmark.timing import Timing, sustain, time_calls
-from blaze_jax.benchmark.trace import Kernel, TraceError
+from blaze_jax.benchmark.timing import Kernel, Timing, TraceError, busy_ns, kernels_of, split, sustain, time_calls
 
 ON_CPU = jax.default_backend() == "cpu"
+
+
+def profile(events, *, plane="/device:GPU:0", line="Stream #13(Compute)", extra_planes=""):
+    """A profile with `(name, start_us, duration_us, module)` on one line of one plane."""
+    names = sorted({name for name, *_ in events})
+    metadata = "".join(
+        f'event_metadata {{ key: {i} value {{ id: {i} name: "{n}" }} }}\n' for i, n in enumerate(names, 1)
+    )
+    written = "".join(
+        f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {int(start * 1e6)} duration_ps: {int(us * 1e6)} "
+        f'stats {{ metadata_id: 1 str_value: "{module}" }} }}\n'
+        for name, start, us, module in events
+    )
+    return ProfileData.from_text_proto(
+        f"""{extra_planes}
+        planes {{
+          name: "{plane}"
+          lines {{ name: "{line}" timestamp_ns: 1000 {written} }}
+          lines {{ name: "XLA Modules" timestamp_ns: 1000 {written} }}
+          {metadata}
+          stat_metadata {{ key: 1 value {{ id: 1 name: "hlo_module" }} }}
+        }}"""
+    )
+
+
+OTHER_PLANES = 'planes { name: "/device:GPU:1" } planes { name: "/host:CPU" }'
+
+
+@pytest.mark.default_cases("*")
+@pytest.mark.parametrize("given", [{}, {"line": "Compute #1"}, {"extra_planes": OTHER_PLANES}])
+def test_the_kernels_of_the_first_gpus_streams_are_found_once_and_in_order(given):
+    found = kernels_of(profile([("b", 30, 5, "jit_g"), ("a", 10, 2, "jit_f")], **given))
+    assert [(k.name, k.module, k.duration_ns) for k in found] == [("a", "jit_f", 2000.0), ("b", "jit_g", 5000.0)]
+    assert found[1].start_ns - found[0].start_ns == 20000.0
+
+
+def test_a_profile_without_a_gpu_or_a_kernel_says_what_it_has():
+    with pytest.raises(TraceError, match=r"no plane of a GPU, only: /host:CPU, /device:TPU:0"):
+        kernels_of(profile([("a", 0, 1, "")], plane="/device:TPU:0", extra_planes='planes { name: "/host:CPU" }'))
+    with pytest.raises(TraceError, match=r"/device:GPU:0 has no kernel on its streams; its lines are: Stream #13"):
+        kernels_of(profile([]))
+
+
+def test_gaps_do_not_count_and_overlaps_count_once():
+    spans = {"a": (0, 10), "b": (5, 10), "c": (6, 2), "d": (20, 3)}
+    assert busy_ns([Kernel(name, "", *span) for name, span in spans.items()]) == 18
+    assert busy_ns([]) == 0
+
+
+def test_pieces_between_marks():
+    kernels = [Kernel(name, "", i, 1) for i, name in enumerate("xMabMMcM")]
+    pieces = split(kernels, lambda k: k.name == "M")
+    assert ["".join(k.name for k in piece) for piece in pieces] == ["ab", "c", ""]
 
 
 class Gpu:
@@ -35,8 +88,12 @@ class Gpu:
         return list(self.kernels)
 
 
-def test_device_times_leave_out_the_flush_and_the_gaps(monkeypatch):
-    gpu = Gpu(monkeypatch)
+@pytest.fixture
+def gpu(monkeypatch):
+    return Gpu(monkeypatch)
+
+
+def test_device_times_leave_out_the_flush_and_the_gaps(gpu):
     calls = {"ours": gpu.call(("up", 3), ("down", 1), ("up", 3)), "theirs": gpu.call(("dot", 20))}
     times = time_calls(calls, repeats=4)
     assert times["ours"].clock == "device"
@@ -46,17 +103,14 @@ def test_device_times_leave_out_the_flush_and_the_gaps(monkeypatch):
     assert times["ours"].note == ""
 
 
-def test_a_trace_per_run_when_the_flush_is_not_recognised(monkeypatch):
-    gpu = Gpu(monkeypatch)
+def test_a_trace_per_run_when_the_flush_is_not_recognised(gpu, monkeypatch):
     monkeypatch.setattr(timing, "_flush", lambda: gpu.call(("unheard_of", 100)))
     times = time_calls({"a": gpu.call(("x", 2)), "b": gpu.call(("y", 5))}, repeats=3)
     assert (times["a"].us, times["b"].us) == (pytest.approx(2), pytest.approx(5))
     assert "one trace per run" in times["a"].note
 
 
-def test_wall_time_and_the_reason_when_there_is_no_trace(monkeypatch):
-    gpu = Gpu(monkeypatch)
-
+def test_wall_time_and_the_reason_when_there_is_no_trace(gpu, monkeypatch):
     def fail(run):
         raise TraceError("the trace has no plane of a GPU, only: /host:CPU")
 
@@ -66,8 +120,7 @@ def test_wall_time_and_the_reason_when_there_is_no_trace(monkeypatch):
     assert times["a"].note == "wall time, because the trace has no plane of a GPU, only: /host:CPU"
 
 
-def test_sustained_counts_the_last_calls_alone(monkeypatch):
-    gpu = Gpu(monkeypatch)
+def test_sustained_counts_the_last_calls_alone(gpu):
     result = sustain(gpu.call(("x", 2), ("y", 3)), seconds=0.002, warm_seconds=0.001)
     assert result.us == pytest.approx(5)
     assert result.note == ""
@@ -78,10 +131,9 @@ def test_sustained_counts_the_last_calls_alone(monkeypatch):
 def test_a_cpu_has_the_wall_clock():
     times = time_calls({"a": lambda: jnp.ones(16) + 1}, repeats=5)["a"]
     assert (times.clock, len(times.samples_us), times.kernels) == ("wall", 5, {})
-    assert times.note == "cpu: wall time, there is no GPU"
     long_run = sustain(lambda: jnp.ones(16) + 1, seconds=0.01, warm_seconds=0.001)
     assert long_run.us == long_run.wall_us > 0
-    assert long_run.note == "cpu: wall time only"
+    assert times.note == long_run.note == "wall time, because there is no GPU, only cpu"
 
 
 def test_median_and_spread():

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from blaze_jax import expert_ffn
-from blaze_jax.benchmark.inputs import abstract_inputs, expert_inputs, forward_and_backward
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, expert_inputs, forward_and_backward
 from blaze_jax.profiler import MemoryProfiler
 from blaze_jax.profiler.memory_profiler import _measured_peak
 
@@ -82,16 +81,11 @@ def test_saving_the_inputs_alone_costs_products(inputs):
 @pytest.mark.slow
 def test_layers_without_a_gate_are_not_compared(inputs):
     x, _, *rest = inputs
-    step = jax.jit(forward_and_backward(partial(_ungated, activation="relu")))
     profiler = MemoryProfiler()
-    (report,) = profiler.examine(step, x, *rest).layers
+    (report,) = profiler.examine(step_of(activation="relu"), x, None, *rest).layers
     assert report.conventional is None
     assert "gate" not in report.ours.kept
     assert "conventional: not compared" in profiler.summary()
-
-
-def _ungated(x, w_up, w_down, weights, experts, **options):
-    return expert_ffn(x, None, w_up, w_down, weights, experts, **options)
 
 
 def test_what_is_not_known_is_said(inputs):

@@ -77,40 +77,45 @@ def test_what_is_found_is_printed_and_written(capsys, monkeypatch, tmp_path):
         assert problems == []
 
 
+@pytest.fixture
+def tuned(capsys, monkeypatch, tmp_path):
+    """Runs the command and returns what its file holds, by kernel."""
+
+    def run(config, family, seconds):
+        monkeypatch.setenv("BLAZE_JAX_TUNING", "")
+        file = tmp_path / "tuning.json"
+        assert main([*config, "--family", family, "--seconds", seconds, "--output", str(file)]) == 0
+        out = capsys.readouterr().out
+        assert "does not compile" not in out
+        assert "other bits" not in out
+        tunings, problems = read_tunings(file)
+        assert problems == []
+        (entries,) = json.loads(file.read_text())["tunings"].values()
+        assert all(e["measured"]["us"] > 0 for shapes in entries.values() for e in shapes.values())
+        return {kernel: tuning for (_, kernel, _), tuning in tunings.items()}
+
+    return run
+
+
+KERNELS = {"hopper": set(NAMES), "ampere": {name for name in KINDS if name.startswith(MMA)}}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(nvidia_gpu() is not None, reason="in the interpreter")
-def test_the_whole_command_in_the_interpreter(capsys, monkeypatch, tmp_path):
+def test_the_whole_command_in_the_interpreter(monkeypatch, tuned):
     rule, other = MmaTuning(128, 32, 2), MmaTuning(128, 32, 3)
     monkeypatch.setattr(trials, "candidates", lambda kernel, shape: (rule, other))
     monkeypatch.setattr("blaze_jax.tune.__main__.nvidia_gpu", lambda: "NVIDIA H200")
-    monkeypatch.setenv("BLAZE_JAX_TUNING", "")
-    file = tmp_path / "tuning.json"
     with interpreted():
-        assert main(["--config", "8,8,8,2,1", "--family", "ampere", "--seconds", "600", "--output", str(file)]) == 0
-    out = capsys.readouterr().out
-    assert "does not compile" not in out
-    assert "other bits" not in out
-    tunings, problems = read_tunings(file)
-    assert problems == []
-    assert {kernel for _, kernel, _ in tunings} == {name for name in KINDS if name.startswith(MMA)}
-    assert set(tunings.values()) <= {rule, other}
+        found = tuned(["--config", "8,8,8,2,1"], "ampere", "600")
+    assert found.keys() == KERNELS["ampere"]
+    assert set(found.values()) <= {rule, other}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(nvidia_gpu() is None, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tuning_on_the_gpu(capsys, monkeypatch, tmp_path, family):
+def test_tuning_on_the_gpu(tuned, family):
     if family == "hopper" and compute_capability() != "9.0":
         pytest.skip("needs a Hopper GPU")
-    monkeypatch.setenv("BLAZE_JAX_TUNING", "")
-    file = tmp_path / "tuning.json"
-    assert main([*CONFIG, "--family", family, "--seconds", "30", "--output", str(file)]) == 0
-    out = capsys.readouterr().out
-    assert "other bits" not in out
-    assert "does not compile" not in out
-    tunings, problems = read_tunings(file)
-    assert problems == []
-    mma = {name for name in KINDS if name.startswith(MMA)}
-    assert {kernel for _, kernel, _ in tunings} == (mma if family == "ampere" else set(NAMES))
-    (entries,) = json.loads(file.read_text())["tunings"].values()
-    assert all(e["measured"]["us"] > 0 for shapes in entries.values() for e in shapes.values())
+    assert tuned(CONFIG, family, "30").keys() == KERNELS[family]

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from blaze_jax import expert_ffn
-from blaze_jax.benchmark.inputs import abstract_inputs, forward_and_backward
-from blaze_jax.benchmark.sizes import Sizes
+from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, forward_and_backward
 from blaze_jax.benchmark.timing import KernelTotal, Timing
 from blaze_jax.implementation import demanded_family
 from blaze_jax.tune.trials import candidates, choose, compare, compile_trials, kernel_us, mma_candidates, orders, trials
