@@ -13,12 +13,19 @@ from blaze_jax.benchmark.trace import Kernel
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, windows
 from train_example.compile_step import lower_step, xla_options
 from train_example.config import Remat
-from train_example.profile_step import measure
-from train_example.profile_step.__main__ import main
-from train_example.profile_step.parts import CASTS, OTHER, PARTS, by_part, instructions, part_of
-from train_example.profile_step.work import memory_floor, step_work
+from train_example.profile_step import __main__ as profile
+from train_example.profile_step.parts import (
+    CASTS,
+    OTHER,
+    PARTS,
+    by_part,
+    instructions,
+    memory_floor,
+    part_of,
+    step_work,
+)
+from train_example.program.model import make_model
 from train_example.program.presets import PRESETS
-from train_example.program.setup import make_model
 from train_example.step import init_state
 
 CONFIG = replace(CONFIG, model=FULL_MODEL)
@@ -86,13 +93,6 @@ def test_parts_add_up_to_the_time_in_which_anything_ran():
     assert parts[OTHER].kernels == {"mystery": 4}
 
 
-@pytest.fixture(scope="module")
-def program_text():
-    model = make_model(CONFIG)
-    state = jax.eval_shape(lambda: init_state(CONFIG, model))
-    return lower_step(CONFIG, model, state, windows(1, 8, 17)).compile(xla_options(CONFIG)).as_text()
-
-
 def as_if_run(text):
     """A trace of all instructions that do something, one after the other with gaps."""
     names = re.findall(r"^  (?:ROOT )?%?([\w.\-]+) = .*? (?:fusion|dot|custom-call|copy|convert|reduce)\(", text, re.M)
@@ -100,18 +100,16 @@ def as_if_run(text):
 
 
 @pytest.mark.slow
-def test_every_part_of_the_model_is_found_in_its_program(program_text):
-    kernels = as_if_run(program_text)
-    parts = by_part(kernels, instructions(program_text))
+def test_every_part_of_the_model_is_found_in_its_program_and_the_record_accounts_for_the_whole_step():
+    model = make_model(CONFIG)
+    state = jax.eval_shape(lambda: init_state(CONFIG, model))
+    text = lower_step(CONFIG, model, state, windows(1, 8, 17)).compile(xla_options(CONFIG)).as_text()
+    kernels, program = as_if_run(text), instructions(text)
+    parts = by_part(kernels, program)
     assert all(parts[name].ns for name in PARTS if name != OTHER), {name: part.ns for name, part in parts.items()}
     assert sum(part.ns for part in parts.values()) == pytest.approx(20 * len(kernels))
     assert parts[OTHER].ns < 0.1 * 20 * len(kernels)
-
-
-@pytest.mark.slow
-def test_the_record_accounts_for_the_whole_step(program_text):
-    kernels, ceilings = as_if_run(program_text), Ceilings(tflops=800.0, gbs=4000.0)
-    record = measure.profile_record(kernels, 2, instructions(program_text), CONFIG, 10_000, ceilings)
+    record = profile.profile_record(kernels, 2, program, CONFIG, 10_000, Ceilings(tflops=800.0, gbs=4000.0))
     assert record["step_ms"] == pytest.approx((30 * len(kernels) - 10) / 2 / 1e6)
     assert sum(row["ms"] for row in record["parts"]) + record["gaps_ms"] == pytest.approx(record["step_ms"])
     assert all(row["bound_ms"] > 0 for row in record["parts"] if row["part"] != OTHER)
@@ -143,12 +141,12 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
         run()
         return [Kernel("moe_combine", "", 0, 3e6), Kernel("mystery", "", 4e6, 1e6)]
 
-    monkeypatch.setattr(measure, "trace", trace)
-    monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    monkeypatch.setattr(profile, "trace", trace)
+    monkeypatch.setattr(profile, "on_gpu", lambda: True)
     monkeypatch.setitem(PRESETS, "tiny", replace(CONFIG, model=MODEL))
     file, figure = tmp_path / "new" / "profile.json", tmp_path / "figures" / "profile.png"
     options = "--preset tiny --traced 1"
-    assert main([*options.split(), "--json", str(file), "--plot", str(figure)]) == 0
+    assert profile.main([*options.split(), "--json", str(file), "--plot", str(figure)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^  experts +3\.00 +60\.0%", shown, re.M)
     assert re.search(r"^  other +1\.00 +20\.0%", shown, re.M)
@@ -163,7 +161,7 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
 def test_without_a_gpu_the_command_says_so_at_once(capsys):
-    assert main([]) == 2
+    assert profile.main([]) == 2
     assert capsys.readouterr().err == "profile_step: there is no GPU to trace, the device here is cpu\n"
 
 
