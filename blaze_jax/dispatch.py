@@ -16,7 +16,8 @@ from blaze_jax.compiled_once import compiled_once
 from blaze_jax.explicit_mesh import explicit_mesh, per_device
 from blaze_jax.implementation import Implementation, choose_dispatch_implementation, kernels_of, one_by_one
 from pallas_kernels.compat import has_symbolic_sizes
-from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Kernels
+from pallas_kernels.contract import EMPTY_SLOT, Dispatch
+from pallas_kernels.family import Kernels
 
 _MAX_PAIRS = 2**31 - 2**24  # rows are numbered in int32, with room for the gaps of aligned groups
 

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ from blaze_jax.parallelism import Parallelism
 from blaze_jax.plan import ROW_MULTIPLE, Parameters, Plan, Save, Tokens, token_ranges
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes, when_lowered_unsplit
-from pallas_kernels.contract import Kernels, accumulator_dtype
+from pallas_kernels.contract import accumulator_dtype
+from pallas_kernels.family import Kernels
 
 _FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
 
@@ -91,81 +92,79 @@ def expert_ffn(
         Under tracing the output row of a token with such an id is NaN. An activation that closes over a traced array.
       NotImplementedError: the implementation demanded cannot run here; any derivative but the first in reverse mode.
     """
-    biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+    optional = {"w_gate": w_gate, "w_up": w_up, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+    params = {"w_down": w_down} | {name: value for name, value in optional.items() if value is not None}
     options = {"activation": activation, "save": save, "implementation": implementation}
-    return compute_experts(None, x, w_gate, w_up, w_down, weights, experts, **biases, **options)
+    return compute_experts(x, params, weights, experts, **options)
 
 
 def compute_experts(
-    grouped: Grouped | None, x, w_gate, w_up, w_down, weights, experts, *, activation, save, implementation, **biases
+    x,
+    params: Mapping[str, Array],
+    weights,
+    experts,
+    *,
+    activation: str | Activation,
+    save: Save,
+    implementation: Implementation | None,
+    grouped: Grouped | None = None,
+    parallel: Parallelism | None = None,
+    specs: Mapping[str, P] | None = None,
 ) -> Float[Array, "T d"]:
-    """`expert_ffn`, where the pairs of `experts` may be grouped already: the same kernels do not group them again."""
+    """`expert_ffn` in a layer, with parameters by name, of which it takes the experts'.
+
+    The pairs of `experts` may be grouped already: the same kernels do not group them again. With `parallel`, inside
+    `jax.shard_map`, tokens and ids are this device's, and parameters its parts, as `specs` says.
+    """
     act = get_activation(activation)
     if save not in get_args(Save):
         raise ValueError(f"{save=} must be one of {', '.join(get_args(Save))}")
-    given = {"x": x, "experts": experts, "weights": weights, "w_down": w_down}
-    optional = {"w_gate": w_gate, "w_up": w_up, **biases}
-    given |= {name: value for name, value in optional.items() if value is not None}
+    given = {"x": x, "experts": experts, "weights": weights, **params}
     arrays = {name: as_array(name, given[name]) for name in _AXES if name in given}
-    up_weights, up_biases = _projections(act, arrays)
-    _check_arguments(arrays)
-    x = arrays["x"]
-    _check_closure(act, x, up_weights)
+    x, weights, experts = (arrays[name] for name in ("x", "weights", "experts"))
+    shards = _in_order(act, arrays)
+    alone = parallel is None or not (parallel.group or parallel.fsdp)
+    if alone:
+        _check_arguments(arrays)
+    _check_closure(act, x, shards.up_weights)
     if x.shape[0] == 0:
         return x
+    options = {"activation": act, "save": save, "implementation": implementation}
+    if alone:
+        return _compute_where_tokens_are((x, weights, experts), shards, grouped, **options)
 
-    params = Parameters(up_weights, up_biases, arrays["w_down"], arrays.get("b_down"))
-    tokens = (x, arrays["weights"], arrays["experts"])
-    return _compute_where_tokens_are(tokens, params, grouped, activation=act, save=save, implementation=implementation)
+    tensor = parallel.axes_of("tensor")
+    if tensor and shards.b_down is not None:  # devices that share an expert's width add its bias once
+        shards = shards._replace(b_down=jnp.where(lax.axis_index(tensor) == 0, shards.b_down, 0))
+    transport = Transport(
+        expert=parallel.axes_of("expert"),
+        tensor=tensor,
+        exchange=parallel.exchange_for(experts.shape[1], lax.axis_size(parallel.group)),
+        fsdp=parallel.axes_of("fsdp"),
+        specs=tuple(jax.tree.leaves(_in_order(act, {name: specs[name] for name in params if name in _AXES}))),
+        keep=parallel.keep_gathered,
+    )
+    budget = {"row_budget": parallel.row_budget, "chunks": parallel.chunks}
+    return _compute((x, weights, experts), shards, None, transport, **budget, **options)
+
+
+vars(expert_ffn)["in_a_layer"] = compute_experts  # whoever calls it in a layer has more to tell: see `layer_form`
+
+
+def layer_form(experts: Callable[..., Array]) -> Callable[..., Array] | None:
+    """What a layer calls in the place of `experts`, called as `compute_experts` is; None for functions without.
+
+    A function declares it by the attribute `in_a_layer`, which those that wrap it by `functools.wraps` have, too.
+    """
+    return None if hasattr(experts, "__wrapped__") else getattr(experts, "in_a_layer", None)
 
 
 @compiled_once("activation", "save", "implementation")
 def _compute_where_tokens_are(tokens, params: Parameters, grouped: Grouped | None, **options) -> Float[Array, "T d"]:
     mesh = explicit_mesh(tokens, params)
     if mesh is None:
-        return _compute(tokens, params, grouped=grouped, **options)
-    # What is grouped are all devices' pairs; each one groups its own.
-    compute = partial(_compute, grouped=None, **options)
-    return per_device(compute, mesh, token_axes(*tokens), tokens, params, lambda spec: spec)
-
-
-def experts_over_devices(
-    parallel: Parallelism,
-    specs: Mapping[str, P],
-    shards: Mapping[str, Array],
-    x,
-    weights,
-    experts,
-    *,
-    activation,
-    save,
-    implementation,
-) -> Float[Array, "T d"]:
-    """`expert_ffn` inside `jax.shard_map`, of this device's tokens, with its part of the parameters."""
-    act = get_activation(activation)
-    names = [name for name in _AXES if name in shards]
-    given = {name: shards[name] for name in names}
-    tensor = parallel.axes_of("tensor")
-    if "b_down" in given and tensor:  # devices that share an expert's width add its bias once
-        given["b_down"] = jnp.where(lax.axis_index(tensor) == 0, given["b_down"], 0)
-
-    def in_order(by_name) -> Parameters:
-        return Parameters(*_projections(act, by_name), by_name["w_down"], by_name.get("b_down"))
-
-    params = in_order(given)
-    _check_closure(act, x, params.up_weights)
-    if x.shape[0] == 0:
-        return x
-    transport = Transport(
-        expert=parallel.axes_of("expert"),
-        tensor=tensor,
-        exchange=parallel.exchange_for(experts.shape[1], lax.axis_size(parallel.group)),
-        fsdp=parallel.axes_of("fsdp"),
-        specs=tuple(jax.tree.leaves(in_order({name: specs[name] for name in names}))),
-        keep=parallel.keep_gathered,
-    )
-    tokens = (x, weights, experts)
-    return _compute(tokens, params, act, save, implementation, None, transport, parallel.row_budget, parallel.chunks)
+        return _compute(tokens, params, grouped, **options)
+    return per_device(partial(_compute, **options), mesh, token_axes(*tokens), tokens, params, lambda spec: spec)
 
 
 MOST_BLOCKS = 8
@@ -173,7 +172,16 @@ MOST_BLOCKS = 8
 
 
 def _compute(
-    tokens, shards: Parameters, activation, save, implementation, grouped, transport=HERE, row_budget=None, chunks=1
+    tokens,
+    shards: Parameters,
+    grouped: Grouped | None = None,
+    transport: Transport = HERE,
+    *,
+    activation: Activation,
+    save: Save,
+    implementation: Implementation | None,
+    row_budget: float | None = None,
+    chunks: int = 1,
 ) -> Float[Array, "T d"]:
     """The experts' output for `tokens = (x, weights, experts)` of this device.
 
@@ -265,7 +273,11 @@ def _check_closure(activation: Activation, x, up_weights) -> None:
         )
 
 
-def _projections(activation: Activation, arrays: dict[str, Array]):
+def _in_order(activation: Activation, arrays: Mapping[str, Any]) -> Parameters:
+    return Parameters(*_projections(activation, arrays), arrays["w_down"], arrays.get("b_down"))
+
+
+def _projections(activation: Activation, arrays: Mapping[str, Any]):
     """The up weights and biases that the activation takes, in its order; an ungated one takes a single pair."""
     weights, biases = ([arrays.get(f"{kind}_{name}") for name in ("gate", "up")] for kind in "wb")
     present = tuple(w for w in weights if w is not None)

@@ -30,8 +30,7 @@ from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Toke
 from blaze_jax.reverse_mode import differentiated_once
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, with_turns
 from blaze_jax.token_sums import token_sums
-from pallas_kernels.contract import EMPTY_SLOT, Dispatch, accumulator_dtype
-from pallas_kernels.place_values import place_values
+from pallas_kernels.contract import EMPTY_SLOT, Dispatch, accumulator_dtype, place_values
 
 PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")
 """Names of the saved pre-activations, for `jax.checkpoint_policies.save_only_these_names`."""

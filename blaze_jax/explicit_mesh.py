@@ -51,14 +51,13 @@ def _leading(x: Array) -> tuple[Axes | None, ...]:
     return tuple(jax.typeof(x).sharding.spec)[:-1]
 
 
-def reshard(tree, mesh: AbstractMesh, axes: tuple[str, ...] = ()):
-    """Every array with its first dimension split over `axes`, and no other."""
-
-    def one(array):
-        rest = [None] * (array.ndim - 1)
-        return jax.sharding.reshard(array, NamedSharding(mesh, P(axes or None, *rest) if array.ndim else P()))
-
-    return jax.tree.map(one, tree)
+def placed(tree, spec: P, mesh: AbstractMesh | None):
+    """Arrays split as `spec` says: along explicit axes, where it has to be said; along others it must not be."""
+    if mesh is None:
+        return tree
+    explicit = explicit_axes(mesh)
+    said = P(*(tuple(name for name in names_of(axes) if name in explicit) or None for axes in spec))
+    return jax.tree.map(lambda array: jax.sharding.reshard(array, NamedSharding(mesh, said)), tree)
 
 
 def per_device(function: Callable, mesh: AbstractMesh, axes: tuple[str, ...], by_token, shared, out_specs: Callable):
@@ -81,7 +80,7 @@ def per_device(function: Callable, mesh: AbstractMesh, axes: tuple[str, ...], by
         axis_names=explicit_axes(mesh),
         check_vma=False,  # with it jax 0.12 cannot differentiate the error function of a GELU
     )
-    return jax.jit(run)(reshard(by_token, mesh, axes), reshard(shared, mesh))  # call by call it would take minutes
+    return jax.jit(run)(placed(by_token, spec, mesh), placed(shared, P(), mesh))  # call by call it would take minutes
 
 
 def flatten_tokens(x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool) -> Float[Array, "T d"]:

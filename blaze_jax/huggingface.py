@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blaze_jax.activations import Activation, clamped_swiglu
+from blaze_jax.activations import clamped_swiglu
 from blaze_jax.checks import shown
 from blaze_jax.json_file import CheckpointError, read_json
 from blaze_jax.router import Router
@@ -51,20 +51,41 @@ def read_public_model[Config](
 
     `make_layer` is `MoEConfig`, which this module does not know: that class reads public files by this function.
     """
-    if isinstance(config, Mapping):
-        where = "config"
-    else:
-        where = Path(config)
-        where = where / "config.json" if where.is_dir() else where
+    where = "config"
+    if not isinstance(config, Mapping):
+        where = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
         config = read_json(where)
     fields = _Fields(config, str(where))
     family = fields.choice("model_type", list(_FAMILIES))
+    num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
+    experts_per_token = fields.count_of_any("num_experts_per_tok", "experts_per_token")
+    adds_losses = fields.boolean("output_router_logits", default=False)
+    weight = fields.number("router_aux_loss_coef", 0.0) if adds_losses else 0.0
     try:
-        model = _model(family, fields, make_layer, **_FAMILIES[family](fields))
+        dense_layers, options = _FAMILIES[family](fields, num_layers)
+        if "activation" not in options:
+            options["activation"] = _ACTIVATIONS[fields.choice("hidden_act", list(_ACTIVATIONS))]
+        layer = make_layer(
+            num_experts=fields.count_of_any("num_local_experts", "num_experts", "n_routed_experts"),
+            experts_per_token=experts_per_token,
+            expert_width=fields.count("intermediate_size" if dense_layers is None else "moe_intermediate_size"),
+            # transformers counts each of a token's choices as one, and all layers as one.
+            load_balancing_weight=weight * experts_per_token / max(num_layers - len(dense_layers or ()), 1),
+            **options,
+        )
     except CheckpointError:
         raise
     except ValueError as error:  # of the layer's own checks
         raise CheckpointError(f"{where}: no layer of this library fits it: {error}") from error
+    model = PublicModel(
+        family=family,
+        width=fields.count("hidden_size"),
+        num_layers=num_layers,
+        dense_layers=dense_layers or (),
+        dense_width=None if dense_layers is None else fields.count("intermediate_size"),
+        use_bias="router_bias" in options,
+        layer=layer,
+    )
     fields.check_all_known(family)
     return model
 
@@ -98,18 +119,16 @@ class _Fields:
         self._values, self._where, self._known = values, where, set()
 
     def count(self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = _LARGEST_COUNT) -> int:
-        def holds(value):
-            return _is_number(value, int) and least <= value <= most
+        rule = f"an integer from {least} to {most}"
+        return self._get(name, default, lambda value: _is_number(value, int) and least <= value <= most, rule)
 
-        return self._get(name, default, holds, f"an integer from {least} to {most}")
-
-    def count_of_any(self, names: list[str]) -> int:
+    def count_of_any(self, *names: str) -> int:
         """Returns a number that has several names, of which releases of transformers write some or all."""
-        present = [name for name in names if name in self._values] or names[:1]
-        counts = [self.count(name) for name in present]
-        if len(set(counts)) > 1:
-            raise self.error(present[1], f"{present[0]}={counts[0]}")
-        return counts[0]
+        first, *others = [name for name in names if name in self._values] or names[:1]
+        count = self.count(first)
+        for name in others:
+            self._get(name, None, lambda value: _is_number(value, int) and value == count, f"{first}={count}")
+        return count
 
     def counts(self, name: str, below: int) -> list[int]:
         """Returns numbers of layers; none where the field is null or missing."""
@@ -134,14 +153,11 @@ class _Fields:
 
         return self._get(name, default, holds, " or ".join(map(str, allowed)))
 
-    def check_quantization(self, method: str, **details: Any) -> None:
+    def check_quantization(self, **expected: Any) -> None:
         """Raises CheckpointError if the file tells of compression by another method, or in another way."""
-        expected = {"quant_method": method} | details
 
         def holds(value):
-            return value is None or (
-                isinstance(value, Mapping) and all(value.get(name, right) == right for name, right in expected.items())
-            )
+            return value is None or (isinstance(value, Mapping) and dict(value) | expected == expected | dict(value))
 
         self._get("quantization_config", None, holds, f"null, or have {expected}")
 
@@ -161,17 +177,13 @@ class _Fields:
                     "the layer; leave it out if it does not"
                 )
 
-    def error(self, name: str, rule: str) -> CheckpointError:
-        if name not in self._values:
-            return CheckpointError(f"{self._where}: {name} is missing, must be {rule}")
-        return CheckpointError(f"{self._where}: {name}={shown(self._values[name])} must be {rule}")
-
     def _get(self, name: str, default: Any, holds: Callable[[Any], bool], rule: str) -> Any:
         """Returns the field's value, or the default; CheckpointError unless the rule holds for it."""
         self._known.add(name)
         value = self._values.get(name, default)
         if not holds(value):
-            raise self.error(name, rule)
+            found = f"={shown(value)}" if name in self._values else " is missing,"
+            raise CheckpointError(f"{self._where}: {name}{found} must be {rule}")
         return value
 
 
@@ -179,37 +191,34 @@ def _is_number(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _mixtral(fields: _Fields) -> dict[str, Any]:
+type _Family = tuple[tuple[int, ...] | None, dict[str, Any]]
+"""The layers without experts, None for a family that has none; and arguments of the layer."""
+
+
+def _mixtral(fields: _Fields, num_layers: int) -> _Family:
     fields.choice("router_jitter_noise", [0], 0)
     fields.choice("norm_topk_prob", [True], True)
-    return {"router": Router(normalize_weights=True), "expert_width": "intermediate_size"}
+    return None, {"router": Router(normalize_weights=True)}
 
 
-def _olmoe(fields: _Fields) -> dict[str, Any]:
+def _olmoe(fields: _Fields, num_layers: int) -> _Family:
+    return None, {"router": Router(normalize_weights=fields.boolean("norm_topk_prob"))}
+
+
+def _qwen3_moe(fields: _Fields, num_layers: int) -> _Family:
+    fields.check_quantization(**_FLOAT8)
     router = Router(normalize_weights=fields.boolean("norm_topk_prob"))
-    return {"router": router, "expert_width": "intermediate_size"}
-
-
-def _qwen3_moe(fields: _Fields) -> dict[str, Any]:
-    fields.check_quantization("fp8", **_FLOAT8)
-    router = Router(normalize_weights=fields.boolean("norm_topk_prob"))
-    num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
     step = fields.count("decoder_sparse_step", 1)
     listed = set(fields.counts("mlp_only_layers", num_layers))
-    return {
-        "router": router,
-        "expert_width": "moe_intermediate_size",
-        "dense_layers": tuple(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step),
-        "dense_width": fields.count("intermediate_size"),
-    }
+    return tuple(n for n in range(num_layers) if n in listed or (n + 1) % step), {"router": router}
 
 
-def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
+def _deepseek_v3(fields: _Fields, num_layers: int) -> _Family:
     """Describes Kimi-K2 and GLM-4.5, too, which have its layer; what GLM-4.5 leaves out has one value there."""
     fields.choice("scoring_func", ["sigmoid"], "sigmoid")
     fields.choice("topk_method", ["noaux_tc"], "noaux_tc")
     fields.choice("moe_layer_freq", [1], 1)
-    fields.check_quantization("fp8", **_FLOAT8)
+    fields.check_quantization(**_FLOAT8)
     router = Router(
         scoring="sigmoid",
         normalize_weights=fields.boolean("norm_topk_prob"),
@@ -217,80 +226,29 @@ def _deepseek_v3(fields: _Fields) -> dict[str, Any]:
         num_groups=fields.count("n_group"),
         groups_per_token=fields.count("topk_group"),
     )
-    num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
-    return {
-        "router": router,
-        "expert_width": "moe_intermediate_size",
-        "dense_layers": tuple(range(min(fields.count("first_k_dense_replace", least=0), num_layers))),
-        "dense_width": fields.count("intermediate_size"),
-        "shared_width": fields.count("n_shared_experts", least=0) * fields.count("moe_intermediate_size"),
-        "selection_bias": True,
-    }
+    shared_width = fields.count("n_shared_experts", least=0) * fields.count("moe_intermediate_size")
+    dense_layers = tuple(range(min(fields.count("first_k_dense_replace", least=0), num_layers)))
+    return dense_layers, {"router": router, "shared_width": shared_width, "selection_bias": True}
 
 
-def _gpt_oss(fields: _Fields) -> dict[str, Any]:
-    fields.check_quantization("mxfp4")
+def _gpt_oss(fields: _Fields, num_layers: int) -> _Family:
+    fields.check_quantization(quant_method="mxfp4")
     fields.choice("norm_topk_prob", [True], True)
     fields.choice("hidden_act", ["silu"])
-    alpha, limit = fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
-    return {
-        "router": Router(scoring="softmax_selected"),
-        "expert_width": "intermediate_size",
-        "activation": clamped_swiglu(alpha, limit),
-        "router_bias": True,
-    }
+    activation = clamped_swiglu(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
+    return None, {"router": Router(scoring="softmax_selected"), "activation": activation, "router_bias": True}
 
 
-_FLOAT8 = {"fmt": "e4m3", "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK]}
+_FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK]}
 
-_FAMILIES: dict[str, Callable[[_Fields], dict[str, Any]]] = {
+_FAMILIES: dict[str, Callable[[_Fields, int], _Family]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,
-    "deepseek_v3": _deepseek_v3,
-    "kimi_k2": _deepseek_v3,
-    "glm4_moe": _deepseek_v3,
+    **dict.fromkeys(["deepseek_v3", "kimi_k2", "glm4_moe"], _deepseek_v3),
     "gpt_oss": _gpt_oss,
 }
-"""By model_type, what the family says in its own way: arguments of `_model`, and of the layer."""
+"""By model_type, what the family says in its own way."""
 
 _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
 _ACTIVATIONS |= dict.fromkeys(["gelu_pytorch_tanh", "gelu_new"], "geglu_tanh")
-
-
-def _model[Config](
-    family: str,
-    fields: _Fields,
-    make_layer: Callable[..., Config],
-    *,
-    expert_width: str,
-    activation: Activation | None = None,
-    dense_layers: tuple[int, ...] = (),
-    dense_width: int | None = None,
-    router_bias: bool = False,
-    **options: Any,
-) -> PublicModel[Config]:
-    """Returns the model, with what all families say in one way."""
-    num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
-    experts_per_token = fields.count_of_any(["num_experts_per_tok", "experts_per_token"])
-    adds_losses = fields.boolean("output_router_logits", default=False)
-    weight = fields.number("router_aux_loss_coef", 0.0) if adds_losses else 0.0
-    layer = make_layer(
-        num_experts=fields.count_of_any(["num_local_experts", "num_experts", "n_routed_experts"]),
-        experts_per_token=experts_per_token,
-        expert_width=fields.count(expert_width),
-        activation=activation or _ACTIVATIONS[fields.choice("hidden_act", list(_ACTIVATIONS))],
-        # transformers counts each of a token's choices as one, and all layers as one.
-        load_balancing_weight=weight * experts_per_token / max(num_layers - len(dense_layers), 1),
-        router_bias=router_bias,
-        **options,
-    )
-    return PublicModel(
-        family=family,
-        width=fields.count("hidden_size"),
-        num_layers=num_layers,
-        dense_layers=dense_layers,
-        dense_width=dense_width,
-        use_bias=router_bias,
-        layer=layer,
-    )

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from blaze_jax.checks import warn_once
 from pallas_kernels import ampere, hopper, xla
 from pallas_kernels.compat import has_symbolic_sizes
-from pallas_kernels.contract import Kernels
+from pallas_kernels.family import Kernels
 from pallas_kernels.mosaic.device import compute_capability, on_nvidia_gpu
 
 Implementation = Literal["mosaic_gpu", "xla"]

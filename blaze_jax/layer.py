@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +13,9 @@ from blaze_jax.checks import as_array, check_dtypes, shown, warn_once
 from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.exchange import own_part
-from blaze_jax.experts import expert_ffn
-from blaze_jax.layer_program import (
-    auxiliary_losses,
-    is_inside_shard_map,
-    layer_here,
-    layer_over_devices,
-    over_automatic_axes,
-)
-from blaze_jax.parallelism import Parallelism
+from blaze_jax.experts import expert_ffn, layer_form
+from blaze_jax.layer_program import auxiliary_losses, run_layer
+from blaze_jax.parallelism import Parallelism, is_inside_shard_map
 from blaze_jax.routing import AxisName, Routing
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
@@ -110,27 +103,19 @@ def moe(
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x must be a floating array (..., d), got {x.dtype} of shape {x.shape}")
-    other_experts = None if experts is expert_ffn else experts
-    may_split = axis_name is None and other_experts is None
-    if parallel is not None and not may_split:
+    if parallel is not None and (axis_name is not None or layer_form(experts) is None):
         raise ValueError("parallel takes the place of axis_name, and no other experts can be given with it")
     inside = parallel is not None and is_inside_shard_map(parallel)
     params = _checked_parameters(params, config, x, parallel if inside else None)
     _check_selection_bias(selection_bias, config)
-    if parallel is None and may_split:
-        parallel = over_automatic_axes(x, params)
-    options: dict[str, Any] = {"config": config, "train": train}
-    if parallel is not None:
-        return _over_devices(x, params, selection_bias, parallel=parallel, **options)
-    if train and axis_name is None:
+    if train and axis_name is None and parallel is None:
         _warn_inside_shard_map()
-    if other_experts is None:
-        return _here(x, params, selection_bias, axis_name=axis_name, **options)
-    return layer_here(x, params, selection_bias, axis_name=axis_name, experts=other_experts, **options)
+    run = run_layer if layer_form(experts) is None else _run_compiled
+    options = {"axis_name": axis_name, "parallel": parallel, "experts": experts}
+    return run(x, params, selection_bias, config=config, train=train, **options)
 
 
-_over_devices = compiled_once("config", "train", "parallel")(layer_over_devices)
-_here = compiled_once("config", "train", "axis_name")(layer_here)
+_run_compiled = compiled_once("config", "train", "axis_name", "parallel", "experts")(run_layer)
 
 
 def _check_selection_bias(selection_bias, config: MoEConfig) -> None:

@@ -1,74 +1,91 @@
 """The layer's program: the router, the experts and the shared experts, here or on each device of a mesh.
 
-Over devices, each routes and keeps its own tokens, wherever their experts are.
+Tokens are split as `axis_name` says, a `Parallelism`, or the mesh that they are on. `devices_of` makes of all these the
+axes of one `jax.shard_map`, or none; `_layer` runs in it, or here. Over devices, each routes and keeps its own tokens,
+wherever their experts are.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jaxtyping import Array, Float
 
+from blaze_jax.activations import get_activation
 from blaze_jax.checks import as_array
+from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig
 from blaze_jax.dispatch import Grouped
 from blaze_jax.exchange import gather_shards
-from blaze_jax.experts import compute_experts, experts_over_devices
+from blaze_jax.experts import layer_form
 from blaze_jax.explicit_mesh import (
-    explicit_axes,
     explicit_mesh,
     flatten_tokens,
     meshes_of,
-    reshard,
+    placed,
     restore_shape,
     token_axes,
     tokens_in_order,
 )
-from blaze_jax.parallelism import Parallelism, names_of
+from blaze_jax.parallelism import Parallelism, is_inside_shard_map
 from blaze_jax.router import Router
-from blaze_jax.routing import AxisName, Routing, route_and_group, router_logits
-from blaze_jax.shared_experts import shared_experts
+from blaze_jax.routing import AxisName, Routing, axis_names, route_and_group, router_logits, routing_specs
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
-from pallas_kernels.contract import EMPTY_SLOT
-
-type Specs = Mapping[str, P]
+from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 
-def is_inside_shard_map(parallel: Parallelism) -> bool:
-    """Whether an enclosing `jax.shard_map` is over all these axes; ValueError if it is over some."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    inside = [axis for axis in parallel.axes if axis in manual]
-    if inside and len(inside) < len(parallel.axes):
-        missing = ", ".join(axis for axis in parallel.axes if axis not in manual)
-        raise ValueError(
-            f"jax.shard_map is over {', '.join(inside)} but not over {missing}: it must be over all or none"
-        )
-    return bool(inside)
+class Devices(NamedTuple):
+    """The devices that share the tokens of a call.
 
-
-def over_automatic_axes(*arrays) -> Parallelism | None:
-    """Tokens split over all axes of the mesh of `arrays`, or of `jax.set_mesh`, if one of them is automatic.
-
-    XLA itself splits neither kernels nor loops over experts: every device would compute all tokens.
-
-    Returns:
-      None without such a mesh, inside `jax.shard_map`, and where sizes are symbolic. Axes over which an enclosing
-      `vmap` splits its examples are left to it.
+    Attributes:
+      mesh: what `jax.shard_map` is to take all axes of; None on one device, and inside the caller's `jax.shard_map`.
+      axes: the mesh axes that split the tokens, in this order.
+      explicit: the mesh with explicit axes on which the arrays are; None without one.
     """
-    mesh = next(iter(meshes_of(*arrays)), None)
-    if mesh is None or mesh.manual_axes or AxisType.Auto not in mesh.axis_types or has_symbolic_sizes(arrays):
-        return None
-    axes = tuple(axis for axis in mesh.axis_names if axis not in axes_of_vmap())
-    return Parallelism(mesh, data=axes) if math.prod(mesh.shape[axis] for axis in axes) > 1 else None
+
+    mesh: Mesh | AbstractMesh | None = None
+    axes: tuple[str, ...] = ()
+    explicit: AbstractMesh | None = None
 
 
-def layer_here(
+def devices_of(
+    x: Float[Array, "... d"], params: Mapping[str, Array], parallel: Parallelism | None, may_split: bool
+) -> Devices:
+    """The devices that share the tokens `x`, as `parallel`, an enclosing `jax.shard_map` and the arrays' mesh say.
+
+    Explicit axes split the tokens that they split by type. Automatic ones split them all, if `may_split`, or if another
+    axis has a role in `parallel`: XLA itself splits neither kernels nor loops over experts, so that every device would
+    compute the same. Axes over which an enclosing `vmap` splits its examples are left to it.
+    """
+    if parallel is not None and is_inside_shard_map(parallel):
+        return Devices(axes=parallel.axes)
+    explicit, mesh = explicit_mesh(x, params), jax.sharding.get_abstract_mesh()
+    if not mesh.axis_names:
+        mesh = (parallel and parallel.mesh) or next(iter(meshes_of(x, params)), mesh)
+    split = token_axes(x)
+    free = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    if parallel is None and free:
+        may_split = may_split and not mesh.manual_axes and not has_symbolic_sizes((x, params))
+        free = set(mesh.axis_names) if may_split else set()
+    given = () if parallel is None else parallel.axes
+    free = free.union(split) - axes_of_vmap() - set(given)
+    axes = tuple(axis for axis in mesh.axis_names if axis in free)
+    if parallel is not None:
+        axes = replace(parallel, data=(*parallel.axes_of("data"), *axes)).axes
+    elif explicit is None and math.prod(mesh.shape[axis] for axis in axes) == 1:
+        return Devices()
+    return Devices(
+        mesh, (*split, *(axis for axis in axes if axis not in split)), explicit
+    )  # tokens stay where they are
+
+
+def run_layer(
     x: Float[Array, "... d"],
     params: Mapping[str, Array],
     selection_bias,
@@ -76,119 +93,158 @@ def layer_here(
     config: MoEConfig,
     train: bool,
     axis_name: AxisName,
-    experts: Callable[..., Array] | None = None,
+    parallel: Parallelism | None,
+    experts: Callable[..., Array],
 ) -> tuple[Float[Array, "... d"], Routing]:
-    """`moe` of tokens that are here, or split by their type over a mesh with explicit axes.
+    """`moe`; inside `jax.shard_map` of this device's tokens and parts of parameters, else of all.
 
-    Other `experts` run as they are, and not in a program of ours: they may close over arrays.
+    `experts` without a form for layers are given all tokens, and run as they are: they may close over arrays.
     """
-    router, mesh = config.router.for_phase(train), explicit_mesh(x, params)
-    in_order = experts is not None or not router.treats_tokens_apart()
-    tokens = flatten_tokens(x, mesh, in_order)
-
-    def dense(*prefixes: str) -> dict[str, Array]:
-        own = _named(params, prefixes)
-        return own if mesh is None else reshard(own, mesh)
-
-    def compute(routing: Routing, grouped: Grouped | None):
-        function: Callable[..., Array] = experts or partial(compute_experts, grouped)
-        return function(
-            tokens,
-            params.get("w_gate"),
-            params["w_up"],
-            params["w_down"],
-            routing.weights,
-            routing.experts,
-            **{name: params.get(name) for name in ("b_gate", "b_up", "b_down")},
-            **_options(config),
-        )
-
-    route = partial(_route_and_group, config, router, selection_bias, axis_name=axis_name)
-    y, routing = _layer(tokens, dense, config, route, compute)
-    return _finished(y, routing, x, mesh, in_order, config)
-
-
-def layer_over_devices(
-    x: Float[Array, "... d"],
-    params: dict[str, Array],
-    selection_bias,
-    *,
-    config: MoEConfig,
-    train: bool,
-    parallel: Parallelism,
-) -> tuple[Float[Array, "... d"], Routing]:
-    """`moe`; inside `jax.shard_map` of this device's tokens and parts of parameters, else of all."""
     router = config.router.for_phase(train)
-    inside = is_inside_shard_map(parallel)
-    explicit = None if inside else explicit_mesh(x, params)
-    mesh = jax.sharding.get_abstract_mesh()
-    mesh = mesh if mesh.axis_names else parallel.mesh or explicit or mesh
-    split = () if inside else token_axes(x)
-    if not inside:
-        parallel = _with_axes_without_a_role(parallel, mesh, split)
-    axes = (*split, *(axis for axis in parallel.axes if axis not in split))  # so that tokens stay where they are
-    sizes = parallel.sizes(mesh)
-    specs = parallel.specs(config, x.shape[-1], use_bias="b_down" in params, sizes=sizes)
-    run = partial(_on_this_device, config=config, router=router, parallel=parallel, specs=specs, axes=axes)
-    in_order = not router.treats_tokens_apart()
-    if inside:
-        # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
-        tokens = vary_over(x.reshape(-1, x.shape[-1]), frozenset(parallel.axes))
-        y, routing = run(tokens, params, selection_bias, num_tokens=tokens.shape[0] * math.prod(sizes.values()))
-        return _finished(y, routing, x, None, in_order, config)
+    given_all = layer_form(experts) is None
+    devices = devices_of(x, params, parallel, may_split=axis_name is None and not given_all)
+    explicit = devices.explicit
+    specs = dict.fromkeys(params, P())
+    if parallel is not None:
+        sizes = parallel.sizes(devices.mesh)
+        specs = parallel.specs(config, x.shape[-1], use_bias="b_down" in params, sizes=sizes)
+    if given_all:
+        devices = Devices()
+        params = {name: placed(a, P(), explicit) if name.startswith(_DENSE) else a for name, a in params.items()}
 
+    run = partial(_layer, config, router, axis_names(axis_name), devices.axes, parallel, specs, experts)
+    in_order = given_all or not router.treats_tokens_apart()
     tokens = flatten_tokens(x, explicit, in_order)
-    num_tokens, devices = tokens.shape[0], math.prod(sizes.values())
-    by_token, whole = P(axes), P()
-    padding = -num_tokens % devices or (0 if num_tokens else devices)
+    if devices.mesh is not None:
+        y, routing = _over_mesh(run, devices, specs, tokens, params, selection_bias)
+    else:
+        # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
+        tokens = vary_over(tokens, frozenset(devices.axes))
+        y, routing = run(tokens.shape[0] * lax.axis_size(devices.axes), tokens, params, selection_bias)
+    chosen, weights = tokens_in_order((routing.experts, routing.weights), x, explicit, in_order)
+    losses = auxiliary_losses(routing, config)
+    routing = routing._replace(experts=chosen, weights=weights, weighted_losses=losses)
+    return restore_shape(y, x, explicit, in_order), routing
+
+
+def _over_mesh(
+    run: Callable, devices: Devices, specs: Mapping[str, P], tokens: Float[Array, "T d"], params, selection_bias
+) -> tuple[Float[Array, "T d"], Routing]:
+    """`run(T, tokens, params, selection_bias)` on each device of the mesh, of its own tokens and parameters."""
+    mesh, axes, explicit = devices
+    num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
+    whole, by_token = P(), P(axes or None)
+    padding = 0
+    if axes != token_axes(tokens):  # which divide them
+        padding = -num_tokens % number or (0 if num_tokens else number)
     if padding:
-        tokens = jnp.pad(_placed(tokens, whole, explicit), ((0, padding), (0, 0)))
-    fields: dict[str, Any] = dict.fromkeys(Routing._fields, whole) | {"experts": by_token, "weights": by_token}
+        tokens = jnp.pad(placed(tokens, whole, explicit), ((0, padding), (0, 0)))
     over_devices = jax.shard_map(
-        partial(run, num_tokens=num_tokens),
+        partial(run, num_tokens),
         mesh=mesh,
         in_specs=(by_token, dict(specs), whole),
-        out_specs=(by_token, Routing(**fields)),
+        out_specs=(by_token, routing_specs(by_token)),
         axis_names=set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes),
         check_vma=False,  # with it jax 0.12 cannot differentiate the error function of a GELU
     )
-    placed = {name: _placed(array, specs[name], explicit) for name, array in params.items()}
-    bias = None if selection_bias is None else _placed(as_array("selection_bias", selection_bias), whole, explicit)
-    y, routing = jax.jit(over_devices)(_placed(tokens, by_token, explicit), placed, bias)
-    if padding:
-        y, *of_tokens = (_placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
-        routing = routing._replace(experts=of_tokens[0], weights=of_tokens[1])
-    return _finished(y, routing, x, explicit, in_order, config)
+    params = {name: placed(array, specs[name], explicit) for name, array in params.items()}
+    bias = None if selection_bias is None else placed(as_array("selection_bias", selection_bias), whole, explicit)
+    # Not compiled, it would run call by call, and take minutes.
+    y, routing = jax.jit(over_devices)(placed(tokens, by_token, explicit), params, bias)
+    if not padding:
+        return y, routing
+    y, chosen, weights = (placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
+    return y, routing._replace(experts=chosen, weights=weights)
+
+
+_DENSE = ("w_router", "b_router", "shared_")
+"""How the names of parameters begin that every token needs."""
 
 
 def _layer(
-    tokens: Float[Array, "T d"], dense: Callable, config: MoEConfig, route: Callable, compute: Callable
+    config: MoEConfig,
+    router: Router,
+    outer_axes: tuple[str, ...],
+    axes: tuple[str, ...],
+    parallel: Parallelism | None,
+    specs: Mapping[str, P],
+    experts: Callable[..., Array],
+    num_tokens: int,
+    tokens: Float[Array, "T d"],
+    shards: Mapping[str, Array],
+    selection_bias,
 ) -> tuple[Float[Array, "T d"], Routing]:
-    """The output of these tokens and what the router decided.
+    """The output of this device's tokens, and what the router decided.
 
     Args:
-      tokens: all tokens, or those of one device.
-      dense: whole parameters whose names begin with one of its arguments.
       config: the layer.
-      route: the routing of logits, and its pairs grouped by expert if they are.
-      compute: the experts' output of these two.
+      router: its router, in this phase.
+      outer_axes: mesh axes of the caller, over which losses and statistics are summed, too.
+      axes: mesh axes that split the tokens.
+      parallel: the roles of axes; None if they split tokens alone.
+      specs: how each parameter is split.
+      experts: what computes the experts, see `moe`.
+      num_tokens: all devices' tokens that count; those past them are padding.
+      tokens: this device's.
+      shards: its parts of the parameters.
+      selection_bias: that of the router, or None.
     """
+
+    def dense(*prefixes: str) -> dict[str, Array]:
+        own = {name: shard for name, shard in shards.items() if name.startswith(prefixes)}
+        whole = {name: gather_shards(shard, specs[name], axes) for name, shard in own.items()}
+        return vary_over(whole, varying_axes(tokens))
+
+    of_router = {"experts_per_token": config.experts_per_token, "router": router, "selection_bias": selection_bias}
+    route = partial(route_and_group, implementation=config.implementation, **of_router)
+    options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
     with jax.named_scope("router"):  # profilers show these names
-        routing, grouped = route(router_logits(tokens, dense("w_router", "b_router")))
+        logits = router_logits(tokens, dense("w_router", "b_router"))
+        routing, grouped = _route(route, router, outer_axes, axes, num_tokens, logits)
     with jax.named_scope("experts"):
-        y = compute(routing, grouped)
+        if compute := layer_form(experts):
+            options |= {"grouped": grouped, "parallel": parallel, "specs": specs}
+            y = compute(tokens, shards, routing.weights, routing.experts, **options)
+        else:
+            weights = (shards.get("w_gate"), shards["w_up"], shards["w_down"])
+            biases = {name: shards.get(name) for name in ("b_gate", "b_up", "b_down")}
+            y = experts(tokens, *weights, routing.weights, routing.experts, **biases, **options)
     if config.shared_width:
         with jax.named_scope("shared_experts"):
             y = y + shared_experts(tokens, dense("shared_"), config=config)
     return y, routing
 
 
-def _finished(y, routing: Routing, x, mesh, in_order: bool, config: MoEConfig) -> tuple[Float[Array, "... d"], Routing]:
-    """The output in the shape of `x`, and the routing in the order of its tokens, with weighted losses."""
-    experts, weights = tokens_in_order((routing.experts, routing.weights), x, mesh, in_order)
-    losses = auxiliary_losses(routing, config)
-    routing = routing._replace(experts=experts, weights=weights, weighted_losses=losses)
-    return restore_shape(y, x, mesh, in_order), routing
+def _route(
+    route: Callable,
+    router: Router,
+    outer_axes: tuple[str, ...],
+    axes: tuple[str, ...],
+    num_tokens: int,
+    logits: Float[Array, "T E"],
+) -> tuple[Routing, Grouped | None]:
+    """This device's tokens routed, with the losses and statistics of all; and its own pairs grouped, if they are."""
+    own = logits.shape[0]
+    if not axes:
+        return route(logits, axis_name=outer_axes)
+    first, devices = lax.axis_index(axes) * own, lax.axis_size(axes)
+    if router.treats_tokens_apart():
+        if num_tokens != own * devices:
+            counts = first + jnp.arange(own, dtype=jnp.int32) < num_tokens
+            logits = jnp.where(counts[:, None], logits, -jnp.inf)
+        return route(logits, axis_name=(*outer_axes, *axes))
+    # Capacity and rounding look at all tokens: every device then routes them all.
+    routing, _ = route(lax.all_gather(logits, axes, tiled=True)[:num_tokens], axis_name=outer_axes)
+    padding = ((0, own * devices - num_tokens), (0, 0))
+    chosen = jnp.pad(routing.experts, padding, constant_values=EMPTY_SLOT)
+    chosen, weights = (lax.dynamic_slice_in_dim(a, first, own) for a in (chosen, jnp.pad(routing.weights, padding)))
+
+    def as_on_all(array):  # where jax's check has to see that it is
+        if not varying_axes(array):
+            return array
+        return (lax.pmean if jnp.issubdtype(array.dtype, jnp.floating) else lax.pmax)(array, axes)
+
+    return jax.tree.map(as_on_all, routing)._replace(experts=chosen, weights=weights), None
 
 
 def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:
@@ -201,93 +257,35 @@ def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Arr
     return losses
 
 
-def _route_and_group(config: MoEConfig, router: Router, selection_bias, logits, *, axis_name: AxisName = None):
-    return route_and_group(logits, config.experts_per_token, router, selection_bias, axis_name, config.implementation)
+@compiled_once("config")
+def shared_experts(
+    tokens: Float[Array, "T d"], params: Mapping[str, Array], *, config: MoEConfig
+) -> Float[Array, "T d"]:
+    """The output of the shared experts, a dense FFN that every token passes through, in the tokens' dtype."""
+    activation, dtype = get_activation(config.activation), tokens.dtype
+    names = ("shared_w_gate", "shared_w_up") if activation.gated else ("shared_w_up",)
+    wide = accumulator_dtype(dtype)
 
+    def products(tokens, weights, result_dtype=dtype):
+        return tuple(jnp.dot(tokens, w.astype(dtype), preferred_element_type=result_dtype) for w in weights)
 
-def _options(config: MoEConfig) -> dict[str, Any]:
-    """The options of `expert_ffn` that the configuration has."""
-    return {"activation": config.activation, "save": config.save, "implementation": config.implementation}
+    def activated(*pre_activations):
+        return activation.function(*(p.astype(wide) for p in pre_activations)).astype(dtype)
 
+    # Like the experts' kernels: the activation of the products' accumulators, and a backward pass that keeps the
+    # pre-activations and takes the products in the tokens' dtype.
+    @jax.custom_vjp
+    def hidden(tokens, weights):
+        return activated(*products(tokens, weights, wide))
 
-def _named(params: Mapping[str, Array], prefixes: tuple[str, ...]) -> dict[str, Array]:
-    return {name: array for name, array in params.items() if name.startswith(prefixes)}
+    def forward(tokens, weights):
+        pre_activations = products(tokens, weights, wide)
+        return activated(*pre_activations), (tokens, weights, tuple(p.astype(dtype) for p in pre_activations))
 
+    def backward(residuals, d_hidden):
+        tokens, weights, pre_activations = residuals
+        d_pre_activations = jax.vjp(activated, *pre_activations)[1](d_hidden)
+        return jax.vjp(products, tokens, weights)[1](d_pre_activations)
 
-def _with_axes_without_a_role(parallel: Parallelism, mesh, split: tuple[str, ...]) -> Parallelism:
-    """`parallel` where axes without a role split tokens, too, lest devices along them compute the same.
-
-    These are automatic axes, but not those over which an enclosing `vmap` splits its examples, and the axes `split`.
-    """
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    free = {axis for axis, kind in kinds if kind == AxisType.Auto} - axes_of_vmap()
-    more = (axis for axis in mesh.axis_names if axis in free.union(split) and axis not in parallel.axes)
-    return replace(parallel, data=(*parallel.axes_of("data"), *more))
-
-
-def _placed(array: Array, spec: P, mesh) -> Array:
-    """On a mesh with explicit axes, where it has to be said; of automatic axes beside them it must not be."""
-    if mesh is None:
-        return array
-    explicit = explicit_axes(mesh)
-    said = (tuple(name for name in names_of(axes) if name in explicit) or None for axes in spec)
-    return jax.sharding.reshard(array, NamedSharding(mesh, P(*said)))
-
-
-def _on_this_device(
-    tokens: Float[Array, "T d"],
-    shards,
-    selection_bias,
-    *,
-    config: MoEConfig,
-    router: Router,
-    parallel: Parallelism,
-    specs: Specs,
-    axes: tuple[str, ...],
-    num_tokens: int,
-) -> tuple[Float[Array, "T d"], Routing]:
-    """The layer on one device: `num_tokens` are all devices' tokens that count, those past them are padding.
-
-    Tokens are split over `axes`, those of `parallel` in this order.
-    """
-
-    def dense(*prefixes: str) -> dict[str, Array]:
-        own = _named(shards, prefixes)
-        whole = {name: gather_shards(shard, specs[name], parallel.axes) for name, shard in own.items()}
-        return vary_over(whole, varying_axes(tokens))
-
-    def compute(routing: Routing, _):
-        options = _options(config)
-        return experts_over_devices(parallel, specs, shards, tokens, routing.weights, routing.experts, **options)
-
-    return _layer(tokens, dense, config, partial(_route, config, router, selection_bias, axes, num_tokens), compute)
-
-
-def _route(
-    config: MoEConfig,
-    router: Router,
-    selection_bias,
-    axes: tuple[str, ...],
-    num_tokens: int,
-    logits: Float[Array, "T E"],
-) -> tuple[Routing, None]:
-    """This device's tokens routed, with the losses and statistics of all; what is grouped are no device's pairs."""
-    own, route = logits.shape[0], partial(_route_and_group, config, router, selection_bias)
-    first = lax.axis_index(axes) * own
-    if router.treats_tokens_apart():
-        if num_tokens % own or num_tokens < own * lax.axis_size(axes):
-            counts = first + jnp.arange(own, dtype=jnp.int32) < num_tokens
-            logits = jnp.where(counts[:, None], logits, -jnp.inf)
-        return route(logits, axis_name=axes)[0], None
-    # Capacity and rounding look at all tokens: every device then routes them all.
-    routing, _ = route(lax.all_gather(logits, axes, tiled=True)[:num_tokens])
-    padding = ((0, own * lax.axis_size(axes) - num_tokens), (0, 0))
-    experts = jnp.pad(routing.experts, padding, constant_values=EMPTY_SLOT)
-    mine = (lax.dynamic_slice_in_dim(a, first, own) for a in (experts, jnp.pad(routing.weights, padding)))
-    same = {
-        name: (lax.pmean if jnp.issubdtype(a.dtype, jnp.floating) else lax.pmax)(a, axes)
-        for name, a in routing._asdict().items()
-        if name not in ("experts", "weights", "weighted_losses")
-    }
-    experts, weights = mine
-    return Routing(experts=experts, weights=weights, weighted_losses={}, **same), None
+    hidden.defvjp(forward, backward)
+    return jnp.dot(hidden(tokens, [params[name] for name in names]), params["shared_w_down"].astype(dtype))

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax.checks import warn_once
 from blaze_jax.config import MoEConfig
-from blaze_jax.layer_program import is_inside_shard_map
-from blaze_jax.parallelism import Parallelism
+from blaze_jax.parallelism import Parallelism, is_inside_shard_map
 from blaze_jax.routing import Routing, update_selection_bias
 
 

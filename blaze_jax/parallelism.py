@@ -184,6 +184,18 @@ class _Part:
             )
 
 
+def is_inside_shard_map(parallel: Parallelism) -> bool:
+    """Whether an enclosing `jax.shard_map` is over all these axes; ValueError if it is over some."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    inside = [axis for axis in parallel.axes if axis in manual]
+    if inside and len(inside) < len(parallel.axes):
+        missing = ", ".join(axis for axis in parallel.axes if axis not in manual)
+        raise ValueError(
+            f"jax.shard_map is over {', '.join(inside)} but not over {missing}: it must be over all or none"
+        )
+    return bool(inside)
+
+
 def transport_options() -> dict[str, str]:
     """Options of XLA for programs over several devices: `jax.jit(step, compiler_options=transport_options())`.
 

@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from blaze_jax.activations import Activation
 from blaze_jax.exchange import HERE, Transport, Trips
 from pallas_kernels.compat import is_symbolic_dim, vary_over
-from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Kernels
+from pallas_kernels.contract import EMPTY_SLOT, Dispatch
+from pallas_kernels.family import Kernels
 
 ROW_MULTIPLE = 8
 """Budgets of rows are multiples of it, as groups of rows are in every family of kernels."""

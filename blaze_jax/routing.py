@@ -12,13 +12,14 @@ from jaxtyping import Array, Float, Int
 from blaze_jax.checks import as_array
 from blaze_jax.compiled_once import compiled_once
 from blaze_jax.dispatch import Grouped, group_by_expert
-from blaze_jax.explicit_mesh import explicit_mesh, per_device, reshard, token_axes
+from blaze_jax.explicit_mesh import explicit_mesh, per_device, placed, token_axes
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
 from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, differentiated_once
 from blaze_jax.router import Router, check_router
 from blaze_jax.token_rounding import round_token_counts
 from pallas_kernels.compat import reverse_mode_token
-from pallas_kernels.contract import EMPTY_SLOT, Kernels, Losses, Routed, Rule, accumulator_dtype
+from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule, accumulator_dtype
+from pallas_kernels.family import Kernels
 from pallas_kernels.xla.router import balance_loss, ranking_scores, weights_of, widened
 
 type AxisName = str | tuple[str, ...] | None
@@ -53,6 +54,12 @@ class Routing(NamedTuple):
     z_loss: Float[Array, ""]
     entropy: Float[Array, ""]
     weighted_losses: Mapping[str, Float[Array, ""]]
+
+
+def routing_specs(by_token: P) -> Routing:
+    """How `jax.shard_map` splits a routing: what there is of each token `by_token`, and nothing else."""
+    of_fields: dict[str, Any] = dict.fromkeys(Routing._fields, P()) | {"experts": by_token, "weights": by_token}
+    return Routing(**of_fields)
 
 
 def route(
@@ -136,12 +143,8 @@ def _route_where_tokens_are(
         routing, _ = _route(by_token, shared, axes=(*axes, *split), **options)
         return routing  # what is grouped here are one device's pairs
 
-    def specs(spec) -> Routing:
-        of_fields: dict[str, Any] = dict.fromkeys(Routing._fields, P()) | {"experts": spec, "weights": spec}
-        return Routing(**of_fields)
-
-    routing = per_device(route_here, mesh, split, logits, selection_bias, specs)
-    experts, weights = reshard((routing.experts, routing.weights), mesh, of_token)
+    routing = per_device(route_here, mesh, split, logits, selection_bias, routing_specs)
+    experts, weights = placed((routing.experts, routing.weights), P(of_token or None), mesh)
     return routing._replace(experts=experts, weights=weights), None
 
 

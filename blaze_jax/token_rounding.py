@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax.implementation import one_by_one
 from pallas_kernels import xla
-from pallas_kernels.contract import EMPTY_SLOT, Kernels
+from pallas_kernels.contract import EMPTY_SLOT
+from pallas_kernels.family import Kernels
 
 TokenRounding = Literal["up", "down", "nearest"]
 

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 
 from blaze_jax.plan import Plan, Rows, Tokens
 from blaze_jax.schedule import after
-from pallas_kernels.contract import Dispatch, Kernels, accumulator_dtype
+from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.family import Kernels
 from pallas_kernels.xla.loops import empty
 
 type RowsOf = Callable[[Any, int], Callable]

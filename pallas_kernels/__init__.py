@@ -1,6 +1,7 @@
 """Compute kernels of a Mixture-of-Experts layer: arrays in, arrays out.
 
-Nothing here knows of Flax, of autodiff rules or of routing policy. `contract` says what a family of kernels offers.
+Nothing here knows of Flax, of autodiff rules or of routing policy. `family` says what a family of kernels offers, and
+`contract` has the types that their operations share.
 
 - `xla`: the portable family, which runs wherever XLA does and whose docstrings define every operation.
 - `hopper`: the family for NVIDIA Hopper, and its kernels with tensor cores.

@@ -82,12 +82,10 @@ def kernel_launch(launch: Callable, when_lowered: Callable[[bytes, Callable[[], 
     def call(*arrays):
         if when_lowered is None and not config._check_vma.value:
             return launch(*arrays)
-        leaves, structure = jax.tree.flatten(vary_over(arrays, varying_axes(arrays)))
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
+        arrays = vary_over(arrays, varying_axes(arrays))
         with config._check_vma(False):
-            jaxpr, out = jax.make_jaxpr(lambda *flat: launch(*structure.unflatten(flat)), return_shape=True)(*shapes)
-        results = _launch.bind(*leaves, jaxpr=jaxpr, when_lowered=when_lowered)
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+            jaxpr, out = _traced(launch, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays))
+        return out.unflatten(_launch.bind(*jax.tree.leaves(arrays), jaxpr=jaxpr, when_lowered=when_lowered))
 
     return call
 
@@ -116,7 +114,7 @@ def when_lowered_unsplit(call: Callable[[int], None], integers: jax.Array) -> ja
 
     That is known only then: outside `jax.shard_map`, and inside one over some axes, a type need not tell of a mesh.
     """
-    return _lowered.bind(integers, call=call)
+    return _watched.bind(integers, lowered=call, raised=None)[0]
 
 
 def has_symbolic_sizes(*arrays) -> bool:
@@ -129,7 +127,7 @@ def undifferentiable(error: Callable[[], Exception], tree):
 
     `jax.custom_jvp` would do, but that jax 0.11 forgets its rule in the body of a scan that was differentiated once.
     """
-    return jax.tree.map(lambda array: _undifferentiable.bind(array, raised=error), tree)
+    return jax.tree.map(lambda array: _watched.bind(array, lowered=None, raised=error)[0], tree)
 
 
 def reverse_mode_token(error: Callable[[], Exception], *arrays: jax.Array) -> jax.Array:
@@ -138,7 +136,7 @@ def reverse_mode_token(error: Callable[[], Exception], *arrays: jax.Array) -> ja
     Given to a `jax.custom_vjp` function before `arrays`, it speaks up before jax does. In reverse mode its tangent is
     transposed, to nothing, and never computed.
     """
-    return _token.bind(*arrays, raised=error)
+    return _token.bind(*arrays, raised=error)[0]
 
 
 def computed_if_used(full: Callable, reduced: Callable) -> Callable:
@@ -152,22 +150,20 @@ def computed_if_used(full: Callable, reduced: Callable) -> Callable:
     """
 
     def call(*arrays):
-        leaves, structure = jax.tree.flatten(arrays)
-
-        def traced(function):
-            return jax.make_jaxpr(lambda *flat: function(*structure.unflatten(flat)), return_shape=True)(*leaves)
-
-        (jaxpr, out), (less, _) = traced(full), traced(reduced)
-        return jax.tree.unflatten(jax.tree.structure(out), _if_used.bind(*leaves, full=jaxpr, reduced=less))
+        (jaxpr, out), (less, _) = _traced(full, arrays), _traced(reduced, arrays)
+        return out.unflatten(_if_used.bind(*jax.tree.leaves(arrays), jaxpr=jaxpr, reduced=less))
 
     return call
 
 
-def _run_full(*arrays, full, reduced):
-    return jaxpr_as_fun(full)(*arrays)
+def _traced(function: Callable, arrays: tuple) -> tuple[Any, Any]:
+    """Returns the function as one of the leaves of `arrays`, and the structure of its result."""
+    leaves, structure = jax.tree.flatten(arrays)
+    jaxpr, out = jax.make_jaxpr(lambda *flat: function(*structure.unflatten(flat)), return_shape=True)(*leaves)
+    return jaxpr, jax.tree.structure(out)
 
 
-def _run_launch(*arrays, jaxpr, when_lowered):
+def _run(*arrays, jaxpr, **_):
     return jaxpr_as_fun(jaxpr)(*arrays)
 
 
@@ -187,7 +183,7 @@ def _batch_launch(arrays, axes, *, jaxpr, when_lowered):
 
 def _lower_launch(context, *operands, jaxpr, when_lowered):
     with _assembler_version_remembered():
-        results = mlir.lower_fun(_run_launch)(context, *operands, jaxpr=jaxpr, when_lowered=None)
+        results = mlir.lower_fun(_run)(context, *operands, jaxpr=jaxpr)
     module = context.module_context
     client = module.backend  # where only the text was asked for, it may be of another platform
     if not when_lowered or client is None or client.platform not in ("gpu", "cuda"):
@@ -244,35 +240,36 @@ _REMEMBERED: dict[Callable, Callable] = {}
 
 def _remove_unused(used_outputs, *live_inputs_and_equation):  # jax 0.11 says nothing of live inputs
     equation = live_inputs_and_equation[-1]
-    full, reduced = equation.params["full"], equation.params["reduced"]
+    full, reduced = equation.params["jaxpr"], equation.params["reduced"]
     optional = len(full.out_avals) - len(reduced.out_avals)
     if not any(used_outputs) and not full.effects:
         return [False] * len(equation.invars), None
     if optional and not any(used_outputs[:optional]):
-        params = {"full": reduced, "reduced": reduced}
+        params = {"jaxpr": reduced, "reduced": reduced}
         equation = equation.replace(outvars=equation.outvars[optional:], params=params, effects=reduced.effects)
     return [True] * len(equation.invars), equation
 
 
-def _batch_if_used(arrays, axes, *, full, reduced):
-    both = (jax.vmap(jaxpr_as_fun(jaxpr), in_axes=axes) for jaxpr in (full, reduced))
-    outs = computed_if_used(*both)(*arrays)
+def _batch_if_used(arrays, axes, *, jaxpr, reduced):
+    outs = computed_if_used(*(jax.vmap(jaxpr_as_fun(each), in_axes=axes) for each in (jaxpr, reduced)))(*arrays)
     return outs, [0] * len(outs)
 
 
-def _lower_and_tell(context, array, *, call):
+def _lower_watched(context, array, *, lowered, raised):
     where = context.module_context.axis_context
+    if lowered is None:
+        return [array]
     if isinstance(where, ShardingContext):
         devices = where.num_devices
     else:
         devices = math.prod(where.mesh.shape[axis] for axis in set(where.mesh.axis_names) - where.manual_axes)
     if devices > 1:
-        call(devices)
+        lowered(devices)
     return [array]
 
 
 def _no_elements(*_, **__):
-    return jnp.zeros(0, jnp.float32)
+    return [jnp.zeros(0, jnp.float32)]
 
 
 # `checkify` calls the rules of primitives with an argument of its own called `error`, so that none of theirs can be.
@@ -282,53 +279,52 @@ def _raise(*_, raised, **__):
 
 def _token_jvp(arrays, tangents, *, raised):
     tangents = [t for t in tangents if not isinstance(t, ad.Zero)]
-    return reverse_mode_token(raised, *arrays), _tangent_of_token.bind(*tangents, raised=raised)
+    return _token.bind(*arrays, raised=raised), _tangent_of_token.bind(*tangents, raised=raised)
 
 
 def _transpose(_, *tangents, raised):
     return [ad.Zero(t.aval) if ad.is_undefined_primal(t) else None for t in tangents]
 
 
-_if_used = Primitive("computed_if_used")
-_if_used.multiple_results = True
-_if_used.def_impl(_run_full)
-_if_used.def_effectful_abstract_eval(lambda *_, full, reduced: (full.out_avals, full.effects))
-mlir.register_lowering(_if_used, mlir.lower_fun(_run_full))
-batching.primitive_batchers[_if_used] = _batch_if_used
+def _primitive(name: str, run: Callable, types: Callable, batch: Callable, lower: Callable | None = None) -> Primitive:
+    """Returns an operation: what it computes, types and effects of that, its rule for `vmap`, and how it is lowered."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(run)
+    primitive.def_effectful_abstract_eval(types)
+    mlir.register_lowering(primitive, lower or mlir.lower_fun(run))
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+_if_used = _primitive(
+    "computed_if_used", _run, lambda *_, jaxpr, reduced: (jaxpr.out_avals, jaxpr.effects), _batch_if_used
+)
 partial_eval.dce_rules[_if_used] = _remove_unused
 
-_launch = Primitive("kernel_launch")
-_launch.multiple_results = True
-_launch.def_impl(_run_launch)
-_launch.def_effectful_abstract_eval(_results_vary)
-mlir.register_lowering(_launch, _lower_launch)
-batching.primitive_batchers[_launch] = _batch_launch
+_launch = _primitive("kernel_launch", _run, _results_vary, _batch_launch, _lower_launch)
 
-_undifferentiable = Primitive("undifferentiable")
-_undifferentiable.def_abstract_eval(lambda array, **_: array)
-_undifferentiable.def_impl(lambda array, **_: array)
-mlir.register_lowering(_undifferentiable, lambda _, array, **__: [array])
-ad.primitive_jvps[_undifferentiable] = _raise
-batching.primitive_batchers[_undifferentiable] = lambda arrays, axes, raised: (
-    undifferentiable(raised, arrays[0]),
-    axes[0],
+_watched = _primitive(
+    "watched",
+    run=lambda array, **_: [array],
+    types=lambda array, **_: ([array], frozenset()),
+    batch=lambda arrays, axes, **watch: (_watched.bind(*arrays, **watch), axes),
+    lower=_lower_watched,
 )
+ad.primitive_jvps[_watched] = _raise
 
-_lowered = Primitive("when_lowered_unsplit")
-_lowered.def_abstract_eval(lambda array, **_: array)
-_lowered.def_impl(lambda array, **_: array)
-mlir.register_lowering(_lowered, _lower_and_tell)
-batching.primitive_batchers[_lowered] = lambda arrays, axes, call: (when_lowered_unsplit(call, *arrays), *axes)
 
-_token, _tangent_of_token = Primitive("reverse_mode_token"), Primitive("tangent_of_reverse_mode_token")
-for _primitive in (_token, _tangent_of_token):
-    _primitive.def_abstract_eval(lambda *_, **__: ShapedArray((0,), jnp.float32))
-_token.def_impl(_no_elements)
-mlir.register_lowering(_token, mlir.lower_fun(_no_elements, multiple_results=False))
+def _types_of_token(*_, **__):
+    return [ShapedArray((0,), jnp.float32)], frozenset()
+
+
+_token = _primitive(
+    "reverse_mode_token",
+    _no_elements,
+    _types_of_token,
+    batch=lambda arrays, _, raised: (_token.bind(*arrays, raised=raised), [None]),
+)
 ad.primitive_jvps[_token] = _token_jvp
-batching.primitive_batchers[_token] = lambda arrays, _, raised: (reverse_mode_token(raised, *arrays), None)
-_tangent_of_token.def_impl(_raise)
-mlir.register_lowering(_tangent_of_token, _raise)
+_tangent_of_token = _primitive("tangent_of_reverse_mode_token", _raise, _types_of_token, _raise, _raise)
 ad.primitive_jvps[_tangent_of_token] = _raise
 ad.primitive_transposes[_tangent_of_token] = _transpose
-batching.primitive_batchers[_tangent_of_token] = _raise

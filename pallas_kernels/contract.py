@@ -1,15 +1,12 @@
-"""The contract of every family of kernels: the types that its operations take and return, their signatures and limits.
+"""Types that the operations of every family of kernels take and return, and the little that all compute in one way.
 
-`Kernels` is what a family's module looks like; who calls kernels asks what they can do there, and not which family they
-are. The portable forms in `pallas_kernels.xla` say in their docstrings what
-each operation computes; other families give the same results faster, and may differ in the last bits.
+`family` says which operations there are.
 """
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
 
@@ -131,161 +128,12 @@ def no_limit(*_) -> None:
     """Why an operation cannot run, or runs slowly, in a family where nothing stands against it: None."""
 
 
-class Kernels(Protocol):
-    """A family of kernels: a module with these operations, and with what it says of itself.
+def place_values(values: Num[Array, "..."], rows: Int[Array, "..."], num_rows: int) -> Num[Array, " R"]:
+    """`(num_rows,)` zeros with each value in its row, which no other value has; a row of `num_rows` drops its value.
 
-    `groups` is what the family's own `dispatch` makes of the experts, or what `row_range`, `in_parts` or `of_experts`
-    makes of that. Of rows of other groups, an operation that takes `into` keeps what it finds there: the results that
-    the same call gave for those groups. Without `into` they hold anything. A family without `in_parts` and `of_experts`
-    is given neither `into` nor tokens in several arrays, and need not take them.
+    XLA is told that no row is written twice. Otherwise it would sort the values where it must give equal bits in every
+    run; so dropped values need distinct rows as well.
     """
-
-    @property
-    def transformable(self) -> bool:
-        """Whether jax differentiates and batches the operations itself; others are called for one example at a time."""
-        ...
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the kernels run while arrays travel between devices, so that beginning with what is there pays."""
-        ...
-
-    def unsupported(self, x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], /) -> str | None:
-        """Why experts of these arrays cannot run, or None: tokens, up weights and the down weights, all biases."""
-        ...
-
-    def router_unsupported(self, logits: Array, experts_per_token: int, /) -> str | None:
-        """Why the router cannot take these logits, or None."""
-        ...
-
-    def dispatch_unsupported(self, num_experts: int, /) -> str | None:
-        """Why rows of so many experts, or groups of experts and parts, cannot be grouped, or None."""
-        ...
-
-    def why_kernels_spill(self) -> str | None:
-        """The reason why the kernels are slow on this machine and how to mend it, or None."""
-        ...
-
-    def router(self, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule) -> Routed: ...
-
-    def router_backward(
-        self,
-        logits: Float[Array, "T E"],
-        experts: Int[Array, "T K"],
-        demand: Int[Array, " E"],
-        d_weights: Float[Array, "T K"],
-        d_losses: Losses,
-        d_probability: Float[Array, " E"],
-        rule: Rule,
-    ) -> Float[Array, "T E"]: ...
-
-    def token_cutoffs(self, keys: Int[Array, "E T"], wanted: Int[Array, " E"]) -> Cutoffs: ...
-
-    def experts_added(
-        self, keys: Int[Array, "E T"], cutoffs: Cutoffs, chosen_key: int, slots: int
-    ) -> tuple[Int[Array, "T slots"], Bool[Array, " E"]]: ...
-
-    def dispatch(
-        self, experts: Int[Array, "T K"], num_experts: int, *, row_alignment: int = ..., spare_rows: int = ...
-    ) -> Dispatch: ...
-
-    def row_range(self, groups: Dispatch, first_row: Int[Array, ""] | int, num_rows: int) -> Dispatch: ...
-
-    @property
-    def in_parts(self) -> Callable[[Dispatch, int], tuple[Dispatch, tuple[Dispatch, ...]]] | None:
-        """The function that cuts rows by part of the tokens; None where all are computed at once.
-
-        `in_parts(groups, parts)` takes rows that were grouped by expert and part, as id `e * parts + p`. It returns all
-        rows by expert, and for each part the rows of its tokens, by the same numbers.
-        """
-        ...
-
-    @property
-    def of_experts(self) -> Callable[..., Dispatch] | None:
-        """The function that picks the rows of consecutive experts; None where all are computed at once.
-
-        `of_experts(groups, first, experts, counted_from=None)` has the same numbers of rows, and counts experts from
-        `counted_from`, the first one whose weights the operations get; None for `first`.
-        """
-        ...
-
-    def up_projection(
-        self,
-        x: Float[Array, "T d"],
-        weights: tuple[Float[Array, "E d n"], ...],
-        biases: tuple[Float[Array, "E n"], ...],
-        groups: Dispatch,
-        *,
-        activation: Callable[..., Array],
-        keep_pre_activations: bool = True,
-        into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
-    ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]: ...
-
-    def down_projection(
-        self,
-        hidden: Float[Array, "R n"],
-        w_down: Float[Array, "E n d"],
-        b_down: Float[Array, "E d"] | None,
-        groups: Dispatch,
-        first_column: Int[Array, ""] | int,
-        num_columns: int,
-        *,
-        into: Float[Array, "R columns"] | None = None,
-    ) -> Float[Array, "R columns"]: ...
-
-    def combine(
-        self,
-        rows: Float[Array, "R columns"],
-        token_index_map: Int[Array, "T K"],
-        weights: Float[Array, "T K"] | None,
-        out: Float[Array, "T d"],
-        first_column: Int[Array, ""] | int,
-        addend: Float[Array, "T columns"] | None = None,
-    ) -> Float[Array, "T d"]: ...
-
-    def column_block(self, num_rows: int, d: int, n: int, num_experts: int, dtype) -> int: ...
-
-    def down_backward(
-        self,
-        dy: Float[Array, "T d"],
-        w_down: Float[Array, "E n d"],
-        b_down: Float[Array, "E d"] | None,
-        pre_activations: tuple[Float[Array, "R n"], ...],
-        row_weights: Float[Array, " R"],
-        groups: Dispatch,
-        *,
-        activation: Callable[..., Array],
-        into: Float[Array, "R n"] | None = None,
-    ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]: ...
-
-    def down_weight_gradients(
-        self,
-        weighted_hidden: Float[Array, "R n"],
-        dy: Float[Array, "T d"] | tuple[Float[Array, "T_part d"], ...],
-        row_weights: Float[Array, " R"],
-        groups: Dispatch,
-        *,
-        dtype,
-        bias_dtype,
-    ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]: ...
-
-    def up_weight_gradients(
-        self,
-        x: Float[Array, "T d"] | tuple[Float[Array, "T_part d"], ...],
-        d_pre_activations: tuple[Float[Array, "R n"], ...],
-        groups: Dispatch,
-        *,
-        dtypes: tuple,
-        bias_dtypes: tuple,
-    ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]: ...
-
-    def up_backward(
-        self,
-        d_pre_activations: tuple[Float[Array, "R n"], ...],
-        weights: tuple[Float[Array, "E d n"], ...],
-        groups: Dispatch,
-        first_column: Int[Array, ""] | int,
-        num_columns: int,
-        *,
-        into: Float[Array, "R columns"] | None = None,
-    ) -> Float[Array, "R columns"]: ...
+    beyond = num_rows + jnp.arange(rows.size, dtype=rows.dtype).reshape(rows.shape)
+    distinct = jnp.where(rows < num_rows, rows, beyond)
+    return jnp.zeros(num_rows, values.dtype).at[distinct].set(values, mode="drop", unique_indices=True)

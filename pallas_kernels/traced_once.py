@@ -12,7 +12,7 @@ import jax
 
 from pallas_kernels.compat import INLINE_WHILE_TRACING, is_part_of_a_program
 from pallas_kernels.mosaic.interpreter import is_interpreted
-from pallas_kernels.tuning.parameters import tables_in_use
+from pallas_kernels.tuning import tables_in_use
 
 MOST_SURROUNDINGS = 64
 """Surroundings of a function for which traces are kept: a user changes tables rarely, a tuning program often."""

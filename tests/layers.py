@@ -1,4 +1,4 @@
-"""Configurations, parameters and tokens of whole layers."""
+"""Configurations, parameters and tokens of whole layers, and the doors to a layer: a function and two modules."""
 
 from dataclasses import fields
 from functools import partial
@@ -6,9 +6,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import blaze_jax
-from blaze_jax import MoEConfig, Router, moe
+from blaze_jax import MoE, MoEConfig, Router, moe
+from blaze_jax.nnx import AuxiliaryLoss
 
 WIDTH = 10
 
@@ -41,6 +43,59 @@ def layer(x, params, config: MoEConfig, train: bool = False, selection_bias=None
     if config.has_selection_bias and selection_bias is None:
         selection_bias = jnp.zeros(config.num_experts)
     return moe(x, params, config, selection_bias=selection_bias, train=train)
+
+
+def created(module: str, config: MoEConfig, **options) -> dict:
+    """The parameters that a module of flax.linen or flax.nnx initialises, in their boxes."""
+    if module == "linen":
+        return MoE(config, **options).init(jax.random.key(0), random_tokens(2))["params"]
+    state = nnx.state(blaze_jax.nnx.MoE(WIDTH, config, rngs=nnx.Rngs(0), **options), nnx.Param)
+    return {path[0]: variable for path, variable in nnx.to_flat_state(state)}
+
+
+def unboxed(params: dict) -> dict:
+    return {name: jax.tree.leaves(box)[0] for name, box in params.items()}
+
+
+def of_function(params, x, config: MoEConfig, dtype=None):
+    """Output of `moe` in training, computed in `dtype`, and its weighted losses."""
+    y, routing = layer(x if dtype is None else x.astype(dtype), params, config, train=True)
+    return y, routing.weighted_losses
+
+
+def of_linen(params, x, config: MoEConfig, dtype=None):
+    """The same of the module of flax.linen that is given these parameters."""
+    module = MoE(config, dtype=dtype, use_bias="b_down" in params)
+    y, sown = module.apply({"params": params}, x, train=True, mutable=["losses", "router_state"])
+    return y, {name: loss for name, (loss,) in sown["losses"].items()}
+
+
+def nnx_module(params, config: MoEConfig, **options) -> blaze_jax.nnx.MoE:
+    """A module of flax.nnx that holds these parameters, instead of those that it initialises."""
+    module = blaze_jax.nnx.MoE(WIDTH, config, use_bias="b_down" in params, rngs=nnx.Rngs(0), **options)
+    for name, value in params.items():
+        getattr(module, name).set_value(value)
+    return module
+
+
+def of_nnx(params, x, config: MoEConfig, dtype=None):
+    """The same of the module of flax.nnx that holds these parameters."""
+    y, losses = nnx.capture(nnx_module(params, config, dtype=dtype), AuxiliaryLoss)(x, train=True)
+    return y, {name: jax.tree.leaves(loss)[0] for name, loss in losses.items()}
+
+
+DOORS = {"function": of_function, "linen": of_linen, "nnx": of_nnx}
+
+
+@partial(jax.jit, static_argnums=(0, 3, 4))
+def gradients_through(door, params, x, config: MoEConfig, dtype=None):
+    """Loss of a layer behind a door, its output, and the gradients to parameters and tokens."""
+
+    def loss(params, x):
+        y, losses = DOORS[door](params, x, config, dtype)
+        return sum(leaf.astype(jnp.float32) for leaf in (jnp.square(y).sum(), *losses.values())), (y, losses)
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
 
 
 def loss(params, x, config: MoEConfig, *, axis_name=None, parallel=None):

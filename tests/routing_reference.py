@@ -1,8 +1,24 @@
-"""Routing by its definition, in numpy float64, one token or expert at a time."""
+"""Logits, and routing by its definition, in numpy float64, one token or expert at a time."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from tests.routings import EMPTY
+
+SCORINGS = ("softmax", "softmax_selected", "sigmoid")
+LOSSES = ("load_balancing_loss", "z_loss", "entropy")
+
+
+def random_logits(*shape: int, seed: int = 0, scale: float = 2.0):
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
+
+
+def total(route, logits, share_of_losses: float = 1.0, **options):
+    """Something that depends on all that is differentiable in what `route` returns."""
+    out = route(logits, **options)
+    factors = jnp.sin(1 + jnp.arange(out.weights.size, dtype=jnp.float32)).reshape(out.weights.shape)
+    losses = sum((i + 2) * getattr(out, name) for i, name in enumerate(LOSSES))
+    return (factors * out.weights).sum() + share_of_losses * losses
 
 
 def softmax(logits):
@@ -23,13 +39,13 @@ def best_first(values, count: int):
     return np.argsort(-values, kind="stable")[:count]
 
 
-def choose(scores, experts_per_token: int, bias=0.0, num_groups: int = 1, groups_per_token: int = 1, possible=True):
+def choose(scores, experts_per_token: int, bias=None, num_groups: int = 1, groups_per_token: int = 1, possible=True):
     """Experts of every token: the best biased scores within the groups whose two best add up to most.
 
     Where too few are `possible`, slots stay empty.
     """
     chosen = []
-    for ranking in np.where(possible, scores + bias, -np.inf):
+    for ranking in np.where(possible, scores if bias is None else scores + bias, -np.inf):
         groups = [np.sort(group[group > -np.inf]) for group in np.split(ranking, num_groups)]
         strength = np.array([group[-2:].sum() if group.size else -np.inf for group in groups])
         kept = np.isin(np.arange(num_groups), best_first(strength, groups_per_token))

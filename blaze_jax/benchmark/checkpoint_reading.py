@@ -17,7 +17,7 @@ import numpy as np
 from blaze_jax.benchmark.results import Record
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.checkpoints.loading import load
-from blaze_jax.checkpoints.writing import NewTensor, write_tensors
+from blaze_jax.checkpoints.saving import NewTensor, write_tensors
 from blaze_jax.config import MoEConfig
 
 
@@ -41,12 +41,12 @@ def write_layer(folder: Path, config: MoEConfig, width: int) -> Path:
     dtype = np.dtype(jnp.bfloat16)
     numbers = np.random.default_rng(0).integers(0, 2**15, n * width, np.uint16).view(dtype)
     tensors = [
-        NewTensor(f"{prefix}experts.{expert}.{name}.weight", dtype, shape, lambda: [numbers])
+        NewTensor(f"{prefix}experts.{expert}.{name}.weight", "BF16", shape, lambda: [numbers])
         for expert in range(config.num_experts)
         for name, shape in shapes.items()
     ]
     router = np.zeros((config.num_experts, width), dtype)
-    tensors.append(NewTensor(f"{prefix}gate.weight", dtype, router.shape, lambda: [router]))
+    tensors.append(NewTensor(f"{prefix}gate.weight", "BF16", router.shape, lambda: [router]))
     return write_tensors(folder, tensors)[0]
 
 

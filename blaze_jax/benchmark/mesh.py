@@ -26,7 +26,7 @@ from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.trace import Kernel, TraceError, busy_ns, trace
 from blaze_jax.benchmark.traffic import traffic
 from blaze_jax.config import MoEConfig
-from blaze_jax.experts import expert_ffn, experts_over_devices
+from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.parallelism import ROLES, Parallelism, transport_options
 
 NAMES = ("w_gate", "w_up", "w_down")
@@ -126,9 +126,8 @@ def measured_here(case: Case, dtype: str, layers: int, repeats: int, implementat
         return expert_ffn(x, weights=weights, experts=experts, implementation=implementation, **params)
 
     settings = {"activation": "swiglu", "save": "pre_activations", "implementation": implementation}
-    over = partial(experts_over_devices, parallel, specs, **settings)
     over_devices = jax.shard_map(
-        partial(chain, lambda x, params, weights, experts: over(params, x, weights, experts)),
+        partial(chain, partial(compute_experts, parallel=parallel, specs=specs, **settings)),
         mesh=mesh,
         in_specs=([specs] * layers, by_token, by_token, by_token),
         out_specs=by_token,

@@ -117,8 +117,11 @@ def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) 
     settings = {"activation": "swiglu", "save": "pre_activations", "implementation": implementation}
 
     def alone(grouped: Grouped | None, routing: Routing, x, *weights):
-        layer = forward_and_backward(partial(compute_experts, grouped, **settings))
-        return layer(x, *weights, routing.weights, routing.experts, x)
+        def layer(x, w_gate, w_up, w_down, *routed):
+            params = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+            return compute_experts(x, params, *routed, grouped=grouped, **settings)
+
+        return forward_and_backward(layer)(x, *weights, routing.weights, routing.experts, x)
 
     def routed(router: Router, logits, *arrays):
         routing, grouped = route_and_group(logits, router=router, **options)

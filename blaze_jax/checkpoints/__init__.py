@@ -1,8 +1,8 @@
 """Public Mixture-of-Experts checkpoints: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, Kimi-K2, GLM-4.5, gpt-oss.
 
 `read_model` reads a model's `config.json`, `load` the parameters of a layer, and `save` writes layers. On the way lie
-`folder` (files and their headers), `layouts` (which tensor is which parameter), `decode` and `matrices` (numbers,
-brought to devices), and `writing`.
+`folder` (files and their headers), `layouts` (which part of which tensor is which parameter), `decode` (compressed
+numbers), `loading` (matrices, brought to devices) and `saving` (files, written).
 """
 
 from blaze_jax.checkpoints.decode import decode_float8, decode_mxfp4

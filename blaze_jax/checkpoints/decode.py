@@ -1,4 +1,10 @@
-"""Numbers of the compressed formats of public checkpoints: pure functions of arrays, for any device."""
+"""Numbers of public checkpoints, plain and compressed: pure functions of arrays, for any device.
+
+A `Coding` says how a matrix is stored, so that any part of it can be read and decoded by itself.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -52,3 +58,24 @@ def decode_float8(
         scales = jnp.repeat(scales, FLOAT8_BLOCK, axis)
         scales = lax.slice_in_dim(scales, 0, size, axis=axis)
     return (values.astype(jnp.float32) * scales).astype(dtype)
+
+
+class Coding(NamedTuple):
+    """How the numbers of a matrix `(in, out)` are stored in one array, or in one with scales.
+
+    Attributes:
+      decode: the numbers, as a function of the arrays and of their type.
+      steps: for each array, rows and columns of the matrix that one of its entries stands for.
+    """
+
+    decode: Callable[..., Array]
+    steps: tuple[tuple[int, int], ...]
+
+
+def _as_they_are(values: Array, dtype: DTypeLike) -> Array:
+    return values.astype(dtype)
+
+
+UNCODED = Coding(_as_they_are, ((1, 1),))
+MXFP4 = Coding(decode_mxfp4, ((2, 1), (MXFP4_BLOCK, 1)))
+FLOAT8 = Coding(decode_float8, ((1, 1), (FLOAT8_BLOCK, FLOAT8_BLOCK)))

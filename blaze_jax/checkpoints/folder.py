@@ -1,7 +1,7 @@
 """Tensors of a folder in the format safetensors: which file holds each, its type and shape, and parts of it.
 
 `Folder` opens every file that is there and checks its header in full, before a byte of a tensor is read. Files are
-mapped into memory, and `Stored.read` copies a part of a tensor out of them.
+mapped into memory, and parts of tensors are copied out of them.
 """
 
 import math
@@ -69,13 +69,21 @@ class Stored(NamedTuple):
         if self.dtype not in dtypes:
             raise CheckpointError(f"{self} has dtype {self.dtype}, must have {' or '.join(dtypes)}")
 
-    def read(self, *index: int | slice) -> np.ndarray:
-        """Reads a part of the tensor, `tensor[index]`, with whole slices for the axes not named, and nothing else."""
+    def mapped(self) -> np.ndarray:
+        """Returns the tensor where it is mapped, not read yet."""
         if self.dtype not in DTYPES:
             raise CheckpointError(f"{self} has dtype {self.dtype}, which numpy has not")
-        dtype = DTYPES[self.dtype]
-        bits = self.raw.view(f"u{dtype.itemsize}").reshape(self.shape)  # numpy copies runs of these, not single numbers
-        return np.array(bits[index]).view(dtype)
+        return self.raw.view(DTYPES[self.dtype]).reshape(self.shape)
+
+    def read(self, *index: int | slice) -> np.ndarray:
+        """Reads a part of the tensor, `tensor[index]`, with whole slices for the axes not named, and nothing else."""
+        return copied(self.mapped()[index])
+
+
+def copied(mapped: np.ndarray) -> np.ndarray:
+    """Reads a part of a mapped tensor; its axes lie in memory in the order that they have in the file."""
+    bits = mapped.view(f"u{mapped.itemsize}")  # numpy copies runs of these, but other types number by number
+    return np.array(bits).view(mapped.dtype)
 
 
 class TensorFile:
@@ -152,11 +160,10 @@ class Folder:
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such folder")
         origins = [self.path / name for name in (SINGLE_FILE, INDEX) if (self.path / name).exists()]
-        if not origins:
-            raise CheckpointError(f"{self.path}: holds neither {SINGLE_FILE} nor {INDEX}")
-        if len(origins) > 1:
-            raise CheckpointError(f"{self.path}: holds {SINGLE_FILE} and {INDEX}: which one counts?")
-        self.origin = origins[0]
+        if len(origins) != 1:
+            what = f"{SINGLE_FILE} and {INDEX}: which one counts?" if origins else f"neither {SINGLE_FILE} nor {INDEX}"
+            raise CheckpointError(f"{self.path}: holds {what}")
+        (self.origin,) = origins
         if self.origin.name == SINGLE_FILE:
             self.files = {SINGLE_FILE: TensorFile(self.origin)}
             self.file_of = dict.fromkeys(self.files[SINGLE_FILE].tensors, SINGLE_FILE)
@@ -208,23 +215,18 @@ def has_tensors(folder: Path) -> bool:
 def _entry(value: Any, where: str) -> tuple[int, int, str, tuple[int, ...]]:
     """Returns first byte, end, type and shape of a header's entry."""
     match value:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]}:
-            if len(shape) <= _MOST_AXES and all(
-                type(number) is int and number >= 0 for number in (*shape, start, stop)
-            ):
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]} if len(shape) <= _MOST_AXES:
+            if all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
                 if dtype not in BITS:
                     raise CheckpointError(f"{where} has dtype {shown(dtype)}, must have one of {', '.join(BITS)}")
-                if (stop - start) * 8 != math.prod(shape) * BITS[dtype]:
-                    raise CheckpointError(
-                        f"{where} has {stop - start} bytes, not those of {dtype} and shape {tuple(shape)}"
-                    )
+                if (size := stop - start) * 8 != math.prod(shape) * BITS[dtype]:
+                    raise CheckpointError(f"{where} has {size} bytes, not those of {dtype} and shape {tuple(shape)}")
                 return start, stop, dtype, tuple(shape)
     raise CheckpointError(f"{where} must have a dtype, a shape, and data_offsets from one byte to another")
 
 
 def _stays_inside(file: str) -> bool:
     """Tells whether an index's name stays in its folder on any system. Links are the user's: caches consist of them."""
-    for path in (PurePosixPath(file), PureWindowsPath(file)):
-        if path.is_absolute() or path.drive or path.root or ".." in path.parts:
-            return False
-    return file.endswith(".safetensors") and "\0" not in file
+    paths = PurePosixPath(file), PureWindowsPath(file)
+    leaves = any(path.anchor or ".." in path.parts for path in paths)
+    return not leaves and file.endswith(".safetensors") and "\0" not in file

@@ -4,12 +4,18 @@
 their names, types and shapes before anything is read.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
-from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, MXFP4_BLOCK
-from blaze_jax.checkpoints.folder import Folder, Stored
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from blaze_jax.checkpoints import decode
+from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, MXFP4_BLOCK, MXFP4_NAN, Coding
+from blaze_jax.checkpoints.folder import Folder, Stored, copied
 from blaze_jax.config import MoEConfig, Parameter
 from blaze_jax.json_file import CheckpointError
 
@@ -21,7 +27,9 @@ PLAIN = ("F32", "F16", "BF16")
 PREFIXES = ("model.layers.{layer}.", "layers.{layer}.")
 """How a layer is named in a model with a head, and in one without."""
 
-SCALES = ("_scale_inv", "_scales")
+MXFP4_ENDS = ("_blocks", "_scales")
+FLOAT8_SCALES = "_scale_inv"
+SCALES = (FLOAT8_SCALES, MXFP4_ENDS[1])
 """How names of the scales of compressed tensors end."""
 
 
@@ -47,27 +55,31 @@ class Tensor(NamedTuple):
         return "{expert}" in self.name
 
     def names(self, num_experts: int) -> list[str]:
-        """Returns names in the file, without the block's prefix and without scales of float8."""
-        ends = ("_blocks", "_scales") if self.mxfp4 else ("",)
-        experts = range(num_experts if self.of_one_expert else 1)
-        return [self.name.format(expert=expert) + end for expert in experts for end in ends]
-
-    def outputs(self, parameter: str, width: int, chosen: slice) -> slice:
-        """Returns where the outputs `chosen` of a parameter lie in the tensor; `width` counts all its outputs."""
-        which = self.parameters.index(parameter)
-        step = len(self.parameters) if self.alternating else 1
-        first = which if self.alternating else which * width
-        return slice(first + step * chosen.start, first + step * (chosen.stop - 1) + 1, step)
+        """Returns its names: one for each expert, or a single one."""
+        return [self.name.format(expert=expert) for expert in range(num_experts if self.of_one_expert else 1)]
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
         """Returns the shape in the file, as if it were stored as plain numbers."""
-        *leading, outputs = parameter.shape
-        if self.of_one_expert:
-            leading = leading[1:]
-        outputs *= len(self.parameters)
-        if leading and self.outputs_first and parameter.kind != "bias":
-            return (*leading[:-1], outputs, leading[-1])
-        return (*leading, outputs)
+        shape = list(parameter.shape[1:] if self.of_one_expert else parameter.shape)
+        shape[-1] *= len(self.parameters)
+        if self.outputs_first:
+            shape[-2:] = reversed(shape[-2:])
+        return tuple(shape)
+
+    def view(self, stored: np.ndarray, parameter: str) -> np.ndarray:
+        """Returns the part of the tensor that is the parameter, as that has its axes; no copy."""
+        if self.outputs_first and stored.ndim > 1:
+            stored = stored.swapaxes(-1, -2)
+        which, all_of_it = self.parameters.index(parameter), len(self.parameters)
+        return stored[..., which::all_of_it] if self.alternating else np.split(stored, all_of_it, axis=-1)[which]
+
+    def join(self, parameters: Sequence[Array]) -> Array:
+        """Returns what the file holds of its parameters, or of an expert's: what `view` takes apart."""
+        if self.alternating:
+            joined = jnp.stack(parameters, axis=-1).reshape(*parameters[0].shape[:-1], -1)
+        else:
+            joined = jnp.concatenate(parameters, axis=-1)
+        return joined.mT if self.outputs_first and joined.ndim > 1 else joined
 
 
 class Layout(NamedTuple):
@@ -76,7 +88,7 @@ class Layout(NamedTuple):
     Attributes:
       name: how it is asked for.
       block: the block's name in the model's layer.
-      tensors: what it can hold.
+      tensors: what it can hold, the router first.
       use_bias: whether the experts have biases.
     """
 
@@ -86,17 +98,21 @@ class Layout(NamedTuple):
     use_bias: bool = False
 
     @property
-    def router(self) -> Tensor:
-        return self.of(["w_router"])[0]
+    def parameters(self) -> set[str]:
+        return {parameter for tensor in self.tensors for parameter in tensor.parameters}
 
     def of(self, parameters: Collection[str]) -> list[Tensor]:
         """Returns the tensors that hold any of the parameters."""
         return [tensor for tensor in self.tensors if set(tensor.parameters) & set(parameters)]
 
     def names(self, config: MoEConfig, parameters: Collection[str]) -> set[str]:
-        """Returns names of the tensors that hold any of the parameters, after the layer's prefix."""
-        tensors = self.of(parameters)
-        return {f"{self.block}.{name}" for tensor in tensors for name in tensor.names(config.num_experts)}
+        """Returns names after the layer's prefix of what holds any of the parameters, without scales of float8."""
+        return {
+            f"{self.block}.{name}{end}"
+            for tensor in self.of(parameters)
+            for name in tensor.names(config.num_experts)
+            for end in (MXFP4_ENDS if tensor.mxfp4 else ("",))
+        }
 
 
 def _by_expert(gate: str, up: str, down: str) -> tuple[Tensor, ...]:
@@ -116,8 +132,8 @@ def _gpt_oss(**options: bool) -> tuple[Tensor, ...]:
         Tensor("router.weight", ("w_router",)),
         Tensor("router.bias", ("b_router",)),
         *_fused(alternating=True, **options),
-        Tensor("experts.gate_up_proj_bias", ("b_gate", "b_up"), alternating=True),
-        Tensor("experts.down_proj_bias", ("b_down",)),
+        Tensor("experts.gate_up_proj_bias", ("b_gate", "b_up"), outputs_first=False, alternating=True),
+        Tensor("experts.down_proj_bias", ("b_down",), outputs_first=False),
     )
 
 
@@ -145,17 +161,44 @@ def entries(config: MoEConfig, width: int, use_bias: bool) -> dict[str, Paramete
 
 
 class Source(NamedTuple):
-    """Where an entry of the layer comes from; with one for each expert, those of one expert.
+    """Where an entry of the layer comes from, or one expert's matrix of it.
 
     Attributes:
-      tensor: how the entry lies in it.
-      values: the numbers.
-      scales: scales of compressed numbers; None for plain ones.
+      coding: how its numbers are stored.
+      tensors: what holds them, and their scales.
+      arrays: the entry's own part of each tensor, mapped; with the entry's axes, and a matrix's blocks for its numbers.
     """
 
-    tensor: Tensor
-    values: Stored
-    scales: Stored | None = None
+    coding: Coding
+    tensors: tuple[Stored, ...]
+    arrays: tuple[np.ndarray, ...]
+
+    def each(self, change: Callable[[np.ndarray], np.ndarray]) -> "Source":
+        """Returns a part of the source, which `change` takes out of each array."""
+        return self._replace(arrays=tuple(map(change, self.arrays)))
+
+    def read(self, *wanted: slice) -> tuple[list[np.ndarray], tuple[slice, ...]]:
+        """Reads the whole blocks around slices of a matrix; returns also where these lie in what is decoded.
+
+        Raises:
+          CheckpointError: a scale is no finite number, which no model has, and which would spoil its block.
+        """
+        units = self.coding.steps[-1]  # a scale's block is decoded whole
+        around = [_blocks(part, unit, unit) for part, unit in zip(wanted, units, strict=True)]
+        read = []
+        for tensor, array, steps in zip(self.tensors, self.arrays, self.coding.steps, strict=True):
+            values = copied(array[tuple(map(_blocks, around, steps))])
+            is_scales = len(read) > 0
+            if is_scales and np.any(values == MXFP4_NAN if values.dtype == np.uint8 else ~np.isfinite(values)):
+                raise CheckpointError(f"{tensor} has scales that are no finite numbers")
+            read.append(values)
+        inside = zip(wanted, (whole.start for whole in around), strict=True)
+        return read, tuple(slice(part.start - start, part.stop - start) for part, start in inside)
+
+
+def _blocks(part: slice, size: int, scale: int = 1) -> slice:
+    """Returns the blocks of that size that a part touches, times `scale`."""
+    return slice(part.start // size * scale, -(-part.stop // size) * scale)
 
 
 class Block(NamedTuple):
@@ -164,7 +207,7 @@ class Block(NamedTuple):
     Attributes:
       layout: its format.
       entries: shapes of everything that the layer has.
-      sources: by entry, one for each expert or a single one; none for a selection bias that starts at zero.
+      sources: by entry, one for each expert's matrix or a single one; a selection bias that is not there is zero.
     """
 
     layout: Layout
@@ -175,20 +218,23 @@ class Block(NamedTuple):
 def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
     """Returns the block of experts of that layer; CheckpointError unless its tensors are those of the configuration."""
     layout, prefix = _find_layout(folder, layer, config)
-    expected = entries(config, folder[prefix + layout.router.name].shape[1], layout.use_bias)
-    sources = {}
+    expected = entries(config, folder[prefix + layout.tensors[0].name].shape[1], layout.use_bias)
+    sources = {SELECTION_BIAS: [Source(decode.UNCODED, (), (np.zeros(config.num_experts, np.float32),))]}
     for tensor in layout.of(expected):
-        if tensor.parameters == (SELECTION_BIAS,) and prefix + tensor.name not in folder:
+        names = [prefix + name for name in tensor.names(config.num_experts)]
+        if tensor.parameters == (SELECTION_BIAS,) and names[0] not in folder:
             continue
-        find = partial(_find_source, folder, prefix, tensor, expected[tensor.parameters[0]])
-        found = [find(expert) for expert in range(config.num_experts if tensor.of_one_expert else 1)]
-        sources |= dict.fromkeys(tensor.parameters, found)
+        found = [_find_source(folder, name, tensor, expected[tensor.parameters[0]]) for name in names]
+        if found[0].arrays[0].ndim == 3:
+            found = [found[0].each(itemgetter(expert)) for expert in range(config.num_experts)]
+        for name in tensor.parameters:
+            sources[name] = [source.each(partial(tensor.view, parameter=name)) for source in found]
     return Block(layout, expected, sources)
 
 
-def block_names(prefix: str) -> tuple[str, ...]:
-    """Returns how the names of a block's tensors start in any layout, after the layer's prefix."""
-    return tuple({f"{prefix}{layout.block}." for layout in LAYOUTS.values()})
+def block_names(layer: int) -> tuple[str, ...]:
+    """Returns how the names of a block's tensors start, in any layout and model."""
+    return tuple(f"{form.format(layer=layer)}{layout.block}." for form in PREFIXES for layout in LAYOUTS.values())
 
 
 def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout, str]:
@@ -200,21 +246,17 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
         what = "is there twice, with and without 'model.'" if prefixes else "has no tensors: no such layer"
         raise CheckpointError(f"{where} {what}")
     prefix = prefixes[0]
-    present = {name.removeprefix(prefix) for name in folder.names if name.startswith(block_names(prefix))}
+    present = {name.removeprefix(prefix) for name in folder.names if name.startswith(block_names(layer))}
     if not any(".experts." in name for name in present):
-        dense = "mlp.gate_proj.weight" in present
-        raise CheckpointError(f"{where} has no experts" + (": it is dense" if dense else ""))
+        raise CheckpointError(f"{where} has no experts" + ": it is dense" * ("mlp.gate_proj.weight" in present))
     _check_experts(folder, prefix, present, config)
-    known = {}
-    for layout in LAYOUTS.values():
-        everything = {parameter for tensor in layout.tensors for parameter in tensor.parameters}
-        known[layout.name] = layout.names(config, everything)
+    known = {layout.name: layout.names(config, layout.parameters) for layout in LAYOUTS.values()}
     best = max(known, key=lambda name: (len(known[name] & present), -len(known[name])))
     layout = LAYOUTS[best]
     names = layout.names(config, entries(config, 1, layout.use_bias))
     fields = ("num_experts", "activation", "shared_width", "has_selection_bias", "router_bias")
     wanted = f"the layout {best!r} with {', '.join(f'{name}={getattr(config, name)!r}' for name in fields)}"
-    if unknown := sorted(present - names - {name + SCALES[0] for name in names}):
+    if unknown := sorted(present - names - {name + FLOAT8_SCALES for name in names}):
         if others := [other for other in known if other != best and unknown[0] in known[other] - known[best]]:
             what = f"is there in two layouts, {best!r} and {others[0]!r}: tensor {prefix + unknown[0]!r}"
             raise CheckpointError(f"{where} {what}")
@@ -232,8 +274,8 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
 
 def _check_experts(folder: Folder, prefix: str, present: set[str], config: MoEConfig) -> None:
     """Raises CheckpointError unless there are as many experts, for each of which names are looked for then."""
-    routers = {f"{layout.block}.{layout.router.name}" for layout in LAYOUTS.values()} & present
-    for router in [folder[prefix + name] for name in sorted(routers)]:
+    routers = {f"{layout.block}.{layout.tensors[0].name}" for layout in LAYOUTS.values()} & present
+    for router in (folder[prefix + name] for name in sorted(routers)):
         if len(router.shape) != 2 or min(router.shape) < 1 or router.shape[0] != config.num_experts:
             raise CheckpointError(f"{router} has shape {router.shape}, must have ({config.num_experts}, width)")
     if not routers and config.num_experts > len(present):
@@ -242,38 +284,34 @@ def _check_experts(folder: Folder, prefix: str, present: set[str], config: MoECo
         )
 
 
-def _find_source(folder: Folder, prefix: str, tensor: Tensor, parameter: Parameter, expert: int) -> Source:
-    """Returns the source of an expert, or that of all of them, after checks of its types and shapes."""
-    name = prefix + tensor.name.format(expert=expert)
+def _find_source(folder: Folder, name: str, tensor: Tensor, parameter: Parameter) -> Source:
+    """Returns the source of a whole tensor, after checks of its types and shapes."""
     shape = tensor.shape(parameter)
     if tensor.mxfp4:
         *leading, inputs = shape
-        blocks, scales = folder[name + "_blocks"], folder[name + "_scales"]
+        blocks, scales = (folder[name + end] for end in MXFP4_ENDS)
         if inputs % MXFP4_BLOCK:
             raise CheckpointError(f"{blocks}: {inputs} inputs of an expert are no multiple of {MXFP4_BLOCK}")
         blocks.require(["U8"], (*leading, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2))
         scales.require(["U8"], (*leading, inputs // MXFP4_BLOCK))
-        return Source(tensor, blocks, scales)
-    values = folder[name]
+        return Source(decode.MXFP4, (blocks, scales), (blocks.mapped().reshape(*leading, -1), scales.mapped()))
+    values, scale_name = folder[name], name + FLOAT8_SCALES
     compressible = parameter.kind == "kernel" and len(shape) == 2
-    scale_name = name + SCALES[0]
     if values.dtype == "F8_E4M3" and compressible:
         values.require(["F8_E4M3"], shape)
         _check_block_size(folder)
         scales = folder[scale_name]
         scales.require(["F32"], [-(-size // FLOAT8_BLOCK) for size in shape])
-        return Source(tensor, values, scales)
+        return Source(decode.FLOAT8, (values, scales), (values.mapped(), scales.mapped()))
     if scale_name in folder:
         raise CheckpointError(f"{values} has dtype {values.dtype}, but {scale_name!r} holds scales of F8_E4M3")
     values.require((*PLAIN, "F8_E4M3") if compressible else PLAIN, shape)
-    return Source(tensor, values)
+    return Source(decode.UNCODED, (values,), (values.mapped(),))
 
 
 def _check_block_size(folder: Folder) -> None:
-    if not (folder.path / "config.json").exists():
-        return
-    quantization = folder.read_config().get("quantization_config")
-    size = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    if size not in (None, [FLOAT8_BLOCK, FLOAT8_BLOCK]):
-        found = f"quantization_config's weight_block_size={size}"
-        raise CheckpointError(f"{folder.path / 'config.json'}: {found}, must be {[FLOAT8_BLOCK, FLOAT8_BLOCK]}")
+    path = folder.path / "config.json"
+    match folder.read_config() if path.exists() else {}:
+        case {"quantization_config": {"weight_block_size": size}} if size not in (None, [FLOAT8_BLOCK, FLOAT8_BLOCK]):
+            found = f"quantization_config's weight_block_size={size}"
+            raise CheckpointError(f"{path}: {found}, must be {[FLOAT8_BLOCK, FLOAT8_BLOCK]}")

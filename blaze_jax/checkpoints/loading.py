@@ -1,32 +1,49 @@
 """Public models, read: their description, and the parameters of one layer, as functions, linen and nnx take them.
 
-`load` checks a layer's tensors by `layouts`, and `matrices` brings each expert's matrices to the devices that hold
-them.
+`load` finds a layer's tensors by `layouts`, and brings each expert's matrices to the devices that hold them: cut into
+slices that are read, decoded, turned, and stored into each device's part of the array.
 """
 
-from collections.abc import Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from blaze_jax.checkpoints.folder import DTYPES, Folder
+from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, UNCODED, Coding
+from blaze_jax.checkpoints.folder import Folder, copied
 from blaze_jax.checkpoints.layouts import SELECTION_BIAS, Block, Source, find_block
-from blaze_jax.checkpoints.matrices import Shards, cut, read_slices
 from blaze_jax.checks import check_integers
-from blaze_jax.config import MoEConfig, Parameter, check_config
+from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.huggingface import PublicModel, read_public_model
 from blaze_jax.nnx import MoE
 from blaze_jax.progress import counted
 
 READERS = 2
 """Threads that read, each a matrix at most, and its copy that is turned: together less than two experts."""
+
+SLICE_BYTES = 16 << 20
+"""Bytes that are read at a time, at most about: most experts' matrices whole, which are then stored in one run."""
+
+type Device = Any  # jax.Device, which is no type for a type checker
+
+type Slices = tuple[slice, slice]
+"""A rectangle of a matrix `(in, out)`: rows of its inputs, columns of its outputs."""
+
+type Bounds = tuple[tuple[int, int], ...]
+"""First and end of a part of an array, for each axis."""
 
 type Shardings = Sharding | Mapping[str, Sharding] | None
 
@@ -133,14 +150,12 @@ def load(
     folder = folder if isinstance(folder, Folder) else Folder(folder)
     block = find_block(folder, layer, config)
     shardings = _shardings(sharding, list(block.entries))
-    dtypes = {name: _dtype(sources, name, dtype) for name, sources in block.sources.items()}
+    dtypes = {name: _dtype(sources) if dtype is None else np.dtype(dtype) for name, sources in block.sources.items()}
+    dtypes[SELECTION_BIAS] = np.dtype(np.float32)
     loaded = _load_kernels(block, shardings, dtypes)
     for name, parameter in block.entries.items():
         if parameter.kind != "kernel":
-            if name in block.sources:
-                values = _read_whole(block.sources[name][0], name, parameter).astype(dtypes[name])
-            else:
-                values = np.zeros(parameter.shape, np.float32)
+            values = copied(block.sources[name][0].arrays[0]).astype(dtypes[name])
             loaded[name] = place(values, shardings[name])
     params = {name: loaded[name] for name in block.entries if name != SELECTION_BIAS}
     return Layer(params, loaded.get(SELECTION_BIAS), block.layout.name.removesuffix("_mxfp4"))
@@ -152,46 +167,106 @@ def place(values: np.ndarray, sharding: Sharding) -> Array:
 
 
 def _load_kernels(block: Block, shardings: dict[str, Sharding], dtypes: dict[str, np.dtype]) -> dict[str, Array]:
-    kernels = {name: parameter for name, parameter in block.entries.items() if parameter.kind == "kernel"}
-    shards = {name: Shards(parameter.shape, dtypes[name], shardings[name]) for name, parameter in kernels.items()}
+    """Returns the kernels, of which each device's part is filled in place, a matrix's slice at a time."""
+    shapes = {name: parameter.shape for name, parameter in block.entries.items() if parameter.kind == "kernel"}
+    parts: dict[tuple[str, Bounds], dict[Device, np.ndarray | Array]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        for device, index in shardings[name].addressable_devices_indices_map(shape).items():
+            slices = zip(index or (slice(None),) * len(shape), shape, strict=True)
+            bounds = tuple(part.indices(size)[:2] for part, size in slices)
+            parts[name, bounds][device] = _empty([stop - start for start, stop in bounds], dtypes[name], device)
     # An expert's matrices lie together in the file, and its gate and up projection may lie in one another.
     matrices = sorted(
-        (expert, name)
-        for name, parameter in kernels.items()
-        for expert in range(parameter.shape[0] if len(parameter.shape) == 3 else 1)
+        (expert, name, bounds)
+        for name, bounds in parts
+        for expert in (range(*bounds[0]) if len(bounds) == 3 else range(1))
     )
+    lock = Lock()
 
-    def load_matrix(matrix: tuple[int, str]) -> None:
-        expert, name = matrix
-        sources = block.sources[name]
-        source = sources[expert if len(sources) > 1 else 0]
-        for bounds, part, device in shards[name].wanted(expert):
-            for slices in cut(source, part):
-                values = read_slices(source, name, kernels[name], expert, slices, dtypes[name], device)
-                shards[name].store(bounds, expert, slices, values)
+    def load_matrix(matrix: tuple[int, str, Bounds]) -> None:
+        expert, name, bounds = matrix
+        held, source = parts[name, bounds], block.sources[name][expert]
+        for slices in cut(source, *(slice(*part) for part in bounds[-2:])):
+            values = read_slices(source, slices, dtypes[name], next(iter(held)))
+            wanted = zip([slice(expert, expert + 1), *slices][-len(bounds) :], bounds, strict=True)
+            at = tuple(slice(part.start - start, part.stop - start) for part, (start, _) in wanted)
+            for device, whole in held.items():
+                if isinstance(whole, np.ndarray):
+                    whole[at] = np.asarray(values)
+                    continue
+                # There before the next slice is read, or many would fill the host's memory.
+                there = jax.device_put(values, device).block_until_ready()
+                with lock:
+                    held[device] = _update(held[device], there, np.array([part.start for part in at], np.int32))
 
     with ThreadPoolExecutor(READERS) as pool:
         done = pool.map(load_matrix, matrices)
         for _ in counted(matrices, "matrix"):
             next(done)
-    return {name: shards.pop(name).array() for name in kernels}
+    arrays = defaultdict(list)
+    for (name, _), held in parts.items():
+        arrays[name] += [jax.device_put(whole, device) for device, whole in held.items()]
+    return {
+        name: jax.make_array_from_single_device_arrays(shape, shardings[name], arrays[name])
+        for name, shape in shapes.items()
+    }
 
 
-def _read_whole(source: Source, name: str, parameter: Parameter) -> np.ndarray:
-    """Reads a small entry: the router's matrix, or a bias."""
-    if parameter.kind == "router":
-        return source.values.read().T
-    *leading, width = parameter.shape
-    outputs = source.tensor.outputs(name, width, slice(0, width))
-    return source.values.read(*(slice(0, size) for size in leading), outputs)
+def _is_host(device: Device) -> bool:
+    return device.platform == "cpu"
 
 
-def _dtype(sources: list[Source], name: str, dtype: DTypeLike | None) -> np.dtype:
-    if name == SELECTION_BIAS:
-        return np.dtype(np.float32)
-    if dtype is not None:
-        return np.dtype(dtype)
-    stored = {np.dtype(jnp.bfloat16) if source.scales else DTYPES[source.values.dtype] for source in sources}
+def _empty(shape: Sequence[int], dtype: np.dtype, device: Device) -> np.ndarray | Array:
+    """Returns memory to be filled, on a CPU such that jax takes it over as it is."""
+    if not _is_host(device):
+        return jnp.empty(shape, dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _update(whole: Array, values: Array, at: Array) -> Array:
+    values = values.reshape((1,) * (whole.ndim - values.ndim) + values.shape)
+    return lax.dynamic_update_slice(whole, values, tuple(at))
+
+
+def cut(source: Source, rows: slice, columns: slice) -> Iterator[Slices]:
+    """Yields slices of about `SLICE_BYTES` of a rectangle, cut along the axis that the file runs along slowest."""
+    turned = _is_turned(source.arrays[0])
+    long, other = (columns, rows) if turned else (rows, columns)
+    step = max(SLICE_BYTES // (2 * FLOAT8_BLOCK * (other.stop - other.start)), 1) * FLOAT8_BLOCK
+    bounds = [long.start, *range(long.start // FLOAT8_BLOCK * FLOAT8_BLOCK + step, long.stop, step), long.stop]
+    for start, stop in pairwise(bounds):
+        yield (rows, slice(start, stop)) if turned else (slice(start, stop), columns)
+
+
+def read_slices(source: Source, slices: Slices, dtype: np.dtype, device: Device) -> Array:
+    """Returns those slices of a matrix on the device, decoded."""
+    arrays, inside = source.read(*slices)
+    # On a CPU, XLA's copy from the host turns a matrix ten times faster than numpy; elsewhere the device turns it.
+    turn = not _is_host(device) and _is_turned(source.arrays[0])
+    values = jax.device_put([array.T if turn else array for array in arrays], device)
+    if source.coding is UNCODED and not turn and values[0].dtype == dtype:
+        return values[0]
+    return _decoded(values, source.coding, turn, inside, dtype)
+
+
+def _is_turned(matrix: np.ndarray) -> bool:
+    """Tells whether a matrix `(in, out)` lies `(out, in)` in the file."""
+    return matrix.strides[0] < matrix.strides[1]
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _decoded(values: list[Array], coding: Coding, turn: bool, inside: Slices, dtype: np.dtype) -> Array:
+    if turn:
+        values = [value.T for value in values]
+    return coding.decode(*values, dtype)[inside]
+
+
+def _dtype(sources: list[Source]) -> np.dtype:
+    stored = {source.arrays[0].dtype if source.coding is UNCODED else np.dtype(jnp.bfloat16) for source in sources}
     return np.dtype(jnp.result_type(*stored))
 
 

@@ -16,7 +16,7 @@ from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.implementation import FAMILIES, demanded_family, kernels_of
 from blaze_jax.progress import counted, write
 from blaze_jax.tune.trials import Found, tune_layer
-from pallas_kernels.tuning.files import USER_FILE_VARIABLE, add_tunings, user_file
+from pallas_kernels.tuning import USER_FILE_VARIABLE, add_tunings, user_file
 from pallas_kernels.tuning.parameters import KINDS, MMA, nvidia_gpu
 
 PROGRAM = "python -m blaze_jax.tune"

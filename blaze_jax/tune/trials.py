@@ -21,6 +21,7 @@ from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import Timing, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.token_sums import block_width
+from pallas_kernels.tuning import tried
 from pallas_kernels.tuning.parameters import (
     KINDS,
     MMA,
@@ -31,7 +32,6 @@ from pallas_kernels.tuning.parameters import (
     Tuning,
     block_kib,
     heuristic,
-    tried,
 )
 
 WORTH = 0.01
@@ -123,7 +123,7 @@ def _layer() -> Callable:
 
 def candidates(kernel: str, shape: str) -> tuple[Tuning, ...]:
     """Different ways to run a kernel at a `shape_key`, the rule's first."""
-    default = heuristic(KINDS[kernel], kernel, shape)
+    default = heuristic(kernel, shape)
     tiles = Tiles.of(kernel.removeprefix(MMA), shape)
     if isinstance(default, ColumnBlock):
         return _distinct((default, ColumnBlock(256)), lambda t: block_width(tiles.depth, t.columns))

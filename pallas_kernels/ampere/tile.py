@@ -11,7 +11,8 @@ from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.simt.matrices import CHUNK
 from pallas_kernels.simt.values import Int, minimum
-from pallas_kernels.tuning.parameters import MMA, MmaTuning, find_tuning, mma_heuristic, shape_key
+from pallas_kernels.tuning import find_tuning
+from pallas_kernels.tuning.parameters import MMA, MmaTuning, mma_heuristic
 
 WARPGROUPS = 2
 THREADS = WARPGROUPS * 128
@@ -115,8 +116,7 @@ def tuned_tile(
 ) -> Tile:
     """The tile of a kernel for rows `(R, n)` of tokens of width d: `own`, or as tables have it, or the heuristic's."""
     num_rows, n = rows.shape
-    shape = shape_key(num_rows, rows.dtype, d=d, n=n, E=groups.num_experts)
-    return Tile(**asdict(find_tuning(MmaTuning, MMA + kernel, own, shape)))
+    return Tile(**asdict(find_tuning(MMA + kernel, own, num_rows, rows.dtype, d=d, n=n, E=groups.num_experts)))
 
 
 def default_tile(capability: str | None = None, *, kernel: str = "up_projection", kind: str = "bfloat16") -> Tile:

@@ -108,7 +108,7 @@ def compile_for_gpu(function: Callable, *arguments, gpu: str = "h200", **jit_opt
         compiled for another compute capability before, to which jaxlib's compiler of these kernels then keeps.
     """
     arguments = on_gpu(arguments, gpu)
-    if (first := _first_capability(GPUS[gpu].capability)) != GPUS[gpu].capability:
+    if (first := _FIRST.setdefault("capability", GPUS[gpu].capability)) != GPUS[gpu].capability:
         raise RuntimeError(f"gpu={gpu!r} needs a process of its own: this one has compiled for capability {first}")
     # A function of its own: what jax has compiled before, it would not compile again, and nothing would be reported.
     with _environment("MOSAIC_GPU_DUMP_PTXAS", "1"), captured_ptxas_report() as kernels:
@@ -177,13 +177,8 @@ def _kernels(module: Any) -> list[tuple[Any, dict[str, Any]]]:
     return found
 
 
-_CAPABILITIES: list[tuple[int, int]] = []
-
-
-def _first_capability(capability: tuple[int, int]) -> tuple[int, int]:
-    """The compute capability that this process compiled for first; from now on, this one."""
-    _CAPABILITIES.append(capability)
-    return _CAPABILITIES[0]
+_FIRST: dict[str, tuple[int, int]] = {}
+"""The compute capability for which this process compiled first."""
 
 
 def _plugin() -> str | None:

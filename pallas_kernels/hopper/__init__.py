@@ -1,21 +1,24 @@
 """Kernels for NVIDIA Hopper in Pallas Mosaic GPU: the same operations and signatures as `pallas_kernels.xla`.
 
-A `tile_kernel` walks over tiles. Its operands come through the `ring`, by bulk copies and, for rows found by index, by
-a `gather`; the `tile_queue` says which tile comes next. `row_matmul` multiplies rows with the weights of their expert,
-for `up_projection`, `down_backward`, and the `column_blocks` of the down projection and of the input's gradient.
-`weight_gradients` contract over an expert's rows. `panels`, `gather` and `elementwise` hold what Pallas has no form
-for, written in `inline` code, and `inline_interpreter` the same for machines without a GPU.
+A `tile_kernel` walks over tiles. Its operands come through a ring, by bulk copies and, for rows found by index, by a
+`gather`; the `tile_queue` says which tile comes next. `row_matmul` multiplies rows with the weights of their expert,
+for the `projections` and `down_backward`; `weight_gradients` contract over an expert's rows. `elementwise` functions
+are activations and their derivatives. What Pallas has no form for is `inline` code, and `inline_interpreter` has it for
+machines without a GPU.
 """
 
-from pallas_kernels.hopper.column_blocks import column_block as column_block
-from pallas_kernels.hopper.column_blocks import down_projection as down_projection
-from pallas_kernels.hopper.column_blocks import up_backward as up_backward
+import jax.numpy as jnp
+from jaxtyping import Array
+
 from pallas_kernels.hopper.down_backward import down_backward as down_backward
-from pallas_kernels.hopper.limits import unsupported as unsupported
-from pallas_kernels.hopper.limits import why_kernels_spill as why_kernels_spill
-from pallas_kernels.hopper.up_projection import up_projection as up_projection
+from pallas_kernels.hopper.projections import column_block as column_block
+from pallas_kernels.hopper.projections import down_projection as down_projection
+from pallas_kernels.hopper.projections import up_backward as up_backward
+from pallas_kernels.hopper.projections import up_projection as up_projection
 from pallas_kernels.hopper.weight_gradients import down_weight_gradients as down_weight_gradients
 from pallas_kernels.hopper.weight_gradients import up_weight_gradients as up_weight_gradients
+from pallas_kernels.mosaic.device import weights_unsupported
+from pallas_kernels.mosaic.device import why_kernels_spill as why_kernels_spill
 from pallas_kernels.mosaic.interpreter import interpreted as interpreted
 from pallas_kernels.routing.combine import combine as combine
 from pallas_kernels.routing.dispatch import dispatch as dispatch
@@ -31,3 +34,25 @@ from pallas_kernels.xla.router import router_backward as router_backward
 
 transformable = False
 overlaps = True
+
+
+def unsupported(x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...]) -> str | None:
+    """Why an expert FFN of these arrays cannot run on the kernels, or None if it can.
+
+    Args:
+      x: tokens `(T, d)`.
+      weights: up weights `(E, d, n)`, then the down weights.
+      biases: every bias there is.
+    """
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return (
+            f"x has dtype {x.dtype}, the tensor cores take bfloat16 or float16 (MoE(..., dtype=jnp.bfloat16) casts the "
+            "tokens; parameters may stay float32)"
+        )
+    if reason := dispatch_unsupported(weights[0].shape[0]) or weights_unsupported(weights, biases):
+        return reason
+    if len({weight.dtype for weight in weights[:-1]}) > 1:
+        return f"w_gate and w_up have dtypes {weights[0].dtype} and {weights[1].dtype}, must have the same"
+    if x.size // 8 >= 2**31:
+        return f"x of shape {x.shape} is too large for the gather's 32-bit offsets in units of 16 bytes"
+    return None

@@ -12,10 +12,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value_and_gradients
-from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.panels import load_columns, store_columns
-from pallas_kernels.hopper.ring import PANELS
-from pallas_kernels.hopper.row_matmul import PanelEnd, RowMatmul, ragged_copy
+from pallas_kernels.hopper.inline import K_STEP, PANEL, load_columns, store_columns
+from pallas_kernels.hopper.row_matmul import PanelRowMatmul, ragged_copy
+from pallas_kernels.hopper.tile_kernel import PANELS
 from pallas_kernels.mosaic.row_groups import (
     GROUP_ROWS,
     TILE_COLUMNS,
@@ -26,7 +25,8 @@ from pallas_kernels.mosaic.row_groups import (
     sum_in_order,
 )
 from pallas_kernels.traced_once import traced_once
-from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
+from pallas_kernels.tuning import find_tuning
+from pallas_kernels.tuning.parameters import TileTuning
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 PIECE = 16  # columns worked on at a time, what the registers have room for in addition to a tile
@@ -57,7 +57,6 @@ def down_backward(
     dtype = pre_activations[0].dtype
     w_down, row_weights = w_down.astype(dtype), row_weights.astype(jnp.float32)
     column_tiles = -(-n // TILE_COLUMNS)
-    shape = shape_key(num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
 
     def load(refs, tile, k, slot):
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
@@ -98,22 +97,23 @@ def down_backward(
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
-    gathered = {"tokens": dy, "token_indices": groups.expert_token_indices}
-    kernel = RowMatmul(
-        groups.tiles,
-        {**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
+    gathered = {"tokens": (dy,), "token_indices": groups.expert_token_indices}
+    kernel = PanelRowMatmul(
+        schedule=groups.tiles,
+        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
         column_tiles=column_tiles,
         k_steps=-(-dy.shape[1] // K_STEP),
         load=load,
-        end=PanelEnd(load_panel, begin),
-        tuning=find_tuning(TileTuning, "down_backward", tuning, shape),
+        load_panel=load_panel,
+        begin=begin,
+        tuning=find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0]),
         transposed_weights=True,
     )
     out = kernel.run(
         "moe_down_backward",
         results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
         # A tile has read its pre-activations before it writes their gradients.
-        aliases=[("pre", "d_pre"), *([] if into is None else [("into", "weighted_hidden")])],
+        in_place={"pre": "d_pre", "into": "weighted_hidden"},
         copies=COPIES,
         registers=(88, 208),
     )

@@ -1,20 +1,12 @@
 """Elementwise functions of a tile, and their derivatives, inside a kernel."""
 
-# pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
-
-import math
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
-import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
-from pallas_kernels.hopper import inline_interpreter as forms
-from pallas_kernels.mosaic.interpreter import in_interpreter
-from pallas_kernels.mosaic.jaxprs import evaluate
+from pallas_kernels.hopper.inline import sigmoid
+from pallas_kernels.mosaic.jaxprs import evaluate, traced
 
 
 def value(function: Callable, values: Sequence[jax.Array]) -> jax.Array:
@@ -37,7 +29,7 @@ def value_and_gradients(
 
 def _run(function: Callable, arguments: Sequence[jax.Array]) -> list:
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
-    return evaluate(function, shapes, arguments, _ours, _as_it_is)
+    return evaluate(traced(function, shapes), arguments, _ours, _as_it_is)
 
 
 def _as_it_is(equation, inputs) -> list:
@@ -61,18 +53,3 @@ def _ours(name: str, inputs: Sequence) -> jax.Array | None:
         case "logistic", x:
             return sigmoid(x)
     return None
-
-
-@in_interpreter(forms.sigmoid)
-def sigmoid(x):
-    """`1 / (1 + exp(-x))` of a float32 tile, in 4 instructions an element; Pallas's own division takes 4 more."""
-    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
-    def run(ctx, x):
-        f32 = ir.F32Type.get()
-        minus_log2_e = mgpu.c(-math.log2(math.e), f32)
-        one_and_exp = (x * minus_log2_e).exp2(approx=True) + mgpu.c(1.0, f32)
-        return one_and_exp._pointwise(one_and_exp._lift_fast_instr("rcp.approx.ftz.f32"))
-
-    return run(x)

@@ -79,10 +79,9 @@ class RowGather:
       columns: how many a tile has, 64 or 128, so that a thread's rows are swizzled alike.
     """
 
-    def __init__(self, tokens: jax.Array | tuple[jax.Array, ...], *, rows: int, columns: int):
-        sources = tokens if isinstance(tokens, tuple) else (tokens,)
-        self.rows, self.columns, (self.of_source, self.width) = rows, columns, sources[0].shape
-        self.num_tokens = self.of_source * len(sources)
+    def __init__(self, tokens: tuple[jax.Array, ...], *, rows: int, columns: int):
+        self.rows, self.columns, (self.of_source, self.width) = rows, columns, tokens[0].shape
+        self.num_tokens = self.of_source * len(tokens)
         self.chunks = columns // 8
         self.rows_apart = WARPGROUP // self.chunks
         self.per_thread = rows // self.rows_apart
@@ -130,10 +129,9 @@ class RowGather:
     @in_interpreter(forms.copy_rows)
     def copy(self, tokens, offsets, panel, landed, slot, first_column):
         """Starts the copies, to the tile whose first panel is `panel`; they arrive on `landed[slot]` as they land."""
-        sources = tokens if isinstance(tokens, tuple) else (tokens,)
         of_source = self.of_source * self.width  # numbers
 
-        @plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType(SWIZZLED), SCALAR, *[plgpu.RefType()] * len(sources)))
+        @plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType(SWIZZLED), SCALAR, *[plgpu.RefType()] * len(tokens)))
         def run(ctx, offsets, panel_ref, first_column, *sources):
             chunk = arith.remui(thread_index(), c32(self.chunks))
             row = arith.divui(thread_index(), c32(self.chunks))
@@ -174,7 +172,7 @@ class RowGather:
                     constraints="r,r,l,r",
                 )
 
-        run(offsets, panel, first_column, *sources)
+        run(offsets, panel, first_column, *tokens)
         self.arrive(landed, slot)
 
     @in_interpreter(forms.arrive)

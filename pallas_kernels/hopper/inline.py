@@ -1,19 +1,29 @@
-"""Parts of inline code: operands in shared memory, and the few words that its instructions need.
+"""Inline code: what Pallas has no public form for on Hopper, a handful of instructions at a time.
 
-Inline code is what Pallas has no public form for on Hopper. `gather` and `panels` emit a handful of
-instructions each through `plgpu.inline_mgpu`, and the kernels read as Pallas code on top. All of it leans on what jax
-does not document, so look there first when a release breaks a kernel. Pallas's interpreter cannot run inline code:
-`inline_interpreter` has the same functions for it.
+Operands in shared memory are panels. Here they are multiplied on the tensor cores, with accumulators that are values in
+registers, and read and written by the threads of a warpgroup; the `gather` copies rows into them. The kernels read as
+Pallas code on top. All of it leans on what jax does not document, so look here first when a release breaks a kernel.
+Pallas's interpreter cannot run inline code: `inline_interpreter` has the same functions for it.
 """
 
 # Pallas declares neither what `inline_mgpu` returns nor that its transforms are concrete.
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
+import math
+from contextlib import contextmanager
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.hopper import inline_interpreter as forms
+from pallas_kernels.mosaic.interpreter import in_interpreter
+from pallas_kernels.mosaic.row_groups import GROUP_ROWS
 
 WARPGROUP = 128  # threads
 CHUNK_BYTES = 16  # one cp.async
@@ -30,6 +40,7 @@ bulk copy of a panel may reach past any edge of its array: it reads zeros there,
 """
 
 SCALAR = plgpu.Layout.WG_SPLAT
+ACCUMULATOR = plgpu.Layout._WGMMA_ACC_32BIT
 
 
 def int_type(bits):
@@ -72,3 +83,213 @@ def row_tiles(ref):
 
 def ptx(text, *operands, constraints=""):
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, constraints, has_side_effects=True)
+
+
+@in_interpreter(forms.wgmma)
+def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False):
+    """`accumulator + lhs · rhs`, asynchronous, one commit group; `first` starts the chain.
+
+    The accumulator is a value in registers, so that a loop can carry it while other values are stored.
+
+    Args:
+      accumulator: `(64, columns)` float32.
+      lhs: a panel (64, 64), the transpose of the left operand if `transpose_lhs`.
+      rhs: panels (64, 64) side by side in the columns, one after the other in shared memory; or, if `transpose_rhs`,
+        the transpose of the right operand as a panel (columns, 64).
+      first: whether there is no wgmma before it.
+      transpose_lhs: see `lhs`.
+      transpose_rhs: see `rhs`.
+    """
+    result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
+
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)), return_type=result)
+    def run(ctx, accumulator, lhs, rhs):
+        def transpose(panel):
+            return utils.memref_transpose(row_tiles(panel), (1, 0, 3, 2))
+
+        lhs = transpose(lhs) if transpose_lhs else row_tiles(lhs)
+        rhs = transpose(rhs) if transpose_rhs else as_tiles(rhs, 1, accumulator.shape[1] // PANEL)
+        value = mgpu.WGMMAAccumulator(_value=accumulator, _original_layout=accumulator.layout, _sync=first)
+        if not first:
+            ptx("wgmma.fence.sync.aligned;")
+        out = mgpu.wgmma(value, lhs, rhs, swizzle=128)
+        ptx("wgmma.commit_group.sync.aligned;")
+        return out._value
+
+    return run(accumulator, lhs, rhs)
+
+
+@in_interpreter(forms.finish_wgmma)
+def finish_wgmma(accumulator):
+    """Waits for every wgmma and returns the accumulator as an ordinary value."""
+    result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
+
+    @plgpu.inline_mgpu(arg_types=(ACCUMULATOR,), return_type=result)
+    def run(ctx, accumulator):
+        ptx("wgmma.wait_group.sync.aligned 0;")
+        return mgpu.fragmented_array.optimization_barrier(accumulator)
+
+    return plgpu.layout_cast(run(accumulator), plgpu.Layout.WGMMA)
+
+
+def zeros(columns: int, dtype=jnp.float32, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """`(64, columns)` zeros in registers; a chain of `wgmma` starts with them, laid out as `ACCUMULATOR`."""
+    return plgpu.layout_cast(jnp.zeros((GROUP_ROWS, columns), dtype), layout)
+
+
+@in_interpreter(forms.zero_rows)
+def zero_rows(panel, panels, first_row):
+    """Zeroes rows `first_row` to 64 of `panels` panels (64, 64), for wgmma issued after this by any warpgroup."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), SCALAR))
+    def run(ctx, panel, first_row):
+        row, half = arith.shrui(thread_index(), c32(1)), arith.andi(thread_index(), c32(1))
+        wanted = arith.extui(int_type(32), arith.cmpi(arith.CmpIPredicate.sge, row, scalar(first_row)))
+        start = shared_address(panel, arith.addi(arith.muli(row, c32(128)), arith.muli(half, c32(64))))
+        for i in range(panels * 4):
+            ptx(
+                "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.shared.v4.b32 [$0], {0, 0, 0, 0}; }",
+                arith.addi(start, c32(i // 4 * PANEL_BYTES + i % 4 * CHUNK_BYTES)),
+                wanted,
+                constraints="r,r",
+            )
+        ptx("fence.proxy.async.shared::cta;")
+        utils.warpgroup_barrier()
+
+    run(panel, first_row)
+
+
+def _matrix_address(panel, first_column):
+    """Address of the row of 16 bytes that this lane names to ldmatrix and stmatrix, for 16 columns of a panel (64, 64).
+
+    A warp's 16 rows of them are four matrices (8, 8), in the order of the registers of a wgmma result.
+    """
+    lane, warp = arith.andi(thread_index(), c32(31)), arith.shrui(thread_index(), c32(5))
+    row = arith.addi(arith.muli(warp, c32(16)), arith.andi(lane, c32(15)))
+    swizzled = arith.xori(arith.shrui(lane, c32(4)), arith.andi(lane, c32(7)))
+    chunk = arith.xori(swizzled, c32(first_column // 8))
+    return shared_address(panel, arith.addi(arith.muli(row, c32(128)), arith.muli(chunk, c32(CHUNK_BYTES))))
+
+
+@in_interpreter(forms.load_columns)
+def load_columns(panel, first_column: int):
+    """Columns `first_column` to `first_column + 16` of a panel (64, 64) of 16-bit values, in registers."""
+    result = plgpu.ShapeDtypeStruct((PANEL, 16), panel.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=result)
+    def run(ctx, panel):
+        pair = ir.VectorType.get((2,), ir.MemRefType(panel.type).element_type)
+        loaded = utils.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+            _matrix_address(panel, first_column),
+            result_types=[int_type(32)] * 4,
+            has_side_effects=True,
+        )
+        registers = np.array([llvm.bitcast(pair, r) for r in loaded], dtype=object)
+        shape = mgpu.WGMMA_LAYOUT.registers_shape((PANEL, 16))
+        return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return run(panel)
+
+
+@in_interpreter(forms.store_columns)
+def store_columns(panel, first_column: int, values) -> None:
+    """Writes `values` (64, 16), 16-bit, to columns of a panel (64, 64)."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.Layout.WGMMA))
+    def run(ctx, panel, values):
+        ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+            _matrix_address(panel, first_column),
+            *(llvm.bitcast(int_type(32), r) for r in values.registers.flat),
+            constraints="r,r,r,r,r",
+        )
+
+    run(panel, values)
+
+
+@in_interpreter(forms.store_panels)
+def store_panels(panels, values, *, transposed=False):
+    """Writes `values` (rows, columns), or their transpose, to panels (rows, 128 bytes), one after the other."""
+    layout = plgpu.Layout.WGMMA_TRANSPOSED if transposed else plgpu.Layout.WGMMA
+    rows, columns = values.shape[::-1] if transposed else values.shape
+    width = panels.shape[-1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), layout))
+    def run(ctx, panels, values):
+        tiles = as_tiles(panels, columns // width, rows // 8)  # panel, row tile, row, column
+        order = (0, 1, 3, 2) if transposed else (1, 0, 2, 3)
+        values.store_tiled(utils.memref_transpose(tiles, order), swizzle=128)
+
+    run(panels, plgpu.layout_cast(values, layout))
+
+
+def store_buffers(dtype, columns: int = PANEL):
+    """Two buffers for `store_through` per consumer warpgroup."""
+    return plgpu.SMEM((4, GROUP_ROWS, columns), dtype, transforms=SWIZZLED)
+
+
+@contextmanager
+def store_through(buffers, warpgroup, turn: int, values: jax.Array, *, transposed=False):
+    """A buffer with `values` or their transpose, for the copies that are started inside.
+
+    A warpgroup's two buffers take turns: the store before last must have left shared memory.
+    """
+    buffer = buffers.at[warpgroup * 2 + turn % 2]
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    store_panels(buffer, values, transposed=transposed)
+    plgpu.commit_smem()
+    yield buffer
+    plgpu.commit_smem_to_gmem_group()
+
+
+@in_interpreter(forms.sigmoid)
+def sigmoid(x):
+    """`1 / (1 + exp(-x))` of a float32 tile, in 4 instructions an element; Pallas's own division takes 4 more."""
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
+    def run(ctx, x):
+        f32 = ir.F32Type.get()
+        minus_log2_e = mgpu.c(-math.log2(math.e), f32)
+        one_and_exp = (x * minus_log2_e).exp2(approx=True) + mgpu.c(1.0, f32)
+        return one_and_exp._pointwise(one_and_exp._lift_fast_instr("rcp.approx.ftz.f32"))
+
+    return run(x)
+
+
+def _is_first_thread():
+    return arith.cmpi(arith.CmpIPredicate.eq, thread_index(), c32(0))
+
+
+@in_interpreter(forms.count)
+def count(counter, block, turn):
+    """The counter's next number, in the first thread, and 0 in the others."""
+    del block, turn
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def take(ctx, counter):
+        number = utils.inline_ptx(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p atom.global.add.u32 $0, [$1], 1; }",
+            global_pointer(counter),
+            arith.extui(int_type(32), _is_first_thread()),
+            result_types=int_type(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+    return take(counter)
+
+
+@in_interpreter(forms.write_words)
+def write_words(words, first, values: tuple) -> None:
+    """Writes `values` of the first thread to shared memory, from word `first` on."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, (SCALAR,) * len(values)))
+    def write(ctx, words, first, values):
+        address = shared_address(words, arith.muli(scalar(first), c32(4)))
+        with utils.when(_is_first_thread()):
+            for i, value in enumerate(values):
+                ptx("st.shared.b32 [$0], $1;", arith.addi(address, c32(4 * i)), scalar(value), constraints="r,r")
+
+    write(words, first, values)

@@ -1,16 +1,13 @@
-"""Inline code for Pallas's interpreter: what `gather` and `panels` emit, as loads, stores and Pallas barriers.
+"""Inline code for Pallas's interpreter: what `inline` and `gather` emit, as loads, stores and Pallas barriers.
 
 The functions are theirs, and so are the arguments; methods of `RowGather` take the gather first. The order between
 warpgroups and copies is kept by the same barriers and fences as on a GPU, so that a missing one is a race here.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from pallas_kernels.mosaic import interpreter
 
 COUNTED = -1
 """In the place of a number that a block took."""
@@ -45,8 +42,7 @@ def copy_rows(gather, tokens, offsets, panel, landed, slot, first_column):
     known = (chunk >= 0) & (column < gather.width)
     # One load of everything, where the kernel loads what it needs: nobody writes to the source.
     row = jnp.maximum(chunk, 0) // (gather.width // 8)
-    sources = tokens if isinstance(tokens, tuple) else (tokens,)
-    everything = jnp.concatenate([source[...] for source in sources])
+    everything = jnp.concatenate([source[...] for source in tokens])
     values = jnp.where(known, everything[row, jnp.minimum(column, gather.width - 1)], 0)
     panel[...] = _as_panels(values, panel)
     plgpu.barrier_arrive(landed.at[slot])
@@ -54,11 +50,6 @@ def copy_rows(gather, tokens, offsets, panel, landed, slot, first_column):
 
 def arrive(gather, landed, slot):
     """Nothing: nobody waits for rows in a slot without any, and of Pallas barriers every completion must be seen."""
-
-
-def end_ragged_copy():
-    """The interpreter counts copies, not groups of them, so what is not one copy must not be waited for by number."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def load_columns(panel, first_column):
@@ -93,10 +84,6 @@ def finish_wgmma(accumulator):
     return accumulator
 
 
-def zero_accumulator(rows, columns) -> jax.Array:
-    return jnp.zeros((rows, columns), jnp.float32)
-
-
 def zero_rows(panel, panels, first_row):
     values = panel[...]
     row = jnp.arange(values.shape[0])[:, None] % (values.shape[0] // panels)
@@ -108,14 +95,9 @@ def sigmoid(x):
     return lax.logistic(x)
 
 
-def new_counter(tiles, blocks):
-    """The number that each block gets in each turn, since blocks here do not run at the same time."""
-    return jnp.asarray(interpreter.tiles_taken(tiles, blocks))
-
-
-def count(counter, queue, turn):
-    number = counter[queue.block, turn]
-    counter[queue.block, turn] = COUNTED
+def count(counter, block, turn):
+    number = counter[block, turn]
+    counter[block, turn] = COUNTED
     return number
 
 

@@ -2,8 +2,8 @@
 
 A tile is up to 128 rows of one expert times 256 columns of its weights, and each consumer owns 64 of its rows. A
 finished tile is packed to 16 bits in registers, which frees the accumulators; its panels are stored while the next
-tile's first k steps run on the tensor cores. Or a tile ends with more operands, which follow its k steps through the
-ring.
+tile's first k steps run on the tensor cores (`HeldRowMatmul`). Or a tile ends with more operands, which follow its k
+steps through the ring (`PanelRowMatmul`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.gather import RowGather
-from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.panels import end_ragged_copy, store_buffers, store_through, wgmma
-from pallas_kernels.hopper.ring import PANELS
-from pallas_kernels.hopper.tile_kernel import TileKernel
+from pallas_kernels.hopper.inline import K_STEP, PANEL, store_buffers, store_through, wgmma, zeros
+from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel
 from pallas_kernels.hopper.tile_queue import is_dynamic
+from pallas_kernels.mosaic.interpreter import is_interpreted
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, ROW_ALIGNMENT, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.tuning.parameters import TileTuning
 
@@ -54,88 +53,18 @@ class RowTile(NamedTuple):
         return self._replace(row=self.row + first, rows=rows)
 
 
-class HeldEnd(NamedTuple):
-    """The end of a tile that is stored under the next one's products.
-
-    Attributes:
-      finish: `(refs, part, accumulator) -> held`, `(64, columns)` of the operands' dtype, for a consumer's part.
-      store: `(refs, part, panel, values)`, stores a panel `(64, 64)` of what was held.
-      columns: how many are held.
-    """
-
-    finish: Callable
-    store: Callable
-    columns: int = TILE_COLUMNS
-
-    def nothing(self, dtype):
-        values = plgpu.layout_cast(jnp.zeros((GROUP_ROWS, self.columns), dtype), plgpu.Layout.WGMMA)
-        return values, RowTile(*[jnp.int32(0)] * 5)
-
-    def stores(self, refs, held) -> list[Callable]:
-        """The stores that are left to do for a tile, panel by panel."""
-        values, part = held
-        panels = [values[:, column : column + PANEL] for column in range(0, self.columns, PANEL)]
-        return [partial(self.store, refs, part, panel, values) for panel, values in enumerate(panels)]
-
-    def multiply(self, kernel: "RowMatmul", refs, part: RowTile, held, take: Callable, step):
-        under = self.stores(refs, held)
-        while len(under) > kernel.k_steps:  # those are stored at once
-            under.pop(0)()
-        step, accumulator, taken = kernel.products(refs, step, under, take)
-        return step, (self.finish(refs, part, accumulator), part), taken
-
-
-class PanelEnd(NamedTuple):
-    """The end of a tile that needs more operands: they come through the ring, a panel of 64 columns in a slot.
-
-    Attributes:
-      load: `(refs, tile, panel, slot)`, starts the bulk copies of a panel, as many as for a k step.
-      begin: `(refs, part) -> end_panel`, at the start of a tile. `end_panel(accumulator, panel, slot)` may start bulk
-        copies from the slot to device memory, one commit group a panel.
-    """
-
-    load: Callable
-    begin: Callable
-
-    def nothing(self, dtype):
-        return ()
-
-    def stores(self, refs, held) -> list[Callable]:
-        return []
-
-    def multiply(self, kernel: "RowMatmul", refs, part: RowTile, held, take: Callable, step):
-        def release(step, pending=0):
-            """Releases a panel's slot when its copies have left, all but the last `pending` groups."""
-            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-            refs.ring.release(step)
-
-        def release_last_of_before():
-            pl.when(first > 0)(lambda: release(first - 1))
-
-        first = step
-        end_panel = self.begin(refs, part)
-        step, accumulator, _ = kernel.products(refs, step, [release_last_of_before])
-        for panel in range(PANELS):
-            slot = refs.ring.slot(step)
-            plgpu.barrier_wait(slot.full)
-            end_panel(accumulator, panel, slot)
-            if panel > 0:
-                release(step - 1, pending=1)
-            step += 1
-        return step, held, take()
-
-
-@dataclass
+@dataclass(kw_only=True)
 class RowMatmul(TileKernel):
     """Every row of the schedule times the weights of its expert, a block of columns at a time.
 
     Attributes:
       schedule: the row tiles.
-      operands: arrays by name. With `tokens` `(T, d)` and `token_indices` `(R,)`, the left operand is gathered.
+      operands: arrays or tuples of them by name. With `tokens`, `(T, d)` in a tuple, and `token_indices` `(R,)`, the
+        left operand is gathered.
       column_tiles: how many blocks of 256 columns.
       k_steps: steps of 64 along the contracted dimension.
       load: `(refs, tile, k, slot)`, starts the bulk copies of one k step.
-      end: what becomes of a tile's products.
+      load_panel: `(refs, tile, panel, slot)`, as many of a panel of the operands that a tile ends with; None for none.
       tuning: slots of the ring, the order of the tiles, and how they are shared out.
       transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns) in panels.
     """
@@ -145,7 +74,7 @@ class RowMatmul(TileKernel):
     column_tiles: int
     k_steps: int
     load: Callable
-    end: HeldEnd | PanelEnd
+    load_panel: Callable | None = None
     tuning: TileTuning
     transposed_weights: bool = False
 
@@ -159,7 +88,6 @@ class RowMatmul(TileKernel):
         # Counted out, a tile without rows would cost as long as it takes to get the next one.
         self.used = self.schedule.count_used() if is_dynamic(self.tuning.shares) else None
         self.operands = {"schedule": self.schedule.arrays, "used": self.used, **self.operands}
-        self.buffers = store_buffers(self.dtype) if isinstance(self.end, HeldEnd) else None
 
     def find(self, refs, number):
         row_tiles = self.schedule.num_tiles if self.used is None else refs.used[0]
@@ -182,18 +110,18 @@ class RowMatmul(TileKernel):
         def load_step(k, slot, *_):
             self.load(refs, tile, k, slot)
             if self.gather:
-                self.gather.copy(refs.tokens, offsets, slot.lhs, refs.ring.landed, slot.number, k * K_STEP)
+                self.gather.copy(refs.tokens, offsets, slot.lhs, refs.landed, slot.number, k * K_STEP)
 
-        def load_panel(end: PanelEnd, panel, slot, *_):
-            end.load(refs, tile, panel, slot)
+        def load_panel(load: Callable, panel, slot, *_):
+            load(refs, tile, panel, slot)
             if self.gather:
-                self.gather.arrive(refs.ring.landed, slot.number)
+                self.gather.arrive(refs.landed, slot.number)
 
         def fill_tile(step, steps: Callable = int):
             load, count = load_step, self.k_steps
-            if isinstance(self.end, PanelEnd):
+            if self.load_panel:
                 step, *_ = refs.ring.fill(step, steps(count), load)
-                load, count = partial(load_panel, self.end), PANELS
+                load, count = partial(load_panel, self.load_panel), PANELS
             step, _, found = refs.ring.fill(step, steps(count), load, under=find_following)
             return step, found
 
@@ -207,6 +135,17 @@ class RowMatmul(TileKernel):
             step = lax.cond(tile.rows > 0, lambda s: fill_tile(s)[0], lambda s: s, step)
         return step, following, after
 
+    def part(self, refs, tile: RowTile):
+        return tile, tile.half(refs.warpgroup)
+
+    def multiply(self, refs, turn, step, held, part: tuple[RowTile, RowTile], take):
+        tile, half = part
+        run = partial(self.multiply_rows, refs, half, held, take)
+        return lax.cond(tile.rows > 0, run, lambda step: (step, held, take()), step)
+
+    def multiply_rows(self, refs, part: RowTile, held, take: Callable, step) -> Any:
+        """Does what `multiply` does for a tile with rows; `part` are a consumer's own."""
+
     def products(self, refs, step, under: Sequence[Callable], last: Callable = lambda: None):
         """A tile's chain of products; see `Ring.multiply`."""
 
@@ -216,20 +155,72 @@ class RowMatmul(TileKernel):
 
         return refs.ring.multiply(step, self.k_steps, product, under=under, last=last)
 
+
+@dataclass(kw_only=True)
+class HeldRowMatmul(RowMatmul):
+    """A row matmul whose tiles are stored under the products of the next.
+
+    Attributes:
+      finish: `(refs, part, accumulator) -> held`, `(64, held_columns)` of the operands' dtype, for a consumer's part.
+      store: `(refs, part, panel, values)`, stores a panel `(64, 64)` of what was held.
+      held_columns: how many are held.
+    """
+
+    finish: Callable
+    store: Callable
+    held_columns: int = TILE_COLUMNS
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.buffers = store_buffers(self.dtype)
+
     def nothing_held(self):
-        return self.end.nothing(self.dtype)
+        return zeros(self.held_columns, self.dtype), RowTile(*[jnp.int32(0)] * 5)
 
-    def part(self, refs, tile: RowTile):
-        return tile, tile.half(refs.warpgroup)
+    def stores(self, refs, turn, held):
+        values, part = held
+        panels = [values[:, column : column + PANEL] for column in range(0, self.held_columns, PANEL)]
+        return [partial(self.store, refs, part, panel, values) for panel, values in enumerate(panels)]
 
-    def multiply(self, refs, turn, step, held, part: tuple[RowTile, RowTile], take):
-        tile, half = part
-        run = partial(self.end.multiply, self, refs, half, held, take)
-        return lax.cond(tile.rows > 0, run, lambda step: (step, held, take()), step)
+    def multiply_rows(self, refs, part: RowTile, held, take, step):
+        under = self.stores(refs, None, held)
+        while len(under) > self.k_steps:  # those are stored at once
+            under.pop(0)()
+        step, accumulator, taken = self.products(refs, step, under, take)
+        return step, (self.finish(refs, part, accumulator), part), taken
 
-    def store_held(self, refs, turns, held):
-        for store in self.end.stores(refs, held):
-            store()
+
+@dataclass(kw_only=True)
+class PanelRowMatmul(RowMatmul):
+    """A row matmul whose tiles end with more operands, a panel of 64 columns of them in a slot (`load_panel`).
+
+    Attributes:
+      begin: `(refs, part) -> end_panel`, at the start of a tile. `end_panel(accumulator, panel, slot)` may start bulk
+        copies from the slot to device memory, one commit group a panel.
+    """
+
+    begin: Callable
+
+    def multiply_rows(self, refs, part: RowTile, held, take, step):
+        def release(step, pending=0):
+            """Releases a panel's slot when its copies have left, all but the last `pending` groups."""
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+            refs.ring.release(step)
+
+        def release_last_of_before():
+            pl.when(first > 0)(lambda: release(first - 1))
+
+        first = step
+        end_panel = self.begin(refs, part)
+        step, accumulator, _ = self.products(refs, step, [release_last_of_before])
+        for panel in range(PANELS):
+            slot = refs.ring.slot(step)
+            plgpu.barrier_wait(slot.full)
+            end_panel(accumulator, panel, slot)
+            if panel > 0:
+                release(step - 1, pending=1)
+            step += 1
+        return step, held, take()
 
 
 def ragged_copy(buffer, output, part: RowTile, columns) -> None:
@@ -252,7 +243,8 @@ def ragged_copy(buffer, output, part: RowTile, columns) -> None:
         def _(i):
             copy(pl.multiple_of(i * ROW_ALIGNMENT, ROW_ALIGNMENT), ROW_ALIGNMENT)
 
-        end_ragged_copy()
+        if is_interpreted():  # it counts copies, not groups of them: what is not one copy must not be waited for so
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def store_rows(refs, part: RowTile, panel: int, values: jax.Array, output, column) -> None:

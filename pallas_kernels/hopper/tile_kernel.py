@@ -4,12 +4,23 @@ A `TileKernel` is what all of them have in common: the launch and its memory, an
 of its block. The producer fills the ring with a tile's operands, and gets the next tile under the last copies of one. A
 consumer multiplies what is in the ring, and stores what it holds of one tile under the products of the next. What a
 tile is, and what is copied, multiplied and stored of it, is each kernel's own.
+
+The `Ring` that operands come through is slots of shared memory, filled by one warpgroup and read by two. A slot holds a
+k step, 128 x 64 of the left operand and 256 x 64 of the right one. `full` completes with the bulk copies into it and
+`landed` with the gathered rows; the consumers arrive at `empty` when their products have read it.
+
+It is not `plgpu.emit_pipeline_warp_specialized`, which (in jax 0.11 and 0.12) fills slots by bulk copies alone, so that
+rows found by index and their barrier have no place in it; has the same blocks at every step of a loop; drains after one
+whose length is not static and a multiple of the slots; and takes no results of two consumers out of shared memory. So
+no kernel was timed with it. What is known is the price of a ring that ends with a tile's products: down backward took
+0.40 ms with 3 slots and a tile's last operands fetched beside them, and 343 µs with 4 slots that carry those as well
+(24576,1536,256,128,8; `docs/performance_log.md`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +29,114 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import gather, tile_queue
-from pallas_kernels.hopper.inline import K_STEP, SWIZZLED
-from pallas_kernels.hopper.ring import Ring
+from pallas_kernels.hopper.inline import ACCUMULATOR, K_STEP, PANEL, SWIZZLED, finish_wgmma, zeros
 from pallas_kernels.hopper.tile_queue import TileQueue
 from pallas_kernels.mosaic import interpreter, launches
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.tuning.parameters import TileTuning
 
+PANELS = TILE_COLUMNS // PANEL
+"""Panels of 64 columns in a tile, and of 64 rows in a slot's right operand."""
+
 PRODUCER = 2  # the warpgroup
+
+
+class Slot(NamedTuple):
+    """Slot `number`: `lhs` (128, 64) and `rhs` (256, 64) in shared memory, and its barrier `full`."""
+
+    number: jax.Array
+    lhs: Any
+    rhs: Any
+    full: Any
+
+    def fetch(self, source, target) -> None:
+        """Starts one of the bulk copies that fill the slot, to a part of it."""
+        plgpu.copy_gmem_to_smem(source, target, self.full)
+
+    def rhs_panel(self, panel: int):
+        return self.rhs.at[pl.ds(panel * PANEL, PANEL)]
+
+
+class Ring(NamedTuple):
+    """`stages` slots and barriers of `refs`; step s of a block uses number s modulo `stages`."""
+
+    refs: Any
+    stages: int
+    gathers: bool  # whether anything arrives at `landed`
+
+    def slot(self, step) -> Slot:
+        number = lax.rem(step, self.stages)
+        return Slot(number, self.refs.lhs.at[number], self.refs.rhs.at[number], self.refs.full.at[number])
+
+    def release(self, step) -> None:
+        """The warpgroup that calls has read the slot of `step`."""
+        plgpu.barrier_arrive(self.refs.empty.at[lax.rem(step, self.stages)])
+
+    def fill(
+        self, step, count, load: Callable, carry=None, found=None, under: Sequence[Callable] = ()
+    ) -> tuple[Any, Any, Any]:
+        """The producer's loop: `load(k, slot, carry, found) -> carry` starts the copies of `count` steps from `step`.
+
+        The functions `under` are called before the last steps, one after the other, each with what the one before it
+        returned: whatever they wait for, the slots that are filled give them time. `found` is what the last of them
+        returned, and before that what is given. Returns the step after the last, the carry, and `found`.
+        """
+
+        def fill_some(first, upto, loop, found):
+            def fill_one(k, loop):
+                step, carry = loop
+                slot = self.slot(step)
+                pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.refs.empty.at[slot.number]))
+                carry = load(k, slot, carry, found)
+                return step + 1, carry
+
+            return lax.fori_loop(first, upto, fill_one, loop)
+
+        apart = jnp.clip(count // (len(under) + 1), 1, 2)
+        loop, filled, result = (step, carry), 0, found
+        for i, work in enumerate(under):
+            upto = jnp.maximum(count - (len(under) - i) * apart, 0)
+            loop = fill_some(filled, upto, loop, found)
+            filled, result = upto, work(result)
+        return *fill_some(filled, count, loop, result), result
+
+    def multiply(self, step, count, product: Callable, carry=None, under: Sequence[Callable] = (), last=lambda: None):
+        """The consumers' loop: a tile's chain of products over the slots of `count` steps, one or more, from `step`.
+
+        `product(slot, carry, accumulator, first) -> carry, accumulator` starts one. The functions `under` share out the
+        time that the tensor cores take, and `last` has that of the last product. Returns the step after the last, the
+        tile's (64, 256) part in float32, and what `last` returned.
+        """
+
+        def one(step, carry, accumulator, first=False):
+            slot = self.slot(step)
+            plgpu.barrier_wait(slot.full)
+            if self.gathers:
+                gather.wait_landed(self.refs.landed, slot.number, lax.rem(step // self.stages, 2))
+            carry, accumulator = product(slot, carry, accumulator, first)
+            plgpu.wgmma_wait(1)
+            if not first:
+                self.release(step + self.stages - 1)
+            return step + 1, carry, accumulator
+
+        def several(count, products):
+            return lax.fori_loop(0, count, lambda _, p: one(*p), products)
+
+        products = one(step, carry, zeros(TILE_COLUMNS, layout=ACCUMULATOR), first=True)
+        left = count - 1
+        if under:
+            least, most = (max, min) if isinstance(count, int) else (jnp.maximum, jnp.minimum)
+            apart = least((count - 1) // len(under), 1)
+            for i, work in enumerate(under):
+                work()
+                products = several(most(apart, least(count - 1 - i * apart, 0)), products)
+            left = least(count - 1 - len(under) * apart, 0)
+        step, _, accumulator = several(left, products)
+        found = last()
+        accumulator = finish_wgmma(accumulator)
+        self.release(step + self.stages - 1)
+        return step, accumulator, found
 
 
 class TileKernel:
@@ -78,15 +188,17 @@ class TileKernel:
 
     def nothing_held(self) -> Any:
         """A consumer's values before its first tile: as many as it holds of a tile."""
+        return ()
+
+    def stores(self, refs, turn, held) -> Sequence[Callable]:
+        """The stores that are left to do in a `turn` of what is held of the tile before."""
+        return ()
 
     def multiply(self, refs, turn, step, held, part, take: Callable) -> Any:
         """Multiplies a tile's operands, from `step` on, and stores what is held of the one before.
 
         Returns the step after the last, what is held now, and what `take()` returned, which the next tile comes from.
         """
-
-    def store_held(self, refs, turns, held) -> None:
-        """Stores what is held after the last of `turns` tiles."""
 
     def produce(self, refs, queue: TileQueue) -> None:
         """The producer's walk."""
@@ -116,7 +228,8 @@ class TileKernel:
         known = queue.known(zero)
         carry = (zero, zero, held, known or queue.take(zero, known))
         turns, _, held, _ = lax.while_loop(lambda carry: carry[-1][1], multiply_tile, carry)
-        self.store_held(refs, turns, held)
+        for store in self.stores(refs, turns, held):
+            store()
 
     def run(
         self,
@@ -124,7 +237,7 @@ class TileKernel:
         *,
         results: Mapping[str, Any],
         copies: int,
-        aliases: Sequence[tuple[str, str]] = (),
+        in_place: Mapping[str, str] = {},
         registers: tuple[int, int] = (72, 216),
     ) -> SimpleNamespace:
         """Computes all tiles and returns the results by name.
@@ -133,7 +246,7 @@ class TileKernel:
           name: of the kernel in profiles.
           results: shapes and dtypes or tuples of them, by name.
           copies: bulk copies that fill a slot.
-          aliases: pairs of operands and results that may take their memory.
+          in_place: the results that may take the memory of operands, by the operand's name, unless that is None.
           registers: how many a thread of the producer has, and one of a consumer. `setmaxnreg` shares out the 168 that
             the launch gave to each of three warpgroups; asking for more hangs.
         """
@@ -143,7 +256,7 @@ class TileKernel:
             counter = tile_queue.new_counter(self.num_tiles, blocks)
             operands = {**operands, "counter": counter}
             results = {**results, "counter_after": jax.ShapeDtypeStruct(counter.shape, counter.dtype)}
-            aliases = [*aliases, ("counter", "counter_after")]
+            in_place = {**in_place, "counter": "counter_after"}
         memory = {
             **(tile_queue.memory() if dynamic else {}),
             "lhs": plgpu.SMEM((stages, TILE_ROWS, K_STEP), self.dtype, transforms=SWIZZLED),
@@ -154,10 +267,11 @@ class TileKernel:
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             **self.barriers,
         }
+        names = (*operands, *results, *memory)
 
-        def body(*flat):
-            refs = _named({**operands, **results, **memory}, flat)
-            refs.ring = Ring(stages, gathers, refs.lhs, refs.rhs, refs.landed, refs.full, refs.empty)
+        def body(*trees):
+            refs = SimpleNamespace(**dict(zip(names, trees, strict=True)))
+            refs.ring = Ring(refs, stages, gathers)
             refs.warpgroup = lax.axis_index("wg")
             queue = TileQueue(blocks, lax.axis_index("sm"), dynamic, self.tile, self.find, refs)
             if gathers:
@@ -175,13 +289,12 @@ class TileKernel:
                 plgpu.wait_smem_to_gmem(0)
 
         body.__name__ = name
-        number, result_number = (vars(_named(trees, range(len(_leaves(trees))))) for trees in (operands, results))
-        pairs = [zip(jax.tree.leaves(number[a]), jax.tree.leaves(result_number[b]), strict=True) for a, b in aliases]
-        flat = launches.kernel(
+        of_operand, of_result = list(operands).index, list(results).index
+        written = launches.kernel(
             body,
-            in_place={operand: result for pair in pairs for operand, result in pair},
-            out_type=_leaves(results),
-            scratch_types=_leaves(memory),
+            in_place={of_operand(a): of_result(b) for a, b in in_place.items() if operands[a] is not None},
+            out_type=tuple(results.values()),
+            scratch_types=tuple(memory.values()),
             grid=(blocks,),
             grid_names=("sm",),
             num_threads=3,
@@ -192,16 +305,5 @@ class TileKernel:
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
                 reduction_scratch_bytes=1024,  # two operand tiles are worth more than room for sums across warps
             ),
-        )(*_leaves(operands))
-        return _named(results, flat)
-
-
-def _leaves(trees: Mapping[str, Any]) -> list:
-    """In the order of the names as they are given; jax would sort them."""
-    return jax.tree.leaves(list(trees.values()))
-
-
-def _named(trees: Mapping[str, Any], leaves) -> SimpleNamespace:
-    """`leaves` in place of those of `trees`."""
-    values = jax.tree.unflatten(jax.tree.structure(list(trees.values())), leaves)
-    return SimpleNamespace(**dict(zip(trees, values, strict=True)))
+        )(*operands.values())
+        return SimpleNamespace(**dict(zip(results, written, strict=True)))

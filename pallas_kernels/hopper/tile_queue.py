@@ -9,33 +9,18 @@ warpgroup too. It does so under the last steps of the tile before, where nobody 
 would have two tiles while another has none. A block stops at the first number that is no tile's.
 """
 
-# pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.hopper import inline_interpreter as forms
-from pallas_kernels.hopper.inline import (
-    SCALAR,
-    c32,
-    global_pointer,
-    int_type,
-    ptx,
-    scalar,
-    shared_address,
-    thread_index,
-)
-from pallas_kernels.mosaic.interpreter import in_interpreter
+from pallas_kernels.hopper.inline import count, write_words
+from pallas_kernels.mosaic.interpreter import is_interpreted, tiles_taken
 
 FIELDS = 8
 """Words in shared memory that describe a tile, at most."""
@@ -50,6 +35,14 @@ def is_dynamic(shares: str | None) -> bool:
         return shares == "dynamic"
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[axis] > 1 for axis in mesh.manual_axes)  # only there are collectives beside the kernels
+
+
+def new_counter(tiles: int, blocks: int) -> jax.Array:
+    """The counter of a launch of so many blocks that share out `tiles` at most.
+
+    In the interpreter, where blocks run one after the other, it holds the numbers that each block gets.
+    """
+    return jnp.asarray(tiles_taken(tiles, blocks)) if is_interpreted() else jnp.zeros(1, jnp.int32)
 
 
 def memory() -> dict[str, Any]:
@@ -100,7 +93,7 @@ class TileQueue(NamedTuple):
             tile = self._wait(turn)
             return tile, begin(tile[0])
 
-        return None, (lambda _: count(self.refs.counter, self, turn), partial(self.find, self.refs), hand)
+        return None, (lambda _: count(self.refs.counter, self.block, turn), partial(self.find, self.refs), hand)
 
     def first(self, begin: Callable):
         """For the producer: its first tile, and `begin(tile)`."""
@@ -128,47 +121,3 @@ class TileQueue(NamedTuple):
         plgpu.barrier_wait(self.refs.handed.at[place])
         is_one, *fields = (self.refs.next_tiles[place * FIELDS + i] for i in range(1 + len(self.kind._fields)))
         return self.kind(*fields), is_one > 0
-
-
-def _is_first_thread():
-    return arith.cmpi(arith.CmpIPredicate.eq, thread_index(), c32(0))
-
-
-@in_interpreter(forms.new_counter)
-def new_counter(tiles: int, blocks: int) -> jax.Array:
-    """The counter of a launch of so many blocks that share out `tiles` at most."""
-    del tiles, blocks
-    return jnp.zeros(1, jnp.int32)
-
-
-@in_interpreter(forms.count)
-def count(counter, queue: TileQueue, turn):
-    """The counter's next number, in the first thread, and 0 in the others."""
-    del queue, turn
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-    def take(ctx, counter):
-        number = utils.inline_ptx(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p atom.global.add.u32 $0, [$1], 1; }",
-            global_pointer(counter),
-            arith.extui(int_type(32), _is_first_thread()),
-            result_types=int_type(32),
-            has_side_effects=True,
-        )
-        return mgpu.FragmentedArray.splat(number, (), is_signed=True)
-
-    return take(counter)
-
-
-@in_interpreter(forms.write_words)
-def write_words(words, first, values: tuple) -> None:
-    """Writes `values` of the first thread to shared memory, from word `first` on."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, (SCALAR,) * len(values)))
-    def write(ctx, words, first, values):
-        address = shared_address(words, arith.muli(scalar(first), c32(4)))
-        with utils.when(_is_first_thread()):
-            for i, value in enumerate(values):
-                ptx("st.shared.b32 [$0], $1;", arith.addi(address, c32(4 * i)), scalar(value), constraints="r,r")
-
-    write(words, first, values)

@@ -6,7 +6,7 @@ neighbour's NaN times zero would be NaN.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,14 +19,13 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.gather import RowGather
-from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.panels import store_buffers, store_through, wgmma, zero_rows
-from pallas_kernels.hopper.ring import PANELS
-from pallas_kernels.hopper.tile_kernel import TileKernel
+from pallas_kernels.hopper.inline import K_STEP, PANEL, store_buffers, store_through, wgmma, zero_rows, zeros
+from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel
 from pallas_kernels.mosaic.device import WIDTH_MULTIPLE
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.traced_once import traced_once
-from pallas_kernels.tuning.parameters import TileTuning, find_tuning, shape_key
+from pallas_kernels.tuning import find_tuning
+from pallas_kernels.tuning.parameters import KINDS, TileTuning
 
 
 @traced_once("dtypes", "bias_dtypes", "tuning")
@@ -43,20 +42,15 @@ def up_weight_gradients(
 
     `x` may be in several arrays of as many tokens, one after the other; so may `dy` below.
     """
-    (num_rows, n), num_experts = d_pre_activations[0].shape, groups.num_experts
     x = x if isinstance(x, tuple) else (x,)
-    shape = shape_key(num_rows, x[0].dtype, d=x[0].shape[1], n=n, E=num_experts)
-    tuning = find_tuning(TileTuning, "up_weight_gradients", tuning, shape)
-    contraction = RowContraction(x, d_pre_activations, groups, dtypes[0], transposed=False, tuning=tuning)
-    gradients = contraction.gradients("moe_up_weight_gradients")
+    gradients = RowContraction("up_weight_gradients", x, d_pre_activations, groups, dtypes[0], tuning).gradients()
     if not bias_dtypes:
         return gradients, ()
     # Sums over rows are products with ones: every row gathers the same token.
     is_row = groups.expert_token_indices < sum(part.shape[0] for part in x)
     rows_of_ones = groups._replace(expert_token_indices=jnp.where(is_row, jnp.int32(0), 1))
     ones = jnp.ones((1, WIDTH_MULTIPLE), x[0].dtype)
-    bias_contraction = RowContraction((ones,), d_pre_activations, rows_of_ones, jnp.float32, transposed=False)
-    sums = bias_contraction.gradients("moe_up_bias_gradients")
+    sums = RowContraction("up_bias_gradients", (ones,), d_pre_activations, rows_of_ones, jnp.float32).gradients()
     return gradients, tuple(s[:, 0].astype(t) for s, t in zip(sums, bias_dtypes, strict=True))
 
 
@@ -73,17 +67,14 @@ def down_weight_gradients(
 ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
     """`(weights · A)ᵀ · dy_g`; see the portable twin."""
     # The gathered side on the left, where a tile is narrow: half the bytes to gather, and the product is transposed.
-    (num_rows, n), num_experts = weighted_hidden.shape, groups.num_experts
     dy = dy if isinstance(dy, tuple) else (dy,)
-    shape = shape_key(num_rows, dy[0].dtype, d=dy[0].shape[1], n=n, E=num_experts)
-    tuning = find_tuning(TileTuning, "down_weight_gradients", tuning, shape)
-    contraction = RowContraction(dy, (weighted_hidden,), groups, dtype, transposed=True, tuning=tuning)
-    (gradient,) = contraction.gradients("moe_down_weight_gradients")
+    weights = RowContraction("down_weight_gradients", dy, (weighted_hidden,), groups, dtype, tuning, transposed=True)
+    (gradient,) = weights.gradients()
     if bias_dtype is None:
         return gradient, None
     stored = jnp.broadcast_to(row_weights.astype(dy[0].dtype)[:, None], (groups.num_rows, WIDTH_MULTIPLE))
-    (sums,) = RowContraction(dy, (stored,), groups, bias_dtype, transposed=True).gradients("moe_down_bias_gradients")
-    return gradient, sums[:, 0]
+    biases = RowContraction("down_bias_gradients", dy, (stored,), groups, bias_dtype, transposed=True)
+    return gradient, biases.gradients()[0][:, 0]
 
 
 class GradientTile(NamedTuple):
@@ -105,42 +96,47 @@ class RowContraction(TileKernel):
     """`tokens_gᵀ · s` over each expert's rows, or its transpose, for every `s` of `stored`, side by side in a tile.
 
     Attributes:
+      kernel: its name in tables of tuned parameters; that of a bias gradient stands in none.
       tokens: `(T, a)` in one or several arrays, read by token index.
       stored: arrays `(R, b)`, read by row.
       groups: the rows by expert.
       result_dtype: float32, or a type of 16 bits, whose results wait in registers for the next tile's products.
+      own_tuning: what the caller wants `tuning` to be, the order of an expert's tiles among it; None as tables say.
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
-      tuning: slots of the ring, the order of an expert's tiles, and how tiles are shared out.
     """
 
+    kernel: str
     tokens: tuple[jax.Array, ...]
     stored: tuple[jax.Array, ...]
     groups: Dispatch[TileSchedule]
     result_dtype: Any
-    transposed: bool
-    tuning: TileTuning = field(default_factory=TileTuning)
+    own_tuning: TileTuning | None = None
+    transposed: bool = False
 
     tile = GradientTile
 
     def __post_init__(self):
-        self.shape = (self.tokens[0].shape[1], self.stored[0].shape[1])
+        (_, d), (rows, n) = self.tokens[0].shape, self.stored[0].shape
+        experts, self.dtype = self.groups.num_experts, self.tokens[0].dtype
+        self.tuning = TileTuning()
+        if self.kernel in KINDS:
+            self.tuning = find_tuning(self.kernel, self.own_tuning, rows, self.dtype, d=d, n=n, E=experts)
         self.width = TILE_COLUMNS // len(self.stored)  # of a result's part of a tile
-        self.tiles = (-(-self.shape[0] // TILE_ROWS), -(-self.shape[1] // self.width))  # of an expert
-        self.num_tiles = self.groups.num_experts * self.tiles[0] * self.tiles[1]
+        self.tiles = (-(-d // TILE_ROWS), -(-n // self.width))  # of an expert
+        self.num_tiles = experts * self.tiles[0] * self.tiles[1]
         indices = {"offsets": self.groups.expert_token_offsets, "token_indices": self.groups.expert_token_indices}
         self.operands = {**indices, "tokens": self.tokens, "stored": self.stored}
-        self.dtype = self.tokens[0].dtype
         self.gather = RowGather(self.tokens, rows=K_STEP, columns=TILE_ROWS)
         self.wide = jnp.dtype(self.result_dtype) == jnp.float32
         self.chunk_columns = 32 if self.wide else 64  # a chunk of the result is 128 bytes wide
         self.buffers = store_buffers(self.result_dtype, self.chunk_columns)
         self.barriers = {"zeroed": plgpu.Barrier(num_arrivals=2)}
 
-    def gradients(self, name: str) -> tuple[jax.Array, ...]:
-        """The results, from a kernel of that name."""
-        shape = (self.groups.num_experts, *(self.shape[::-1] if self.transposed else self.shape))
-        result = jax.ShapeDtypeStruct(shape, self.result_dtype)
-        return self.run(name, results={"results": (result,) * len(self.stored)}, copies=PANELS).results
+    def gradients(self) -> tuple[jax.Array, ...]:
+        shape = (self.tokens[0].shape[1], self.stored[0].shape[1])
+        shape = shape[::-1] if self.transposed else shape
+        result = jax.ShapeDtypeStruct((self.groups.num_experts, *shape), self.result_dtype)
+        return self.run(f"moe_{self.kernel}", results={"results": (result,) * len(self.stored)}, copies=PANELS).results
 
     def find(self, refs, number):
         is_one, number = number < self.num_tiles, jnp.minimum(number, self.num_tiles - 1)
@@ -164,7 +160,7 @@ class RowContraction(TileKernel):
                 columns = pl.ds(tile.column_tile * self.width + column, PANEL)
                 slot.fetch(source.at[pl.ds(row, K_STEP), columns], slot.rhs_panel(panel))
             offsets = self.gather.row_chunks(tokens, tile.end - row)
-            self.gather.copy(refs.tokens, offsets, slot.lhs, refs.ring.landed, slot.number, tile.row_tile * TILE_ROWS)
+            self.gather.copy(refs.tokens, offsets, slot.lhs, refs.landed, slot.number, tile.row_tile * TILE_ROWS)
             row += K_STEP
             if following:  # the last step is among those after which it is known
                 row = jnp.where(k + 1 < steps, row, start_of(following))
@@ -184,7 +180,7 @@ class RowContraction(TileKernel):
 
     def nothing_held(self):
         columns = 8 if self.wide else TILE_COLUMNS  # nothing is held of a wide result
-        return _zeros(columns, self.result_dtype), GradientTile(*[jnp.int32(0)] * 5)
+        return zeros(columns, self.result_dtype), GradientTile(*[jnp.int32(0)] * 5)
 
     def part(self, refs, tile: GradientTile):
         return tile, tile.steps
@@ -207,14 +203,11 @@ class RowContraction(TileKernel):
         def end(accumulator):
             if not self.wide:
                 return accumulator.astype(self.result_dtype)
-            for chunk in self.stores(refs, accumulator, tile):
-                chunk()
+            for store in self.chunk_stores(refs, accumulator, tile):
+                store()
             return held[0]
 
-        def store_held(store: Callable):
-            pl.when(turn > 0)(store)
-
-        under = [] if self.wide else [partial(store_held, store) for store in self.stores(refs, *held)]
+        under = self.stores(refs, turn, held)
 
         def run(step):
             step, accumulator, taken = refs.ring.multiply(step, steps, product, tile.start, under, last=take)
@@ -223,16 +216,18 @@ class RowContraction(TileKernel):
         def nothing_to_add(step):
             for store in under:
                 store()
-            return step, end(_zeros(TILE_COLUMNS, jnp.float32)), take()
+            return step, end(zeros(TILE_COLUMNS)), take()
 
         step, values, taken = lax.cond(steps > 0, run, nothing_to_add, step)
         return step, (values, tile), taken
 
-    def store_held(self, refs, turns, held):
-        for store in [] if self.wide else self.stores(refs, *held):
-            pl.when(turns > 0)(store)
+    def stores(self, refs, turn, held):
+        def unless_first(store: Callable):
+            pl.when(turn > 0)(store)
 
-    def stores(self, refs, values, tile: GradientTile) -> list[Callable]:
+        return [] if self.wide else [partial(unless_first, store) for store in self.chunk_stores(refs, *held)]
+
+    def chunk_stores(self, refs, values, tile: GradientTile) -> list[Callable]:
         """The stores of `(64, 256)` values, a consumer's part of a tile, chunk by chunk of its columns."""
         return [partial(self.store, refs, values, tile, chunk) for chunk in range(TILE_COLUMNS // self.chunk_columns)]
 
@@ -250,7 +245,3 @@ class RowContraction(TileKernel):
                 for first in range(0, GROUP_ROWS, width):
                     target = result.at[tile.expert, columns, pl.ds(row + first, width)]
                     plgpu.copy_smem_to_gmem(buffer.at[pl.ds(first, width)], target, commit_group=False)
-
-
-def _zeros(columns: int, dtype):
-    return plgpu.layout_cast(jnp.zeros((GROUP_ROWS, columns), dtype), plgpu.Layout.WGMMA)

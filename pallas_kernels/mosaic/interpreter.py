@@ -1,10 +1,11 @@
 """The kernels on a machine without a GPU: interpreted, with every race found. The choice of form is made here."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,9 +21,17 @@ def at_random(tiles: int, blocks: int) -> Sequence[int]:
     return np.random.default_rng(0).integers(blocks, size=tiles).tolist()
 
 
-_parameters: ContextVar[plgpu.InterpretGPUParams | None] = ContextVar("parameters", default=None)
-_blocks: ContextVar[int] = ContextVar("blocks", default=FEW_BLOCKS)
-_takers: ContextVar[Takers] = ContextVar("takers", default=at_random)
+class Settings(NamedTuple):
+    """What `interpreted` was told, or that nothing is interpreted and blocks are as many as a GPU runs."""
+
+    parameters: plgpu.InterpretGPUParams | None = None
+    blocks: int = sys.maxsize
+    takers: Takers = at_random
+
+
+ON_A_GPU = Settings()
+
+_settings: ContextVar[Settings] = ContextVar("settings", default=ON_A_GPU)
 
 
 @contextmanager
@@ -43,23 +52,21 @@ def interpreted(*, detect_races: bool = True, blocks: int = FEW_BLOCKS, takers: 
         would take all.
     """
     parameters = plgpu.InterpretGPUParams(detect_races=detect_races)
-    settings: list[tuple[ContextVar[Any], Any]] = [(_parameters, parameters), (_blocks, blocks), (_takers, takers)]
-    tokens = [(variable, variable.set(value)) for variable, value in settings]
+    token = _settings.set(Settings(parameters, blocks, takers))
     try:
         with plgpu.force_gpu_interpret_mode(parameters):
             yield
     finally:
-        for variable, token in tokens:
-            variable.reset(token)
+        _settings.reset(token)
 
 
 def is_interpreted() -> bool:
-    return _parameters.get() is not None
+    return _settings.get().parameters is not None
 
 
 def interpreter_parameters() -> plgpu.InterpretGPUParams | bool:
     """The value of `interpret` where Pallas does not look for itself."""
-    return _parameters.get() or False
+    return _settings.get().parameters or False
 
 
 def in_interpreter(form: Callable) -> Callable:
@@ -77,12 +84,12 @@ def in_interpreter(form: Callable) -> Callable:
 
 def blocks(count: int) -> int:
     """How many blocks to launch where a GPU would run `count`: few, for several tiles each of a small problem."""
-    return min(count, _blocks.get()) if is_interpreted() else count
+    return min(count, _settings.get().blocks)
 
 
 def tiles_taken(tiles: int, blocks: int) -> np.ndarray:
     """`(blocks, turns)` int32: the tile that a block takes in each turn, and `tiles` where none is left."""
-    takers = np.asarray(_takers.get()(tiles, blocks))
+    takers = np.asarray(_settings.get().takers(tiles, blocks))
     own = [np.flatnonzero(takers == block) for block in range(blocks)]
     turns = 1 + max(map(len, own))
     return np.stack([np.pad(o, (0, turns - len(o)), constant_values=tiles) for o in own]).astype(np.int32)

@@ -16,14 +16,7 @@ def traced(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
         return jax.make_jaxpr(function)(*shapes)
 
 
-def evaluate(
-    function: Callable, shapes: Sequence[jax.ShapeDtypeStruct], arguments: Sequence, ours: Callable, otherwise: Callable
-) -> list:
-    """Results of `function` at `arguments`, of these shapes and dtypes; see `evaluate_traced`."""
-    return evaluate_traced(traced(function, shapes), arguments, ours, otherwise)
-
-
-def evaluate_traced(closed: Any, arguments: Sequence, ours: Callable, otherwise: Callable) -> list:
+def evaluate(closed: Any, arguments: Sequence, ours: Callable, otherwise: Callable) -> list:
     """Results at `arguments` of a function that was traced.
 
     Args:

@@ -36,7 +36,8 @@ def kernel(
 ) -> Callable:
     """`plgpu.kernel`, where result `in_place[i]` takes the memory of operand `i` if XLA can do so without a copy.
 
-    Inside the kernel whole numbers have 32 bits, also where the caller has `jax_enable_x64` on.
+    Both are arrays, or pytrees of as many. Inside the kernel whole numbers have 32 bits, also where the caller has
+    `jax_enable_x64` on.
     """
 
     def with_scratch(*refs):
@@ -47,16 +48,25 @@ def kernel(
             if not in_place:
                 options = {"scratch_types": scratch_types, "compiler_params": compiler_params}
                 return plgpu.kernel(body, out_type=out_type, **options, **mesh)(*operands)
+            aliases, before, after = {}, _numbered(operands), _numbered(tuple(out_type))
+            for operand, result in in_place.items():
+                jax.tree.map(aliases.__setitem__, before[operand], after[result])
             return launch_with_aliases(
                 [(plgpu.Mesh(**mesh), with_scratch)],
                 out_type,
-                input_output_aliases=in_place,
+                input_output_aliases=aliases,
                 compiler_params=compiler_params,
                 interpret=interpreter_parameters(),
                 name=body.__name__,
             )(*operands)
 
     return kernel_launch(launch, None if is_interpreted() else assemble_early)
+
+
+def _numbered(trees: tuple) -> tuple:
+    """The number of each leaf among all of them, in its place."""
+    structure = jax.tree.structure(trees)
+    return structure.unflatten(range(structure.num_leaves))
 
 
 begun: dict[bytes, Future] = {}

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.contract import Dispatch
-from pallas_kernels.place_values import place_values
+from pallas_kernels.contract import Dispatch, place_values
 
 TILE_ROWS = 128
 TILE_COLUMNS = 256

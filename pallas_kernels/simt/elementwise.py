@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.mosaic.jaxprs import evaluate, evaluate_traced, traced
+from pallas_kernels.mosaic.jaxprs import evaluate, traced
 from pallas_kernels.simt.values import Bool, Float, Int, exp2, log2, machine, maximum, reciprocal, select
 
 
@@ -20,7 +20,7 @@ def value(function: Callable, arguments: Sequence[Float]) -> Float:
       NotImplementedError: the function uses a primitive of jax that these kernels have no code for.
     """
     shapes = [jax.ShapeDtypeStruct((), np.float32)] * len(arguments)
-    return evaluate(function, shapes, arguments, _ours, _others)[0]
+    return evaluate(traced(function, shapes), arguments, _ours, _others)[0]
 
 
 def with_gradients(function: Callable, arguments: int) -> Callable[[Sequence[Float], Float], tuple[Float, list[Float]]]:
@@ -37,7 +37,7 @@ def with_gradients(function: Callable, arguments: int) -> Callable[[Sequence[Flo
     jaxpr = traced(run, [jax.ShapeDtypeStruct((), np.float32)] * (1 + arguments))
 
     def call(numbers, cotangent):
-        out, *gradients = evaluate_traced(jaxpr, [cotangent, *numbers], _ours, _others)
+        out, *gradients = evaluate(jaxpr, [cotangent, *numbers], _ours, _others)
         return _constant(out), [_constant(g) for g in gradients]
 
     return call

@@ -1,16 +1,10 @@
-"""The free parameters of the kernels, and which a call gets: its own, the user's, the package's, or a rule's.
-
-Rules (`heuristic`) serve every GPU and size. A file of the package keeps what an H200 gains beyond them, and the user's
-file, which `python -m blaze_jax.tune` writes, what another card does.
+"""The free parameters of the kernels, and rules that choose them on every GPU and for every size (`heuristic`).
 
 None of them changes a result's bits: every number is the sum of the same terms in the same order whichever tile comes
 first, however many copies are under way, and however wide the block of columns that it belongs to.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import log2
 from typing import Any, NamedTuple
 
@@ -19,7 +13,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic.device import compute_capability, on_nvidia_gpu
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
-from pallas_kernels.tuning import files as tuning_files
 
 H200 = "NVIDIA H200"
 """The GPU whose table is read on a machine without a GPU, where programs are lowered for one elsewhere."""
@@ -29,6 +22,8 @@ SLOT_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
 STORE_BYTES = 32 * 1024  # buffers that results leave from
 SPARE_BYTES = 2 * 1024  # barriers, and room for sums across warps
 MOST_STAGES = (SHARED_MEMORY - STORE_BYTES - SPARE_BYTES) // SLOT_BYTES
+
+POWERS_OF_TWO = tuple(1 << i for i in range(9))
 
 
 def _check(kind: Any, **allowed: tuple[int, ...]) -> None:
@@ -64,8 +59,7 @@ class TileTuning:
     shares: str | None = None
 
     def __post_init__(self):
-        widths = tuple(1 << i for i in range(9))
-        _check(self, stages=tuple(range(2, MOST_STAGES + 1)), minor_dim=(0, 1), tile_width=widths)
+        _check(self, stages=tuple(range(2, MOST_STAGES + 1)), minor_dim=(0, 1), tile_width=POWERS_OF_TWO)
         if self.shares not in (None, "dynamic", "fixed"):
             raise ValueError(f"shares={self.shares!r} must be 'dynamic', 'fixed' or None")
 
@@ -110,8 +104,8 @@ class MmaTuning:
     sweep: int = 1
 
     def __post_init__(self):
-        widths = tuple(1 << i for i in range(9))
-        _check(self, columns=(128, 256), k_step=(32, 64), stages=tuple(range(2, 17)), abreast=widths, sweep=widths)
+        _check(self, columns=(128, 256), k_step=(32, 64), stages=tuple(range(2, 17)))
+        _check(self, abreast=POWERS_OF_TWO, sweep=POWERS_OF_TWO)
 
     @property
     def shared_bytes(self) -> int:
@@ -124,20 +118,13 @@ type Tuning = TileTuning | ColumnBlock | MmaTuning
 MMA = "mma_"
 """Begins the names of the kernels for Ampere and later."""
 
+_EXPERT_KERNELS = ("up_projection", "down_projection", "down_backward", "up_backward")
+_EXPERT_KERNELS += ("down_weight_gradients", "up_weight_gradients")
+
 KINDS: dict[str, type[TileTuning] | type[ColumnBlock] | type[MmaTuning]] = {
-    "up_projection": TileTuning,
-    "down_projection": TileTuning,
-    "down_backward": TileTuning,
-    "down_weight_gradients": TileTuning,
-    "up_weight_gradients": TileTuning,
-    "up_backward": TileTuning,
+    **dict.fromkeys(_EXPERT_KERNELS, TileTuning),
     "column_block": ColumnBlock,
-    f"{MMA}up_projection": MmaTuning,
-    f"{MMA}down_projection": MmaTuning,
-    f"{MMA}down_backward": MmaTuning,
-    f"{MMA}down_weight_gradients": MmaTuning,
-    f"{MMA}up_weight_gradients": MmaTuning,
-    f"{MMA}up_backward": MmaTuning,
+    **{MMA + kernel: MmaTuning for kernel in _EXPERT_KERNELS},
 }
 """Parameters by the name of a kernel."""
 
@@ -185,11 +172,12 @@ FEW_TILES = 2048
 """With fewer, blocks that take two each would leave more multiprocessors idle at the end than the sweep saves, 5%."""
 
 
-def heuristic[K: TileTuning | ColumnBlock | MmaTuning](kind: type[K], kernel: str, shape: str) -> K:
-    """The parameters of `kernel` for a `shape` (of `shape_key`) that no table has."""
+def heuristic(kernel: str, shape: str) -> Tuning:
+    """The parameters of `kernel`, a name of `KINDS`, for a `shape` (of `shape_key`) that no table has."""
+    kind = KINDS[kernel]
     if kind is MmaTuning:
-        return mma_heuristic(kernel, shape.rpartition(",")[2], shape=shape)  # pyright: ignore[reportReturnType]
-    return _tile_heuristic(kernel, shape) if kind is TileTuning else kind()  # pyright: ignore[reportReturnType, reportCallIssue]
+        return mma_heuristic(kernel, shape.rpartition(",")[2], shape=shape)
+    return _tile_heuristic(kernel, shape) if kind is TileTuning else ColumnBlock()
 
 
 def _tile_heuristic(kernel: str, shape: str) -> TileTuning:
@@ -256,70 +244,6 @@ def shape_key(rows: int, dtype, **sizes: int) -> str:
 def nvidia_gpu() -> str | None:
     """Name of the GPU with kernels here that jax computes on, None if it is another device."""
     return jax.devices()[0].device_kind if on_nvidia_gpu() else None
-
-
-def _gpu() -> str:
-    """The GPU whose table is read."""
-    return nvidia_gpu() or H200
-
-
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """Parameters that calls of some kernels get for once, and what the calls in the block were.
-
-    Attributes:
-      tunings: parameters by the name of a kernel.
-      shapes: the `shape_key` of each kernel that was looked up, its last one.
-    """
-
-    tunings: Mapping[str, Tuning]
-    shapes: dict[str, str] = field(default_factory=dict)
-
-
-_trial: ContextVar[Trial | None] = ContextVar("trial", default=None)
-
-
-@contextmanager
-def tried(tunings: Mapping[str, Tuning]) -> Iterator[Trial]:
-    """Has kernels that are traced in the block take `tunings`, before any table; a trace from before is not used."""
-    token = _trial.set(trial := Trial(tunings))
-    try:
-        yield trial
-    finally:
-        _trial.reset(token)
-
-
-def tables_in_use() -> tuple:
-    """A value that stays the same as long as `find_tuning` finds the same."""
-    return _gpu(), *tuning_files.user_version(), _trial.get()
-
-
-def find_tuning[K: TileTuning | ColumnBlock | MmaTuning](kind: type[K], kernel: str, own: K | None, shape: str) -> K:
-    """The parameters of a call: `own` if there are, else the user's, else the package's, else the heuristic.
-
-    Args:
-      kind: the class of the parameters, `KINDS[kernel]`.
-      kernel: a name of `KINDS`.
-      own: parameters that the caller asks for.
-      shape: the call's, by `shape_key`.
-
-    Raises:
-      ValueError: `own` is of another kind.
-    """
-    if own is not None:
-        if not isinstance(own, kind):
-            raise ValueError(f"tuning={own!r} of {kernel} must be a {kind.__name__} or None")
-        return own
-    if (trial := _trial.get()) is not None:
-        trial.shapes[kernel] = shape
-        if isinstance(tuning := trial.tunings.get(kernel), kind):
-            return tuning
-    place = (_gpu(), kernel, shape)
-    for tunings in (tuning_files.user_tunings(parse), tuning_files.package_tunings(parse)):
-        found = tunings.get(place)
-        if isinstance(found, kind):
-            return found
-    return heuristic(kind, kernel, shape)
 
 
 def parse(kernel: str, values: Any) -> Tuning:

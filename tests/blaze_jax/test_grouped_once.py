@@ -39,10 +39,11 @@ def test_not_of_another_choice(options):
 
 def test_another_implementation_groups_its_own():
     routing, grouped = routed()
-    weights = [jnp.ones((E, *shape), jnp.bfloat16) for shape in ((D, N), (D, N), (N, D))]
-    arguments = (jnp.ones((T, D), jnp.bfloat16), *weights, routing.weights, routing.experts)
+    shapes = {"w_gate": (E, D, N), "w_up": (E, D, N), "w_down": (E, N, D)}
+    params = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    arguments = (jnp.ones((T, D), jnp.bfloat16), params, routing.weights, routing.experts)
     options = {"activation": "swiglu", "save": "pre_activations", "implementation": "xla"}
-    compute, alone = partial(compute_experts, grouped, **options), partial(expert_ffn, **options)
+    compute, alone = (partial(compute_experts, grouped=pairs, **options) for pairs in (grouped, None))
     assert_same_bits(jax.jit(compute)(*arguments), jax.jit(alone)(*arguments))
     # The programs too, since other rows may give the same bits.
     ours, theirs = (re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(f)(*arguments))) for f in (compute, alone))

@@ -1,5 +1,7 @@
 """Which kernels a call gets."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,7 +15,7 @@ from blaze_jax.implementation import (
     kernels_of,
 )
 from pallas_kernels import ampere, hopper, xla
-from pallas_kernels.contract import Kernels
+from pallas_kernels.family import Kernels
 
 
 def operands(*, dtype=jnp.bfloat16, d=256, n=256, num_experts=4, biases=0):
@@ -47,6 +49,13 @@ def test_a_family_that_is_demanded():
 def test_a_family_has_all_that_the_contract_declares(family):
     declared = {name for name in vars(Kernels) if not name.startswith("_")}
     assert {"up_projection", "in_parts", "transformable"} <= declared <= vars(family).keys()
+    for name in (name for name in declared if isinstance(vars(Kernels)[name], staticmethod)):
+        contract, own = (dict(inspect.signature(getattr(f, name)).parameters) for f in (Kernels, family))
+        if family.in_parts is None:
+            contract.pop("into", None)
+        added = [own.pop(other) for other in own.keys() - contract.keys()]
+        assert [(p.name, p.kind) for p in own.values()] == [(p.name, p.kind) for p in contract.values()], name
+        assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in added), name
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])

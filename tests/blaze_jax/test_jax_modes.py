@@ -8,14 +8,12 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax import export
 from jax.experimental import checkify
 
-from blaze_jax import MoE, init, moe, route
-from blaze_jax.nnx import AuxiliaryLoss
-from blaze_jax.nnx import MoE as NnxMoE
-from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
+from blaze_jax import init, moe
+from tests import layers
+from tests.layers import CONFIGS, WIDTH, gradients_through, layer, random_parameters, random_tokens, route
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 
 PROMOTIONS = {
@@ -31,38 +29,6 @@ MODES = {None: nullcontext, **PROMOTIONS, **PRECISIONS, "enable_x64": partial(ja
 DTYPES = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
 
 
-def of_function(params, config, x):
-    bias = jnp.linspace(-0.1, 0.1, config.num_experts) if config.bias_update_rate else None
-    y, routing = moe(x, params, config, selection_bias=bias, train=True)
-    return y, routing.weighted_losses
-
-
-def of_linen(params, config, x):
-    layer = MoE(config, param_dtype=params["w_up"].dtype, use_bias=True)
-    y, sown = layer.apply({"params": params}, x, train=True, mutable=["losses", "router_state"])
-    return y, sown["losses"]
-
-
-def of_nnx(params, config, x):
-    layer = NnxMoE(WIDTH, config, param_dtype=params["w_up"].dtype, use_bias=True, rngs=nnx.Rngs(0))
-    for name, value in params.items():
-        getattr(layer, name)[...] = value
-    return nnx.capture(layer, AuxiliaryLoss)(x, train=True)
-
-
-LAYERS = {"function": of_function, "linen": of_linen, "nnx": of_nnx}
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def output_and_gradients(layer, config, params, x):
-    def loss(params, x):
-        y, losses = layer(params, config, x)
-        return sum(leaf.astype(jnp.float32) for leaf in jax.tree.leaves((jnp.square(y).sum(), losses))), y
-
-    (value, y), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
-    return value, y, gradients
-
-
 def arguments(config, dtype, param_dtype):
     return random_parameters(CONFIGS[config], use_bias=True, dtype=param_dtype), random_tokens(13, dtype=dtype)
 
@@ -71,7 +37,7 @@ def arguments(config, dtype, param_dtype):
 def program(layer, config, dtype, param_dtype, mode):
     """Forward and backward, traced, and as they are handed to the compiler."""
     with MODES[mode]():
-        traced = output_and_gradients.trace(LAYERS[layer], CONFIGS[config], *arguments(config, dtype, param_dtype))
+        traced = gradients_through.trace(layer, *arguments(config, dtype, param_dtype), CONFIGS[config])
         return traced, traced.lower().as_text()
 
 
@@ -137,7 +103,7 @@ def test_narrow_types_where_wide_ones_are_enabled(layer, config, dtype):
 )
 @pytest.mark.slow
 def test_float64_tokens(layer, config, param_dtype):
-    _, y, (d_params, dx) = out = numbers(layer, config, "float64", param_dtype, "enable_x64")
+    (_, (y, _)), (d_params, dx) = out = numbers(layer, config, "float64", param_dtype, "enable_x64")
     assert (y.dtype, dx.dtype) == ("float64", "float64")
     assert {gradient.dtype for gradient in d_params.values()} == {jnp.dtype(param_dtype)}
     assert_close(out, numbers(layer, config, "float32", "float32", None), TOLERANCE["float32"])
@@ -146,18 +112,15 @@ def test_float64_tokens(layer, config, param_dtype):
 def test_checkify():
     params, x = random_parameters(CONFIGS["plain"]), random_tokens(13)
 
-    def loss(params, x):
-        y, routing = moe(x, params, CONFIGS["plain"])
-        return jnp.square(y).sum() + routing.z_loss
-
     def with_check(params, x):
         checkify.check(jnp.all(x < 10), "a token is too large")
-        return loss(params, x)
+        return layers.loss(params, x, CONFIGS["plain"])[0]
 
     checked = jax.jit(checkify.checkify(jax.value_and_grad(with_check)))
     error, out = checked(params, x)
     assert error.get() is None
-    assert_close(out, jax.jit(jax.value_and_grad(loss))(params, x))
+    (value, _), (gradient, _) = layers.step(params, x, CONFIGS["plain"])
+    assert_close(out, (value, gradient))
     assert "a token is too large" in checked(params, x + 10)[0].get()
 
 
@@ -168,7 +131,7 @@ def hopper_kernels(mode) -> list[str]:
     parameters = config.parameters(16, use_bias=True)
     params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in parameters.items()}
     with MODES[mode]():
-        traced = output_and_gradients.trace(of_function, config, params, jax.ShapeDtypeStruct((13, 16), jnp.bfloat16))
+        traced = gradients_through.trace("function", params, jax.ShapeDtypeStruct((13, 16), jnp.bfloat16), config)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = [line.partition("module = ")[2] for line in text.splitlines() if "@mosaic_gpu" in line]
     numbered = jax.__version_info__ < (0, 12)  # whose kernels have a counter in their code
@@ -192,17 +155,14 @@ def specs_of(tree):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
 
 
-def tokens_of_size(size):
+def tokens_of_size(size, width=WIDTH):
     (tokens,) = export.symbolic_shape(size, constraints=() if size.isdigit() else ("T >= 12",))
-    return jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)
+    return jax.ShapeDtypeStruct((tokens, width), jnp.float32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "size"),
-    [("everything", "T"), ("rounded", "T"), ("limited", "T")],
-)
-def test_export_of_layer(config, size):
+@pytest.mark.parametrize("config", ["everything", "rounded", "limited"])
+def test_export_of_layer(config):
     config = CONFIGS[config]
     params, x = random_parameters(config, use_bias=True), random_tokens(13)
 
@@ -215,7 +175,7 @@ def test_export_of_layer(config, size):
         return jnp.square(y).sum() + jnp.square(weights).sum() + loss, out
 
     step = jax.value_and_grad(loss, (1, 2), has_aux=True)
-    again = exported(outputs, specs_of(params), tokens_of_size(size), vjp_order=1)
+    again = exported(outputs, specs_of(params), tokens_of_size("T"), vjp_order=1)
     out, ref = (jax.jit(partial(step, function))(params, x) for function in (again, outputs))
     assert_close(out, ref)
 
@@ -223,11 +183,10 @@ def test_export_of_layer(config, size):
 @pytest.mark.parametrize(("leading", "shape"), [("B, 4", (3, 4)), ("B, S", (2, 5))])
 @pytest.mark.slow
 def test_export_of_any_leading_shape(leading, shape):
-    config = CONFIGS["plain"]
+    config, sizes = CONFIGS["plain"], (*export.symbolic_shape(leading), WIDTH)
     params, x = random_parameters(config), random_tokens(*shape)
-    sizes = (*export.symbolic_shape(leading), WIDTH)
     again = exported(lambda *a: moe(*a, config)[0], jax.ShapeDtypeStruct(sizes, x.dtype), specs_of(params))
-    assert_close(again(x, params), jax.jit(moe, static_argnums=2)(x, params, config)[0])
+    assert_close(again(x, params), layer(x, params, config)[0])
 
 
 @pytest.mark.slow
@@ -255,23 +214,19 @@ def test_export_of_router(options, size):
         return tuple(route(logits, 2, **options)[:-2])
 
     logits = random_tokens(13)[:, :6]
-    (tokens,) = export.symbolic_shape(size)
-    again = exported(function, jax.ShapeDtypeStruct((tokens, 6), logits.dtype))
-    assert_same_bits(again(logits), jax.jit(function)(logits))
+    assert_same_bits(exported(function, tokens_of_size(size, 6))(logits), function(logits))
 
 
 def test_symbolic_size_and_rounding_are_named():
-    (tokens,) = export.symbolic_shape("T")
     with pytest.raises(ValueError, match=r"token_rounding='up' needs to know whether T\*2 >= 24"):
         exported(
             lambda logits: route(logits, 2, token_rounding="up", rounding_tile=4).weights,
-            jax.ShapeDtypeStruct((tokens, 6), jnp.float32),
+            jax.ShapeDtypeStruct((*export.symbolic_shape("T"), 6), jnp.float32),
         )
 
 
 def test_symbolic_size_and_hopper_kernels_are_named():
     config = dataclasses.replace(CONFIGS["plain"], implementation="mosaic_gpu")
-    with pytest.raises(
-        NotImplementedError, match="'mosaic_gpu' cannot run this: the kernels need sizes that are known"
-    ):
+    message = "'mosaic_gpu' cannot run this: the kernels need sizes that are known"
+    with pytest.raises(NotImplementedError, match=message):
         exported(lambda *a: moe(*a, config)[0], tokens_of_size("T"), specs_of(random_parameters(config)))

@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import chex
-import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blaze_jax import EMPTY_SLOT, MoE, MoEConfig, Router, init, moe, nnx, route
+from blaze_jax import EMPTY_SLOT, MoE, MoEConfig, Router, init, moe, route
 from blaze_jax.layer import auxiliary_losses, initial_value, statistics
 from blaze_jax.oracle import dense_expert_ffn
 from tests.expert_problems import apply
@@ -210,30 +209,6 @@ def test_retraces_only_for_new_shapes():
     x = random_tokens(30)
     out, ref = (traced_once(x + 1, PARAMS, config)[0] for config in (equal_config, CONFIGS["plain"]))
     assert_same_bits(out, ref)
-
-
-FORMS = {
-    "function": lambda x, config: moe(x, PARAMS, config),
-    "init": lambda x, config: init(jax.random.key(0), config, WIDTH),
-    "linen": lambda x, config: MoE(config).init(jax.random.key(0), x),
-    "nnx": lambda x, config: nnx.MoE(WIDTH, config, rngs=flax.nnx.Rngs(0))(x),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.default_cases("*")
-def test_configuration_that_is_none_is_named(form):
-    for config in ("plain", None, PARAMS):
-        with pytest.raises(ValueError, match=r"config=.* must be a MoEConfig"):
-            FORMS[form](random_tokens(3), config)
-
-
-@pytest.mark.parametrize("form", ["linen", "nnx"])
-@pytest.mark.default_cases("*")
-def test_tokens_of_modules_are_named(form):
-    for x in (jnp.zeros(()), jnp.zeros((3, 0)), "tokens", None):
-        with pytest.raises(ValueError, match=r"x(=.*)? must be a"):
-            FORMS[form](x, CONFIGS["plain"])
 
 
 @pytest.mark.parametrize("convert", [np.asarray, np.ndarray.tolist], ids=["numpy", "lists"])

@@ -1,4 +1,4 @@
-"""The flax.linen module around the layer."""
+"""What only the flax.linen module has: its collections, and lifted transformations."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,14 +12,10 @@ import pytest
 
 from blaze_jax import MoE, MoEConfig, moe
 from blaze_jax.checks import warn_once
-from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
+from tests.layers import CONFIGS, layer, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 
 COLLECTIONS = ["losses", "intermediates", "router_state"]
-
-
-def initialised(config, **options):
-    return jax.jit(MoE(config, **options).init)(jax.random.key(0), random_tokens(30))
 
 
 def with_selection_bias(config, bias):
@@ -31,81 +27,20 @@ def apply(module, variables, x, *, train=False, mutable=COLLECTIONS):
     return jax.jit(partial(module.apply, train=train, mutable=mutable))(variables, x)
 
 
-@pytest.mark.parametrize("use_bias", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_parameters_are_those_of_the_configuration(name, use_bias):
-    config = CONFIGS[name]
-    init = MoE(config, use_bias=use_bias, param_dtype=jnp.bfloat16).init
-    variables = jax.eval_shape(init, jax.random.key(0), random_tokens(30))
-    expected = config.parameters(WIDTH, use_bias=use_bias)
-    assert {name: boxed.names for name, boxed in variables["params"].items()} == {
-        name: parameter.axes for name, parameter in expected.items()
-    }
-    values = nn.unbox(variables["params"])
-    assert {name: value.shape for name, value in values.items()} == {name: p.shape for name, p in expected.items()}
-    chex.assert_type(list(values.values()), jnp.bfloat16)
-
-
 def test_initialising_leaves_no_trace_of_the_first_tokens():
-    assert set(initialised(CONFIGS["plain"])) == {"params"}
-    variables = initialised(CONFIGS["everything"], use_bias=True)
-    assert set(variables) == {"params", "router_state"}
-    assert_same_bits(variables["router_state"]["selection_bias"], np.zeros(6, np.float32))
-    params = nn.unbox(variables["params"])
-    assert {name for name, value in params.items() if not value.any()} == {"b_up", "b_down"}
+    for name, collections in {"plain": {"params"}, "everything": {"params", "router_state"}}.items():
+        variables = jax.eval_shape(MoE(CONFIGS[name]).init, jax.random.key(0), random_tokens(30))
+        assert set(variables) == collections
 
 
-def test_initialisers_are_used():
-    fill = {
-        name: partial(lambda value, key, shape, dtype: jnp.full(shape, value, dtype), value)
-        for name, value in {"router_init": 1.0, "kernel_init": 2.0, "bias_init": 3.0}.items()
-    }
-    variables = initialised(CONFIGS["everything"], use_bias=True, **fill)
-    values = {name: np.unique(value).tolist() for name, value in nn.unbox(variables["params"]).items()}
-    assert values.pop("w_router") == [1.0]
-    assert values == {name: [3.0] if name.startswith("b_") else [2.0] for name in values}
-
-
-@pytest.mark.parametrize(
-    ("name", "leading"), [*((name, (2, 15)) for name in CONFIGS), ("everything", ()), ("everything", (0,))]
-)
-def test_output_is_the_layers(name, leading):
-    config, x = CONFIGS[name], random_tokens(*leading)
-    params = random_parameters(config, use_bias=True)
-    y, sown = apply(MoE(config, use_bias=True), {"params": params}, x, train=True)
-    bias = jnp.zeros(6) if config.bias_update_rate else None
-    ref, routing = layer(x, params, config, selection_bias=bias, train=True)
-    assert_same_bits(y, ref)
-
-    losses = {"load_balancing_loss": 0.01 * routing.load_balancing_loss}
-    if config.z_loss_weight:
-        losses["z_loss"] = 0.001 * routing.z_loss
-    assert_close({name: value for name, (value,) in sown["losses"].items()}, losses)
+def test_losses_and_statistics_are_the_layers():
+    config, x = CONFIGS["everything"], random_tokens(2, 15)
+    params = random_parameters(config)
+    _, sown = apply(MoE(config), {"params": params}, x, train=True)
+    _, routing = layer(x, params, config, train=True)
+    assert_close(sown["losses"], {name: (loss,) for name, loss in routing.weighted_losses.items()})
     for statistic in ("tokens_per_expert", "dropped_share", "entropy"):
         assert_same_bits(sown["intermediates"][statistic], (getattr(routing, statistic),))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "x_dtype", "param_dtype", "out"),
-    [
-        (None, "bfloat16", "float32", "float32"),
-        (None, "bfloat16", "bfloat16", "bfloat16"),
-        ("bfloat16", "float32", "float32", "bfloat16"),
-    ],
-)
-def test_dtype_of_the_computation(dtype, x_dtype, param_dtype, out):
-    module = MoE(CONFIGS["plain"], dtype=dtype, param_dtype=param_dtype)
-    x = random_tokens(5, dtype=x_dtype)
-    y, variables = jax.eval_shape(module.init_with_output, jax.random.key(0), x)
-    assert y.dtype == out
-    chex.assert_type(jax.tree.leaves(variables), jnp.dtype(param_dtype))
-
-
-@pytest.mark.parametrize(("dtype", "out"), [(None, "bfloat16"), ("float32", "float32")])
-def test_parameters_of_another_dtype_than_initialised(dtype, out):
-    params = random_parameters(CONFIGS["plain"], dtype="bfloat16") | {"w_router": jnp.ones((WIDTH, 6))}
-    module = MoE(CONFIGS["plain"], dtype=dtype, train=False)
-    assert jax.eval_shape(module.apply, {"params": params}, random_tokens(5, dtype="bfloat16")).dtype == out
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""The flax.nnx module around the layer, and its agreement with the linen one."""
+"""What only the flax.nnx module has: its state, views of it, and what it sows under `nnx.capture`."""
 
 from dataclasses import replace
 from functools import partial
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,83 +13,19 @@ from flax import nnx
 from blaze_jax import MoE as LinenMoE
 from blaze_jax.checks import warn_once
 from blaze_jax.nnx import AuxiliaryLoss, MoE, RouterState
-from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
+from tests.layers import CONFIGS, WIDTH, nnx_module, random_parameters, random_tokens
 from tests.numerics import assert_same_bits
-
-
-def module_with(params, config, **options) -> MoE:
-    """A module that holds these parameters."""
-    zeros = nnx.initializers.zeros_init()
-    options |= {"use_bias": "b_down" in params, "kernel_init": zeros, "router_init": zeros}
-    module = MoE(WIDTH, config, rngs=nnx.Rngs(0), **options)
-    for name, value in params.items():
-        getattr(module, name)[...] = value
-    return module
-
 
 run = nnx.jit(lambda module, x, train: module(x, train=train), static_argnames="train")
 collect = nnx.jit(
     lambda module, x, train: nnx.capture(module, AuxiliaryLoss, nnx.Intermediate)(x, train=train),
     static_argnames="train",
 )
-
-
 as_told = nnx.jit(lambda module, x: nnx.capture(module, AuxiliaryLoss)(x)[0])
 
 
-def loss_of(module, x, train=True):
-    y, losses = nnx.capture(module, AuxiliaryLoss)(x, train=train)
-    return jnp.square(y).mean() + sum(jax.tree.leaves(losses)), y
-
-
-@pytest.mark.parametrize("use_bias", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_parameters_are_those_of_the_configuration(name, use_bias):
-    config = CONFIGS[name]
-    module = MoE(WIDTH, config, use_bias=use_bias, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    expected = config.parameters(WIDTH, use_bias=use_bias)
-    params = {path[0]: variable for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))}
-    assert {name: p[...].shape for name, p in params.items()} == {name: p.shape for name, p in expected.items()}
-    assert {name: p.out_sharding for name, p in params.items()} == {name: p.axes for name, p in expected.items()}
-    chex.assert_type([p[...] for p in params.values()], jnp.bfloat16)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "float32") for name in CONFIGS), ("everything", "bfloat16")])
-def test_same_bits_as_linen(name, dtype):
-    config, x = CONFIGS[name], random_tokens(2, 15)
-    params = random_parameters(config, use_bias=True)
-    linen = LinenMoE(config, use_bias=True, dtype=dtype)
-
-    @jax.jit
-    @jax.value_and_grad
-    def linen_loss(params):
-        y, sown = linen.apply({"params": params}, x, train=True, mutable=["losses", "router_state"])
-        return jnp.square(y).mean() + sum(jax.tree.leaves(sown["losses"]))
-
-    @nnx.jit
-    def nnx_loss(module):
-        return nnx.value_and_grad(lambda module: loss_of(module, x), has_aux=True)(module)
-
-    (value, y), gradients = nnx_loss(module_with(params, config, dtype=dtype))
-    assert y.dtype == dtype
-    assert_same_bits((value, nnx.to_pure_dict(gradients)), linen_loss(params))
-
-
-def test_same_initial_distribution_as_linen():
-    config = CONFIGS["everything"]
-    module = MoE(WIDTH, config, use_bias=True, rngs=nnx.Rngs(0))
-    init = jax.jit(LinenMoE(config, use_bias=True).init)
-    linen = nn.unbox(init(jax.random.key(0), random_tokens(1))["params"])
-    for name, value in linen.items():
-        own = np.asarray(getattr(module, name)[...])
-        if name.startswith("b_"):
-            assert_same_bits(own, np.asarray(value))
-        else:
-            assert 0.7 < own.std() / np.asarray(value).std() < 1.4, name
-
-
 def test_sows_under_capture_only():
-    module, x = module_with(random_parameters(CONFIGS["everything"]), CONFIGS["everything"]), random_tokens(30)
+    module, x = nnx_module(random_parameters(CONFIGS["everything"]), CONFIGS["everything"]), random_tokens(30)
     before = nnx.state(module)
     y = run(module, x, train=False)
     chex.assert_trees_all_equal(nnx.state(module), before)
@@ -100,12 +35,6 @@ def test_sows_under_capture_only():
     assert set(losses) == {"load_balancing_loss", "z_loss"}
     assert set(statistics) == {"tokens_per_expert", "dropped_share", "entropy"}
     assert int(jax.tree.leaves(statistics["tokens_per_expert"])[0].sum()) == 60
-
-
-def test_parameters_of_another_dtype_than_initialised():
-    module = MoE(WIDTH, CONFIGS["plain"], train=False, rngs=nnx.Rngs(0))
-    nnx.update(module, jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.state(module, nnx.Param)))
-    assert nnx.eval_shape(module, random_tokens(5, dtype="bfloat16")).dtype == jnp.bfloat16
 
 
 def test_nnx_tabulates_the_layer():
@@ -126,7 +55,7 @@ def test_layers_of_one_module_class_differ():
 
 def test_frozen_selection_bias():
     config = replace(CONFIGS["everything"], bias_update_rate=0.0, selection_bias=True)
-    module = module_with(random_parameters(config), config)
+    module = nnx_module(random_parameters(config), config)
     module.selection_bias[...] = jnp.array([9.0, 9, 0, 0, 0, 0])
     _, _, sown = collect(module, random_tokens(30), train=True)
     assert jax.tree.leaves(sown["tokens_per_expert"])[0].tolist() == [30, 30, 0, 0, 0, 0]
@@ -137,10 +66,7 @@ def test_frozen_selection_bias():
 def test_train_as_flax_modules_are_told():
     config, x = CONFIGS["rounded"], random_tokens(30)
     params = random_parameters(config)
-    told = MoE(WIDTH, config, train=True, rngs=nnx.Rngs(0))
-    module = module_with(params, config)
-    for name, value in params.items():
-        getattr(told, name)[...] = value
+    told, module = nnx_module(params, config, train=True), nnx_module(params, config)
     train, plain = (collect(module, x, train=train)[0] for train in (True, False))
     assert np.any(np.asarray(train) != np.asarray(plain))
     assert_same_bits(as_told(told, x), train)
@@ -157,7 +83,7 @@ def test_view_trains_or_evaluates(told):
 
     class Block(nnx.Module):
         def __init__(self):
-            self.moe = module_with(random_parameters(config), config, train=told)
+            self.moe = nnx_module(random_parameters(config), config, train=told)
             self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
 
         def __call__(self, x):
@@ -180,7 +106,7 @@ def test_view_trains_or_evaluates(told):
 def test_what_nobody_collects_is_warned_of():
     warn_once.cache_clear()
     x = random_tokens(3)
-    module = module_with(random_parameters(CONFIGS["everything"]), CONFIGS["everything"])
+    module = nnx_module(random_parameters(CONFIGS["everything"]), CONFIGS["everything"])
     with pytest.warns(UserWarning, match="nobody collects .* and z_loss: call the model through nnx.capture"):
         nnx.eval_shape(lambda module: module(x, train=True), module)
     with pytest.warns(UserWarning, match="bias_update_rate applies in training only, and train was left out"):
@@ -207,15 +133,6 @@ def test_losses_reach_a_linen_model():
     run = jax.jit(partial(LinenMoE(config).apply, train=True, mutable=["losses"]))
     ref, sown = run({"params": random_parameters(config)}, x)
     assert_same_bits((y, loss), (ref, *sown["losses"]["load_balancing_loss"]))
-
-
-@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
-def test_unknown_dtypes_are_named(name):
-    for wrong in ("bf16", jnp.int32, 3):
-        with pytest.raises(ValueError, match=rf"^{name}=.*{wrong}.* must be a floating dtype or its name"):
-            MoE(WIDTH, CONFIGS["plain"], rngs=nnx.Rngs(0), **{name: wrong})
-        with pytest.raises(ValueError, match=rf"^{name}=.*{wrong}.* must be a floating dtype or its name"):
-            LinenMoE(CONFIGS["plain"], **{name: wrong}).init(jax.random.key(0), random_tokens(1))
 
 
 def test_train_of_numpy():

@@ -147,12 +147,11 @@ def test_an_id_of_no_expert_poisons_its_token(exchange):
     experts = jnp.array([[0], [4], [-1], [-2], [3], [2]])
     parallel, mesh = Parallelism(expert="expert", exchange=exchange), make_mesh({"expert": 2})
     specs = parallel.specs(config, WIDTH, sizes={"expert": 2})
-    run = partial(blaze_jax.experts.experts_over_devices, parallel, specs)
-    run = partial(run, activation="swiglu", save="inputs", implementation=None)
-    over = jax.shard_map(
-        run, mesh=mesh, in_specs=({name: specs[name] for name in params}, *[P("expert")] * 3), out_specs=P("expert")
-    )
-    y = jax.jit(over)(params, random_tokens(6), jnp.ones((6, 1)), experts)
+    options = {"activation": "swiglu", "save": "inputs", "implementation": None}
+    run = partial(blaze_jax.experts.compute_experts, parallel=parallel, specs=specs, **options)
+    split, of_params = P("expert"), {name: specs[name] for name in params}
+    over = jax.shard_map(run, mesh=mesh, in_specs=(split, of_params, split, split), out_specs=split)
+    y = jax.jit(over)(random_tokens(6), params, jnp.ones((6, 1)), experts)
     assert_same_bits(np.isnan(y).any(1), np.array([False, True, False, True, False, False]))
     assert (y[2] == 0).all()
 

@@ -11,7 +11,7 @@ from jax import P, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from blaze_jax import MoEConfig, Parallelism
-from blaze_jax.experts import experts_over_devices
+from blaze_jax.experts import compute_experts
 from pallas_kernels.compile_only import absent_host
 
 pytestmark = pytest.mark.compile_only
@@ -35,7 +35,7 @@ def compiled(layers: int, backward: bool, role: str = "expert") -> str:
 
     def layer(x, params, weights, experts):
         options = {"activation": "swiglu", "save": "pre_activations", "implementation": "mosaic_gpu"}
-        return experts_over_devices(parallel, specs, params, x, weights, experts, **options)
+        return compute_experts(x, params, weights, experts, parallel=parallel, specs=specs, **options)
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(of_stack, *[by_token] * 3), out_specs=by_token, check_vma=False)
     def run(params, x, weights, experts):

@@ -11,10 +11,12 @@ from blaze_jax import route
 from pallas_kernels import simt
 from pallas_kernels.compile_only import compile_for_gpu
 from tests import layers
+from tests import routing_reference as reference
 from tests.numerics import assert_close, assert_same_bits
+from tests.routing_reference import random_logits
 
 T, E, K = 40, 12, 3
-LOSSES = ("load_balancing_loss", "z_loss", "entropy")
+LOGITS = random_logits(T, E)
 TOLERANCE = 1e-5
 OPTIONS = [
     {},
@@ -23,10 +25,7 @@ OPTIONS = [
     {"expert_capacity": 7},
     {"token_rounding": "nearest", "rounding_tile": 8, "rounding_slots": 2},
 ]
-
-
-def random_logits(*shape, seed=0):
-    return jnp.asarray(2 * np.random.default_rng(seed).standard_normal(shape or (T, E)), jnp.float32)
+BIAS = {"selection_bias": random_logits(E, seed=1, scale=0.2)}
 
 
 def on_kernel(logits, **options):
@@ -50,14 +49,11 @@ def assert_matches(out, expected):
 
 
 def total(run, logits, **options):
-    """Something that depends on all that is differentiable.
+    """Losses are means over tokens, so they weigh by those: their gradient is then as large as the weights' is.
 
-    The losses are means over tokens, so they weigh by those: their gradient is then as large as the weights' is. For
-    K = 1 that of normalized weights is zero up to rounding, and would otherwise drown the losses'.
+    For K = 1 that of normalized weights is zero up to rounding, and would otherwise drown the losses'.
     """
-    out = run(logits, **options)
-    weights = jnp.sum(jnp.sin(1 + jnp.arange(out.weights.size).reshape(out.weights.shape)) * out.weights)
-    return weights + len(logits) * sum((i + 2) * getattr(out, name) for i, name in enumerate(LOSSES))
+    return reference.total(run, logits, len(logits), **options)
 
 
 def gradient_of(function, *arguments):
@@ -70,19 +66,16 @@ def gradient_of(function, *arguments):
     ("options", "biased"), [*((o, False) for o in OPTIONS), (OPTIONS[2], True), (OPTIONS[4], True)]
 )
 def test_decisions_and_gradients(options, biased):
-    options = options | ({"selection_bias": 0.1 * random_logits(E, seed=1)} if biased else {})
-    logits = random_logits()
-    assert_matches(on_kernel(logits, **options), on_xla(logits, **options))
-    gradient, expected = (gradient_of(partial(total, run, **options), logits) for run in (on_kernel, on_xla))
+    options = options | BIAS if biased else options
+    assert_matches(on_kernel(LOGITS, **options), on_xla(LOGITS, **options))
+    gradient, expected = (gradient_of(partial(total, run, **options), LOGITS) for run in (on_kernel, on_xla))
     assert_close(gradient, expected, TOLERANCE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("biased", "rounded"), [(False, False), (True, True)])
-def test_vmap(biased, rounded):
+@pytest.mark.parametrize("options", [{}, OPTIONS[-1] | BIAS], ids=["plain", "biased and rounded"])
+def test_vmap(options):
     logits = random_logits(3, T, E)
-    options = {"selection_bias": 0.1 * random_logits(E, seed=1)} if biased else {}
-    options |= OPTIONS[-1] if rounded else {}
     out, expected = (jax.vmap(partial(run, **options))(logits) for run in (on_kernel, on_xla))
     assert_matches(out, expected)
     gradient, expected = (
@@ -104,15 +97,15 @@ def test_shard_map(check_vma):
         return jax.shard_map(partial(weights, run), mesh=mesh, check_vma=check_vma, **specs)
 
     on_hopper = partial(route, experts_per_token=K, implementation="mosaic_gpu")
-    traced = jax.jit(sharded(on_hopper)).trace(random_logits())
+    traced = jax.jit(sharded(on_hopper)).trace(LOGITS)
     assert "moe_router" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    by_default = jax.jit(sharded(partial(route, experts_per_token=K)))(random_logits())
-    assert_same_bits(by_default, on_xla(random_logits()).weights)
+    by_default = jax.jit(sharded(partial(route, experts_per_token=K)))(LOGITS)
+    assert_same_bits(by_default, on_xla(LOGITS).weights)
 
 
 def test_forward_and_backward_lower_for_cuda():
     step = jax.jit(jax.value_and_grad(partial(total, partial(route, experts_per_token=K, implementation="mosaic_gpu"))))
-    text = step.trace(random_logits()).lower(lowering_platforms=("cuda",)).as_text()
+    text = step.trace(LOGITS).lower(lowering_platforms=("cuda",)).as_text()
     assert "moe_router" in text
     # No choice is left to XLA, and the gradient of the weights is spread by comparisons.
     assert [word for word in ("top_k", "stablehlo.sort", "scatter") if word in text] == []

@@ -19,8 +19,7 @@ from blaze_jax import MoEConfig, checkpoints
 from blaze_jax.checkpoints.folder import DTYPES, INDEX
 from blaze_jax.checkpoints.layouts import PLAIN, find_block
 from blaze_jax.checkpoints.loading import place
-from blaze_jax.checkpoints.saving import layer_tensors
-from blaze_jax.checkpoints.writing import NewTensor, write_tensors
+from blaze_jax.checkpoints.saving import NewTensor, layer_tensors, write_tensors
 from train_example.config import UserError
 from train_example.model import Decoder
 
@@ -161,12 +160,12 @@ def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dic
 
 
 def _new(files: checkpoints.Folder, entry: Entry, parameter: Array) -> NewTensor:
-    dtype = DTYPES[files[entry.name].dtype]  # the type that it had
+    dtype = files[entry.name].dtype  # the type that it had
     return NewTensor(entry.name, dtype, entry.shape(parameter.shape), lambda: [_stored(parameter, entry, dtype)])
 
 
-def _stored(parameter: Array, entry: Entry, dtype: np.dtype) -> np.ndarray:
-    return entry.stored(np.asarray(parameter)).astype(dtype)
+def _stored(parameter: Array, entry: Entry, dtype: str) -> np.ndarray:
+    return entry.stored(np.asarray(parameter)).astype(DTYPES[dtype])
 
 
 @jax.jit

@@ -29,59 +29,25 @@ FOLDER = Path(__file__).parent / "fixtures"
 
 COMMON = {"vocab_size": 32, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 COMMON |= {"max_position_embeddings": 64, "num_experts_per_tok": 2}
+FINE = {"intermediate_size": 20, "moe_intermediate_size": 8}
+ROPE = {"rope_type": "default"}
+QWEN3 = FINE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "head_dim": 8, "num_experts": 6, "norm_topk_prob": True}
+QWEN3 |= {"rms_norm_eps": 1e-4, "tie_word_embeddings": True, "rope_parameters": ROPE | {"rope_theta": 500.0}}
+OLMOE = {"num_hidden_layers": 2, "intermediate_size": 8, "num_experts": 6, "norm_topk_prob": False}
+OLMOE |= {"rope_parameters": ROPE | {"rope_theta": 10000.0}}
+DEEPSEEK = FINE | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 2}
+DEEPSEEK |= {"n_group": 4, "topk_group": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+DEEPSEEK |= {"qk_nope_head_dim": 4, "v_head_dim": 4}
+GLM4 = FINE | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "head_dim": 8, "n_routed_experts": 6}
+GLM4 |= {"routed_scaling_factor": 2.5, "use_qk_norm": True}
+GPT_OSS = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_local_experts": 4, "head_dim": 4}
 CONFIGS = {
     "mixtral": MixtralConfig(**COMMON, intermediate_size=16, num_hidden_layers=1, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(
-        **COMMON,
-        num_hidden_layers=3,
-        mlp_only_layers=[1],
-        head_dim=8,
-        intermediate_size=20,
-        moe_intermediate_size=8,
-        num_experts=6,
-        norm_topk_prob=True,
-        rms_norm_eps=1e-4,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-    ),
-    "olmoe": OlmoeConfig(
-        **COMMON,
-        num_hidden_layers=2,
-        intermediate_size=8,
-        num_experts=6,
-        norm_topk_prob=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    ),
-    "deepseek_v3": DeepseekV3Config(
-        **COMMON,
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        intermediate_size=20,
-        moe_intermediate_size=8,
-        n_routed_experts=8,
-        n_shared_experts=2,
-        n_group=4,
-        topk_group=2,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-    ),
-    "glm4_moe": Glm4MoeConfig(
-        **COMMON,
-        num_hidden_layers=2,
-        first_k_dense_replace=1,
-        head_dim=8,
-        intermediate_size=20,
-        moe_intermediate_size=8,
-        n_routed_experts=6,
-        routed_scaling_factor=2.5,
-        use_qk_norm=True,
-    ),
-    "gpt_oss": GptOssConfig(
-        **(COMMON | {"hidden_size": 32}), num_hidden_layers=1, intermediate_size=32, num_local_experts=4, head_dim=4
-    ),
+    "qwen3_moe": Qwen3MoeConfig(**COMMON, **QWEN3),
+    "olmoe": OlmoeConfig(**COMMON, **OLMOE),
+    "deepseek_v3": DeepseekV3Config(**COMMON, **DEEPSEEK),
+    "glm4_moe": Glm4MoeConfig(**COMMON, **GLM4),
+    "gpt_oss": GptOssConfig(**(COMMON | GPT_OSS)),
 }
 
 

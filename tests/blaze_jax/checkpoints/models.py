@@ -49,7 +49,7 @@ def expected(family: str) -> dict[str, np.ndarray]:
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a folder but the expected results, read without this library; types must be numpy's."""
+    """Every tensor of a folder but the expected results, read without this library."""
     files = [path for path in sorted(folder.glob("*.safetensors")) if path.name != "expected.safetensors"]
     return {name: value for path in files for name, value in load_file(path).items()}
 

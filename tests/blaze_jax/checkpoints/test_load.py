@@ -1,4 +1,7 @@
-"""Layers that are loaded: the same weights from each format, on any devices, in little memory."""
+"""Layers that are loaded: the same weights from each format, on any devices, in little memory.
+
+That they are the right ones says `test_parity`.
+"""
 
 import weakref
 
@@ -10,7 +13,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from blaze_jax import MoEConfig, checkpoints
-from blaze_jax.checkpoints import folder, matrices
+from blaze_jax.checkpoints import layouts, loading
 from blaze_jax.checkpoints.layouts import LAYOUTS
 from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, load, tensors_of, write
 from tests.numerics import assert_same_bits
@@ -24,32 +27,10 @@ def test_a_fused_layout_holds_the_same_layer(family):
     assert_same_bits(load(f"{family}-fused")[:2], load(family)[:2])
 
 
-def test_matrices_are_turned():
-    stored = tensors_of(FIXTURES / "olmoe")
-    gate = stored["model.layers.1.mlp.experts.3.gate_proj.weight"]
-    np.testing.assert_array_equal(load("olmoe").params["w_gate"][3], gate.T)
-
-
-def test_gpt_oss_has_the_gate_in_even_columns():
-    stored = tensors_of(FIXTURES / "gpt_oss")["model.layers.0.mlp.experts.gate_up_proj"]
-    np.testing.assert_array_equal(load("gpt_oss").params["w_gate"], stored[..., 0::2])
-    np.testing.assert_array_equal(load("gpt_oss").params["w_up"], stored[..., 1::2])
-
-
 def test_mxfp4_is_what_transformers_decodes():
     loaded = load("gpt_oss-mxfp4")
     assert loaded.params["w_up"].dtype == jnp.bfloat16
     assert_same_bits(loaded.params, load("gpt_oss-mxfp4-decoded").params)
-
-
-def test_float8_is_scaled_by_blocks():
-    stored = checkpoints.Folder(FIXTURES / "deepseek_v3-float8")
-    name = "model.layers.1.mlp.experts.2.down_proj.weight"
-    numbers, scales = stored[name].read().astype(np.float32), stored[name + "_scale_inv"].read()
-    assert scales.shape == (2, 1)
-    numbers[:128] *= scales[0]
-    numbers[128:] *= scales[1]
-    assert_same_bits(load("deepseek_v3-float8", dtype="float32").params["w_down"][2], numbers.T)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -65,10 +46,11 @@ SPECS = {
     "outputs": P(None, None, "b"),
     "all": P("a", None, "b"),
     "replicated": P(),
+    "blocks": P(None, "a", "b"),  # devices share each block of numbers that have one scale
 }
 
 
-@pytest.mark.default_cases("mixtral-experts", "gpt_oss-mxfp4-outputs", "qwen3_moe-bfloat16-replicated")
+@pytest.mark.default_cases("mixtral-experts", "gpt_oss-mxfp4-outputs", "qwen3_moe-bfloat16-replicated", "*[48]-blocks")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(
     "name", ["mixtral", "mixtral-fused", "gpt_oss", "gpt_oss-mxfp4", "qwen3_moe-bfloat16", "deepseek_v3-float8"]
@@ -78,15 +60,6 @@ def test_each_device_gets_its_part(name, spec):
     sharding = NamedSharding(mesh, SPECS[spec])
     loaded = load(name, sharding=dict.fromkeys(KERNELS, sharding))
     assert all(loaded.params[kernel].sharding == sharding for kernel in KERNELS)
-    assert_same_bits(loaded[:2], load(name)[:2])
-
-
-@pytest.mark.default_cases("*")
-@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "deepseek_v3-float8"])
-def test_blocks_of_compressed_numbers_are_cut(name):
-    """Two devices share each block of numbers that have one scale, along inputs and along outputs."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-    loaded = load(name, sharding=dict.fromkeys(KERNELS, NamedSharding(mesh, P(None, "a", "b"))))
     assert_same_bits(loaded[:2], load(name)[:2])
 
 
@@ -115,12 +88,12 @@ def wide_layer(path, *, experts=6):
 def test_less_than_two_experts_are_held_at_a_time(tmp_path, monkeypatch, sharded):
     path, config, tensors = wide_layer(tmp_path)
     if sharded:
-        monkeypatch.setattr(matrices, "SLICE_BYTES", 100_000)
+        monkeypatch.setattr(loading, "SLICE_BYTES", 100_000)
     held, largest = 0, 0
 
-    def read(self, *index, plain=folder.Stored.read):
+    def read(mapped, plain=layouts.copied):
         nonlocal held, largest
-        values = plain(self, *index)
+        values = plain(mapped)
         held += values.nbytes
         largest = max(largest, held)
 
@@ -131,11 +104,11 @@ def test_less_than_two_experts_are_held_at_a_time(tmp_path, monkeypatch, sharded
         weakref.finalize(values, forget)
         return values
 
-    monkeypatch.setattr(folder.Stored, "read", read)
+    monkeypatch.setattr(layouts, "copied", read)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("a",))
     sharding = dict.fromkeys(KERNELS, NamedSharding(mesh, P(None, "a"))) if sharded else None
     layer = checkpoints.load(path, 0, config, sharding=sharding)
-    assert largest < 2 * sum(value.nbytes for name, value in tensors.items() if "experts.0." in name)
+    assert 0 < largest < 2 * sum(value.nbytes for name, value in tensors.items() if "experts.0." in name)
     for expert in (0, 5):
         np.testing.assert_array_equal(
             layer.params["w_down"][expert], tensors[f"model.layers.0.mlp.experts.{expert}.down_proj.weight"].T
@@ -144,19 +117,22 @@ def test_less_than_two_experts_are_held_at_a_time(tmp_path, monkeypatch, sharded
 
 def test_memory_that_is_filled_becomes_the_array(tmp_path, monkeypatch):
     filled = []
-    plain = matrices._aligned_empty
-    monkeypatch.setattr(matrices, "_aligned_empty", lambda *a: filled.append(plain(*a)) or filled[-1])
+    plain = loading._empty
+    monkeypatch.setattr(loading, "_empty", lambda *a: filled.append(plain(*a)) or filled[-1])
     path, config, _ = wide_layer(tmp_path)
     params = checkpoints.load(path, 0, config).params
     pointers = {values.ctypes.data for values in filled}
     assert pointers == {params[kernel].unsafe_buffer_pointer() for kernel in KERNELS}
 
 
-def test_accelerators_are_filled_in_place(monkeypatch):
+@pytest.mark.default_cases("*")
+@pytest.mark.parametrize("name", ["gpt_oss-mxfp4", "deepseek_v3-float8", "olmoe"])
+def test_accelerators_are_filled_in_place(monkeypatch, name):
     """Does what a GPU does, on a CPU: slices turned by the device, and a donated array."""
-    plain = load("gpt_oss-mxfp4")
-    monkeypatch.setattr(matrices, "_HostPart", matrices._DevicePart)
-    assert_same_bits(load("gpt_oss-mxfp4").params, plain.params)
+    plain = load(name)
+    monkeypatch.setattr(loading, "_is_host", lambda device: False)
+    monkeypatch.setattr(loading, "SLICE_BYTES", 1)
+    assert_same_bits(load(name).params, plain.params)
 
 
 def test_a_layer_of_a_model_without_head(tmp_path):

@@ -9,8 +9,8 @@ from blaze_jax.tune.__main__ import FAMILIES, NAMES, line, main
 from blaze_jax.tune.trials import Found
 from pallas_kernels.mosaic.device import compute_capability
 from pallas_kernels.mosaic.interpreter import interpreted
-from pallas_kernels.tuning.files import read_tunings
-from pallas_kernels.tuning.parameters import KINDS, MMA, MmaTuning, TileTuning, nvidia_gpu, parse
+from pallas_kernels.tuning import read_tunings
+from pallas_kernels.tuning.parameters import KINDS, MMA, MmaTuning, TileTuning, nvidia_gpu
 
 CONFIG = ["--config", "512,1024,512,8,4"]
 
@@ -72,7 +72,7 @@ def test_what_is_found_is_printed_and_written(capsys, monkeypatch, tmp_path):
         assert "note: a note" in out
     assert "100.0 us ->      90.0 us -10.0%, best of 5: stages=4, minor_dim=0, tile_width=8" in line("x", found)
     for name in ("user.json", "own.json"):
-        tunings, problems = read_tunings(tmp_path / name, parse)
+        tunings, problems = read_tunings(tmp_path / name)
         assert tunings == {("NVIDIA H200", "up_projection", "rows=2^11,d=8"): TileTuning(tile_width=8)}
         assert problems == []
 
@@ -90,7 +90,7 @@ def test_the_whole_command_in_the_interpreter(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert "does not compile" not in out
     assert "other bits" not in out
-    tunings, problems = read_tunings(file, parse)
+    tunings, problems = read_tunings(file)
     assert problems == []
     assert {kernel for _, kernel, _ in tunings} == {name for name in KINDS if name.startswith(MMA)}
     assert set(tunings.values()) <= {rule, other}
@@ -108,7 +108,7 @@ def test_tuning_on_the_gpu(capsys, monkeypatch, tmp_path, family):
     out = capsys.readouterr().out
     assert "other bits" not in out
     assert "does not compile" not in out
-    tunings, problems = read_tunings(file, parse)
+    tunings, problems = read_tunings(file)
     assert problems == []
     mma = {name for name in KINDS if name.startswith(MMA)}
     assert {kernel for _, kernel, _ in tunings} == (mma if family == "ampere" else set(NAMES))

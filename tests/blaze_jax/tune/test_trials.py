@@ -13,7 +13,8 @@ from blaze_jax.benchmark.timing import KernelTotal, Timing
 from blaze_jax.implementation import demanded_family
 from blaze_jax.tune.trials import candidates, choose, compare, compile_trials, kernel_us, mma_candidates, orders, trials
 from pallas_kernels.compile_only import compile_for_gpu, kernel_texts
-from pallas_kernels.tuning.parameters import KINDS, MMA, ColumnBlock, TileTuning, mma_heuristic, tried
+from pallas_kernels.tuning import tried
+from pallas_kernels.tuning.parameters import KINDS, MMA, ColumnBlock, TileTuning, mma_heuristic
 
 INPUTS = abstract_inputs(Sizes(1000, 1024, 512, 8, 4), jnp.bfloat16)
 SHAPE = "rows=2^12,d=1024,n=512,E=8,bfloat16"

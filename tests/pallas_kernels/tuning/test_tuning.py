@@ -7,28 +7,24 @@ from dataclasses import asdict
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import hopper, xla
+from pallas_kernels import hopper, tuning, xla
 from pallas_kernels.ampere.tile import default_tile
-from pallas_kernels.tuning import files as tuning_files
+from pallas_kernels.tuning import add_tunings, find_tuning, parameters, tables_in_use, tried
 from pallas_kernels.tuning.parameters import (
     H200,
-    KINDS,
     ColumnBlock,
-    MmaTuning,
     TileTuning,
     block_kib,
-    find_tuning,
     heuristic,
     mma_heuristic,
     nvidia_gpu,
-    parse,
     shape_key,
-    tables_in_use,
-    tried,
 )
 
 GPU = nvidia_gpu() or H200
-SHAPE = shape_key(196608, "bfloat16", d=1536, n=256, E=128)
+SIZES = {"rows": 196608, "dtype": "bfloat16", "d": 1536, "n": 256, "E": 128}
+SHAPE = "rows=2^18,d=1536,n=256,E=128,bfloat16"
+PLACE = (GPU, "up_projection", SHAPE)
 WIDE = TileTuning(minor_dim=1, tile_width=8)
 OTHER = TileTuning(stages=3)
 
@@ -37,8 +33,8 @@ def entry(tuning):
     return {"tuning": asdict(tuning), "measured": {"us": 1.0}}
 
 
-def find(own=None, shape=SHAPE):
-    return find_tuning(TileTuning, "up_projection", own, shape)
+def find(own=None, kernel="up_projection", **sizes):
+    return find_tuning(kernel, own, **(SIZES | sizes))
 
 
 @pytest.fixture
@@ -50,42 +46,36 @@ def user_file(monkeypatch, tmp_path):
 
 @pytest.fixture
 def package_file(monkeypatch, tmp_path):
-    path = tmp_path / "tuning_some_gpu.json"
-    monkeypatch.setattr(tuning_files, "package_files", lambda: [path])
-    tuning_files.package_tunings.cache_clear()
-    yield path
-    tuning_files.package_tunings.cache_clear()
+    path = tmp_path / "some_gpu.json"
+    monkeypatch.setattr(tuning, "package_files", lambda: [path])
+    return path
 
 
 def test_own_before_the_users_before_the_packages_before_the_heuristic(user_file, package_file):
-    place = (GPU, "up_projection", SHAPE)
     package_file.write_text('{"format": 1, "tunings": {}}')
-    assert find() == heuristic(TileTuning, "up_projection", SHAPE) == TileTuning(4, 0, 1)
-    tuning_files.package_tunings.cache_clear()
-    tuning_files.add_tunings(package_file, {place: entry(WIDE)})
+    assert find() == heuristic("up_projection", SHAPE) == TileTuning(4, 0, 1)
+    add_tunings(package_file, {PLACE: entry(WIDE)})
+    os.utime(package_file, ns=(0, 0))  # clocks of some file systems are coarse
     assert find() == WIDE
-    tuning_files.add_tunings(user_file, {place: entry(OTHER)})
+    add_tunings(user_file, {PLACE: entry(OTHER)})
     assert find() == OTHER
     assert find(TileTuning(tile_width=16)) == TileTuning(tile_width=16)
 
 
 def test_entries_of_other_shapes_kernels_and_gpus_do_not_count(user_file):
-    places = [
-        ("NVIDIA H900", "up_projection", SHAPE),
-        (GPU, "down_projection", SHAPE),
-        (GPU, "up_projection", SHAPE.replace("E=128", "E=64")),
-    ]
-    tuning_files.add_tunings(user_file, {place: entry(WIDE) for place in places})
+    other_shape = SHAPE.replace("E=128", "E=64")
+    places = [("NVIDIA H900", *PLACE[1:]), (GPU, "down_projection", SHAPE), (*PLACE[:2], other_shape)]
+    add_tunings(user_file, {place: entry(WIDE) for place in places})
     assert find() == TileTuning()
-    assert find(shape=places[-1][-1]) == WIDE
+    assert find(E=64) == WIDE
 
 
 def test_what_is_written_is_read_again_and_nothing_is_lost(user_file):
-    tuning_files.add_tunings(user_file, {(GPU, "up_projection", SHAPE): entry(WIDE)})
+    add_tunings(user_file, {PLACE: entry(WIDE)})
     assert find() == WIDE
-    tuning_files.add_tunings(user_file, {(GPU, "column_block", SHAPE): entry(ColumnBlock(256))})
-    os.utime(user_file, ns=(0, 0))  # clocks of some file systems are coarse
-    assert find_tuning(ColumnBlock, "column_block", None, SHAPE) == ColumnBlock(256)
+    add_tunings(user_file, {(GPU, "column_block", SHAPE): entry(ColumnBlock(256))})
+    os.utime(user_file, ns=(0, 0))
+    assert find(kernel="column_block") == ColumnBlock(256)
     assert find() == WIDE
 
 
@@ -107,7 +97,7 @@ def test_a_bad_file_is_a_warning_once(content, reason, user_file):
     assert str(user_file) in str(warned[0].message)
     assert find() == TileTuning()  # a second warning would be an error here
     with pytest.raises(ValueError, match=re.escape(reason)):
-        tuning_files.add_tunings(user_file, {})
+        add_tunings(user_file, {})
     assert user_file.read_text() == content
 
 
@@ -140,22 +130,21 @@ def test_a_folder_in_the_files_place_is_a_warning(user_file):
     ],
 )
 def test_a_bad_entry_is_a_warning_and_the_others_count(kernel, values, reason, user_file):
-    place = (GPU, "up_projection", SHAPE)
-    tuning_files.add_tunings(user_file, {(GPU, kernel, "other"): {"tuning": values}, place: entry(WIDE)})
+    add_tunings(user_file, {(GPU, kernel, "other"): {"tuning": values}, PLACE: entry(WIDE)})
     with pytest.warns(UserWarning, match=re.escape(reason)):
         assert find() == WIDE
 
 
 def test_where_the_users_file_is(monkeypatch, tmp_path):
     monkeypatch.setenv("BLAZE_JAX_TUNING", "")
-    assert tuning_files.user_file() is None
+    assert tuning.user_file() is None
     assert find() == TileTuning()
     monkeypatch.delenv("BLAZE_JAX_TUNING")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuning_files.user_file() == tmp_path / "blaze_jax" / "tuning.json"
+    assert tuning.user_file() == tmp_path / "blaze_jax" / "tuning.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert tuning_files.user_file() == tmp_path / ".cache" / "blaze_jax" / "tuning.json"
+    assert tuning.user_file() == tmp_path / ".cache" / "blaze_jax" / "tuning.json"
 
 
 def test_parameters_of_another_kind_are_refused():
@@ -164,25 +153,28 @@ def test_parameters_of_another_kind_are_refused():
 
 
 def test_rows_are_rounded_to_powers_of_two_and_nothing_else_is():
-    assert SHAPE == "rows=2^18,d=1536,n=256,E=128,bfloat16"
+    assert shape_key(**SIZES) == SHAPE
     of_rows = [shape_key(rows, jnp.float16, d=8) for rows in (0, 1, 2, 90, 91, 128, 181, 182)]
     assert [key.split(",")[0] for key in of_rows] == [f"rows=2^{i}" for i in (0, 0, 1, 6, 7, 7, 7, 8)]
     # Rows as kernels count them, with the room between experts, are those of the pairs.
     assert shape_key(196608 + 8 * 128 + 128, "bfloat16") == shape_key(196608, "bfloat16")
 
 
-def test_the_packages_file_keeps_what_the_rules_do_not_give(monkeypatch):
-    monkeypatch.setattr(f"{MmaTuning.__module__}.compute_capability", lambda: "9.0")
-    (path,) = tuning_files.package_files()
-    tunings, problems = tuning_files.read_tunings(path, parse)
+@pytest.fixture
+def on_an_h200(monkeypatch):
+    monkeypatch.setattr(parameters, "compute_capability", lambda: "9.0")
+
+
+def test_the_packages_file_keeps_what_the_rules_do_not_give(on_an_h200):
+    (path,) = tuning.package_files()
+    tunings, problems = tuning.read_tunings(path)
     assert problems == []
-    for (gpu, kernel, shape), tuning in tunings.items():
+    for (gpu, kernel, shape), found in tunings.items():
         assert gpu == H200
         assert re.fullmatch(r"rows=2\^\d+,d=\d+,n=\d+,E=\d+,(bfloat16|float16|float32)", shape), shape
-        assert tuning != heuristic(KINDS[kernel], kernel, shape), (kernel, shape)
+        assert found != heuristic(kernel, shape), (kernel, shape)
 
 
-@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("capability", "kind", "expected"),
     [
@@ -194,59 +186,51 @@ def test_the_packages_file_keeps_what_the_rules_do_not_give(monkeypatch):
         ("99.0", "float16", (256, 32, 4)),  # whatever it is, that fits
     ],
 )
+@pytest.mark.default_cases("*")
 def test_the_tile_for_ampere_by_what_fits(capability, kind, expected):
     tile = default_tile(capability, kind=kind)
     assert (tile.columns, tile.k_step, tile.stages, tile.abreast) == (*expected, 1)
     assert tile.shared_bytes <= block_kib(capability) * 1024
-    assert mma_heuristic("mma_up_weight_gradients", kind, capability).abreast == 8
-    assert mma_heuristic("mma_up_weight_gradients", kind, capability).sweep == (2 if expected == (256, 64, 4) else 1)
+    gradients = mma_heuristic("mma_up_weight_gradients", kind, capability)
+    assert (gradients.abreast, gradients.sweep) == (8, 2 if expected == (256, 64, 4) else 1)
 
 
-@pytest.mark.default_cases("*")
-@pytest.mark.parametrize(
-    ("kernel", "shape", "abreast", "sweep"),
-    [
-        ("up_weight_gradients", "rows=2^18,d=1536,n=256,E=128,bfloat16", 8, 2),
-        ("up_weight_gradients", "rows=2^18,d=1024,n=4096,E=16,bfloat16", 4, 2),
-        ("up_weight_gradients", "rows=2^18,d=512,n=1024,E=2,bfloat16", 8, 1),  # 64 tiles for 132 multiprocessors
-        ("down_projection", "rows=2^17,d=512,n=1024,E=2,bfloat16", 1, 2),
-        ("down_projection", "rows=2^12,d=1536,n=256,E=128,bfloat16", 1, 1),
-        ("down_backward", "rows=2^18,d=1536,n=256,E=128,bfloat16", 1, 1),
-        ("up_projection", "rows=2^18,d=4096,n=1024,E=128,bfloat16", 8, 1),
-        ("up_projection", "rows=2^18,d=1536,n=256,E=128,bfloat16", 1, 1),
-    ],
-)
-def test_ampere_tiles_share_panels_and_sweep_only_where_tiles_are_many(monkeypatch, kernel, shape, abreast, sweep):
-    monkeypatch.setattr(f"{MmaTuning.__module__}.compute_capability", lambda: "9.0")
-    found = heuristic(MmaTuning, "mma_" + kernel, shape)
-    assert (found.abreast, found.sweep) == (abreast, sweep)
-
-
-@pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("kernel", "shape", "order"),
     [
-        ("up_projection", "rows=2^18,d=4096,n=1024,E=128,bfloat16", (0, 1)),
-        ("up_projection", "rows=2^17,d=2048,n=8192,E=16,bfloat16", (1, 16)),  # weights that leave the L2
-        ("down_backward", "rows=2^17,d=2048,n=8192,E=16,bfloat16", (0, 4)),
-        ("down_projection", "rows=2^17,d=2048,n=8192,E=16,bfloat16", (0, 1)),
-        ("up_weight_gradients", "rows=2^17,d=2048,n=8192,E=16,bfloat16", (0, 8)),
-        ("down_weight_gradients", "rows=2^18,d=4096,n=1024,E=128,bfloat16", (0, 4)),
-        ("up_weight_gradients", "rows=2^19,d=4096,n=256,E=256,bfloat16", (0, 8)),  # two column tiles
+        ("mma_up_weight_gradients", "rows=2^18,d=1536,n=256,E=128", (8, 2)),
+        ("mma_up_weight_gradients", "rows=2^18,d=1024,n=4096,E=16", (4, 2)),
+        ("mma_up_weight_gradients", "rows=2^18,d=512,n=1024,E=2", (8, 1)),  # 64 tiles for 132 multiprocessors
+        ("mma_down_projection", "rows=2^17,d=512,n=1024,E=2", (1, 2)),
+        ("mma_down_projection", "rows=2^12,d=1536,n=256,E=128", (1, 1)),
+        ("mma_down_backward", "rows=2^18,d=1536,n=256,E=128", (1, 1)),
+        ("mma_up_projection", "rows=2^18,d=4096,n=1024,E=128", (8, 1)),
+        ("mma_up_projection", "rows=2^18,d=1536,n=256,E=128", (1, 1)),
+        ("up_projection", "rows=2^18,d=4096,n=1024,E=128", (0, 1)),
+        ("up_projection", "rows=2^17,d=2048,n=8192,E=16", (1, 16)),  # weights that leave the L2
+        ("down_backward", "rows=2^17,d=2048,n=8192,E=16", (0, 4)),
+        ("down_projection", "rows=2^17,d=2048,n=8192,E=16", (0, 1)),
+        ("up_weight_gradients", "rows=2^17,d=2048,n=8192,E=16", (0, 8)),
+        ("down_weight_gradients", "rows=2^18,d=4096,n=1024,E=128", (0, 4)),
+        ("up_weight_gradients", "rows=2^19,d=4096,n=256,E=256", (0, 8)),  # two column tiles
     ],
 )
-def test_hopper_walks_in_stripes_where_they_were_faster(kernel, shape, order):
-    found = heuristic(TileTuning, kernel, shape)
-    assert (found.minor_dim, found.tile_width) == order
+@pytest.mark.default_cases("*")
+def test_tiles_abreast_and_sweeps_for_ampere_and_stripes_for_hopper_where_they_were_faster(
+    on_an_h200, kernel, shape, order
+):
+    found = heuristic(kernel, shape + ",bfloat16")
+    names = ("abreast", "sweep") if kernel.startswith("mma_") else ("minor_dim", "tile_width")
+    assert tuple(getattr(found, name) for name in names) == order
 
 
 def test_a_trial_comes_before_the_tables_and_notes_the_shapes(user_file):
-    tuning_files.add_tunings(user_file, {(GPU, "up_projection", SHAPE): entry(OTHER)})
+    add_tunings(user_file, {PLACE: entry(OTHER)})
     before = tables_in_use()
     with tried({"up_projection": WIDE}) as trial:
         assert tables_in_use() != before
         assert find() == WIDE
-        assert find_tuning(TileTuning, "up_backward", None, SHAPE) == TileTuning()
+        assert find(kernel="up_backward") == TileTuning()
     assert trial.shapes == {"up_projection": SHAPE, "up_backward": SHAPE}
     assert find() == OTHER
     assert tables_in_use() == before

@@ -1,10 +1,10 @@
-"""Token rounding: counts are multiples of a tile, at the expense of the lowest scores."""
+"""How many tokens an expert takes: a limit drops the last ones, and rounding to tiles those of the lowest scores."""
 
+import math
 from functools import partial
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -15,10 +15,69 @@ from blaze_jax.token_rounding import round_token_counts
 from tests import routing_reference as reference
 from tests.layers import route
 from tests.numerics import assert_close, assert_same_bits
+from tests.routing_reference import SCORINGS, random_logits
 from tests.routings import EMPTY, random_experts
 
 T, E, K = 45, 6, 2
+LOGITS = random_logits(T, E)
+SKEWED = random_logits(T, E, scale=1.0) + np.linspace(0, 2, E, dtype=np.float32)
 MODES = ("up", "down", "nearest")
+
+
+@pytest.mark.parametrize("options", [{"expert_capacity": 1}, {"expert_capacity": 9}, {"capacity_factor": 0.7}])
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_first_tokens_are_kept(scoring, options):
+    plain, out = route(SKEWED, K, scoring=scoring), route(SKEWED, K, scoring=scoring, **options)
+    capacity = options.get("expert_capacity") or math.ceil(options["capacity_factor"] * T * K / E)
+    experts = reference.drop_beyond_capacity(np.asarray(plain.experts), E, capacity)
+    dropped = experts == EMPTY
+    assert dropped.any()
+    assert_same_bits(out.experts, experts)
+    assert_same_bits(out.weights, np.where(dropped, np.float32(0), plain.weights))
+    assert_same_bits(out.tokens_per_expert, np.minimum(plain.demand, capacity))
+    assert_same_bits(out.demand, plain.demand)
+    assert_same_bits(out.dropped_share, np.float32(dropped.mean()))
+    assert_same_bits(out.load_balancing_loss, plain.load_balancing_loss)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"expert_capacity": T}, {"expert_capacity": 2**40}, {"capacity_factor": float(E)}, {"capacity_factor": 1e30}],
+)
+def test_room_for_all_changes_nothing(options):
+    assert_same_bits(route(SKEWED, K, **options), route(SKEWED, K))
+
+
+def test_dropped_choice_has_no_gradient():
+    def weights(logits):
+        return route(logits, K, expert_capacity=3, scoring="sigmoid", normalize_weights=False).weights.sum()
+
+    used = members(route(SKEWED, K, expert_capacity=3).experts)
+    assert_same_bits(np.asarray(jax.jit(jax.grad(weights))(SKEWED)) != 0, used != 0)
+
+
+@pytest.mark.parametrize(
+    ("factor", "sizes", "capacity"),
+    [
+        *((factor, (8, 6, 2), capacity) for factor, capacity in ((1.0, 3), (1.2, 4), (0.001, 1), (3.0, 8), (9.0, 8))),
+        *(
+            (number(1.1), sizes, 11)
+            for number in (float, np.float32, np.float64)
+            for sizes in ((20, 4, 2), (100, 10, 1))
+        ),
+    ],
+)
+@pytest.mark.default_cases("*")
+def test_capacity_factor_is_the_decimal_number_that_is_written_and_rounds_up(factor, sizes, capacity):
+    assert Router(capacity_factor=factor).capacity(*sizes) == capacity
+
+
+def test_ruled_out_experts_are_not_dropped():
+    logits = np.where(np.arange(E) < 1, SKEWED, np.float32(-np.inf))
+    out = route(logits, K, expert_capacity=9)
+    assert out.experts[:, 1].tolist() == [EMPTY] * T
+    assert out.demand.tolist() == [T, 0, 0, 0, 0, 0]
+    assert_same_bits(out.dropped_share, np.float32(36 / 45))
 
 
 def problem(seed=0, levels=None):
@@ -29,20 +88,20 @@ def problem(seed=0, levels=None):
     return scores.astype(np.float32), random_experts(T, K, range(E), seed)
 
 
-def demand(selected):
-    return jnp.asarray(reference.counts(selected, E), jnp.int32)
-
-
 @partial(jax.jit, static_argnums=3, static_argnames=("tile", "extra_slots"))
 def round_jitted(*arguments, **options):
     return round_token_counts(*arguments, **options)
 
 
+def counts_of(experts):
+    return reference.counts(np.asarray(experts), E).astype(np.int32)
+
+
 def rounded(scores, selected, *arguments, **options):
     """The experts, whose tokens must be as many as is said."""
-    selected = jnp.asarray(selected, jnp.int32)
-    experts, counts = round_jitted(scores, selected, demand(np.asarray(selected)), *arguments, **options)
-    assert_same_bits(counts, reference.counts(np.asarray(experts), E).astype(np.int32))
+    selected = np.asarray(selected, np.int32)
+    experts, counts = round_jitted(scores, selected, counts_of(selected), *arguments, **options)
+    assert_same_bits(counts, counts_of(experts))
     return np.asarray(experts)
 
 
@@ -63,12 +122,7 @@ def test_matches_reference(mode, tile, levels):
     assert_same_bits(own, np.where(own == EMPTY, EMPTY, selected).astype(np.int32))
 
 
-@hypothesis.given(
-    seed=st.integers(0, 2**20),
-    levels=st.sampled_from([None, 1, 4]),
-    slots=st.integers(0, 2),
-    mode=st.sampled_from(MODES),
-)
+@hypothesis.given(st.integers(0, 2**20), st.sampled_from([None, 1, 4]), st.integers(0, 2), st.sampled_from(MODES))
 @pytest.mark.slow
 def test_rounding_within_few_slots(seed, levels, slots, mode):
     scores, selected = problem(seed, levels)
@@ -130,7 +184,7 @@ def test_an_expert_takes_nobody_for_whom_it_is_ruled_out(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fewer_tokens_than_a_tile_to_an_expert_are_not_rounded(mode):
-    logits = np.random.default_rng(0).standard_normal((64, E)).astype(np.float32)
+    logits = random_logits(64, E)
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match=f"token_rounding='{mode}' does not apply: 64 tokens with 2 of 6 experts"):
         out = route(logits, K, token_rounding=mode)
@@ -156,27 +210,25 @@ def test_nan_token_is_nobodys_favourite():
     [("up", "softmax"), ("up", "sigmoid"), ("nearest", "softmax_selected"), ("down", "softmax_selected")],
 )
 def test_route_weights_rounded_choices_like_chosen_ones(mode, scoring):
-    logits = 2 * np.random.default_rng(0).standard_normal((T, E)).astype(np.float32)
-    plain = route(logits, K, scoring=scoring)
-    out = route(logits, K, scoring=scoring, token_rounding=mode, rounding_tile=8, rounding_slots=3)
+    plain = route(LOGITS, K, scoring=scoring)
+    out = route(LOGITS, K, scoring=scoring, token_rounding=mode, rounding_tile=8, rounding_slots=3)
     experts, kept = np.asarray(out.experts), np.asarray(out.experts) != EMPTY
     assert experts.shape == (T, K if mode == "down" else K + 3)
 
-    odds = np.exp(logits) if scoring == "softmax_selected" else reference.scores_of(logits, scoring)
+    odds = np.exp(LOGITS) if scoring == "softmax_selected" else reference.scores_of(LOGITS, scoring)
     own = np.take_along_axis(odds, np.asarray(plain.experts), axis=1).sum(-1, keepdims=True)
     expected = np.where(kept, np.take_along_axis(odds, experts * kept, axis=1) / own, 0)
     assert_close(out.weights, expected)
     assert_same_bits(out.weights != 0, kept)
     assert (out.tokens_per_expert % 8 == 0).all()
-    assert_same_bits(out.tokens_per_expert, reference.counts(experts, E).astype(np.int32))
+    assert_same_bits(out.tokens_per_expert, counts_of(experts))
     assert_same_bits(out.demand, plain.demand)
     assert_close(out.dropped_share, 1 - kept[:, :K].mean())
 
 
 def test_rounding_has_no_gradient_of_its_own():
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((T, E)), jnp.float32)
     options = {"scoring": "sigmoid", "normalize_weights": False, "token_rounding": "up", "rounding_tile": 8}
-    gradient = jax.jit(jax.grad(lambda l: route(l, K, **options).weights.sum()))(logits)
-    probability = reference.scores_of(logits, "sigmoid")
-    used = members(route(logits, K, **options).experts)
+    gradient = jax.jit(jax.grad(lambda l: route(l, K, **options).weights.sum()))(LOGITS)
+    probability = reference.scores_of(LOGITS, "sigmoid")
+    used = members(route(LOGITS, K, **options).experts)
     assert_close(gradient, used * probability * (1 - probability))

@@ -6,7 +6,7 @@ from pathlib import Path
 import jaxlib.version
 import pytest
 
-from pallas_kernels.hopper import limits
+from pallas_kernels.mosaic import device
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[3]
 )
 def test_kernels_spill_where_xla_links_them(monkeypatch, jaxlib_version, nvjitlink, spills):
     monkeypatch.setattr(jaxlib.version, "__version_info__", jaxlib_version)
-    monkeypatch.setattr(limits, "nvjitlink_version", lambda: nvjitlink)
-    reason = limits.why_kernels_spill()
+    monkeypatch.setattr(device, "nvjitlink_version", lambda: nvjitlink)
+    reason = device.why_kernels_spill()
     assert (reason is not None) == spills
     if spills:
         assert f"nvJitLink {nvjitlink[0]}.{nvjitlink[1]}" in reason
@@ -44,5 +44,5 @@ def test_what_is_compiled_in_tests_is_what_the_extra_installs():
 @pytest.mark.compile_only
 def test_nothing_spills_with_the_libraries_of_the_extras():
     if jaxlib.version.__version_info__ >= (0, 12):
-        assert limits.nvjitlink_version() == (12, 4)  # found where its package keeps it
-    assert limits.why_kernels_spill() is None
+        assert device.nvjitlink_version() == (12, 4)  # found where its package keeps it
+    assert device.why_kernels_spill() is None

@@ -1,0 +1,207 @@
+"""The kernels that are a row matmul and little else: up and down projection, and back through the up projection.
+
+Rows of the last two exist a block of columns at a time: the layer sums a block of rows by token before it asks for the
+next one, so it never holds rows of full width.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.contract import Dispatch
+from pallas_kernels.hopper.elementwise import value
+from pallas_kernels.hopper.inline import K_STEP, PANEL
+from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, store_rows, tile_panel
+from pallas_kernels.hopper.tile_kernel import PANELS
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
+from pallas_kernels.traced_once import traced_once
+from pallas_kernels.tuning import find_tuning
+from pallas_kernels.tuning.parameters import ColumnBlock, TileTuning
+
+
+@traced_once("activation", "keep_pre_activations", "tuning")
+def up_projection(
+    x: Float[Array, "T d"],
+    weights: tuple[Float[Array, "E d n"], ...],
+    biases: tuple[Float[Array, "E n"], ...],
+    groups: Dispatch[TileSchedule],
+    *,
+    activation: Callable[..., Array],
+    keep_pre_activations: bool = True,
+    into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
+    tuning: TileTuning | None = None,
+) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
+    """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
+
+    A tile holds `256 / len(weights)` columns of each projection side by side, so one wgmma multiplies a gathered tile
+    with both. The activation is computed from the float32 accumulators and stored at the end of its tile; the packed
+    pre-activations follow under the next tile. Where they are not kept, the activation does.
+
+    `into` holds results of the same call for other groups, whose rows are kept.
+    """
+    weights = tuple(w.astype(x.dtype) for w in weights)
+    num_experts, d, n = weights[0].shape
+    width = TILE_COLUMNS // len(weights)  # of a projection's part of a tile
+    panels = width // PANEL
+    column_tiles = -(-n // width)
+
+    def place(panel, column_tile):
+        """The projection that a panel of a tile belongs to, and its first column there."""
+        return panel // panels, column_tile * width + panel % panels * PANEL
+
+    def load(refs, tile, k, slot):
+        for panel in range(PANELS):
+            projection, column = place(panel, tile.column_tile)
+            block = refs.weights[projection].at[tile.expert, pl.ds(k * K_STEP, K_STEP), pl.ds(column, PANEL)]
+            slot.fetch(block, slot.rhs_panel(panel))
+
+    def finish(refs, part, accumulator):
+        packed, activated = {}, []
+        for panel in range(panels):
+            own = range(panel, PANELS, panels)  # of each projection
+            pre = [tile_panel(refs, part, accumulator, p) for p in own]
+            for p, values in zip(own, pre, strict=True):
+                packed[p] = values.astype(x.dtype)
+            activated.append(value(activation, pre).astype(x.dtype))
+            if keep_pre_activations:
+                column = place(panel, part.column_tile)[1]
+                store_rows(refs, part, panel, activated[-1], refs.written[1], column)
+        return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
+
+    def store(refs, part, panel, values):
+        projection, column = place(panel, part.column_tile)  # the activation's panels are those of the first
+        pre_activations, hidden = refs.written
+        output = pre_activations[projection] if keep_pre_activations else hidden
+        store_rows(refs, part, panel, values, output, column)
+
+    bias = None
+    if biases:  # in the order of a tile's columns
+        padded = [jnp.pad(b.astype(jnp.float32), ((0, 0), (0, column_tiles * width - n))) for b in biases]
+        bias = jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2)
+
+    rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
+    gathered = {"tokens": (x,), "token_indices": groups.expert_token_indices}
+    kernel = HeldRowMatmul(
+        schedule=groups.tiles,
+        operands={**gathered, "weights": weights, "bias": bias, "into": into},
+        column_tiles=column_tiles,
+        k_steps=-(-d // K_STEP),
+        load=load,
+        finish=finish,
+        store=store,
+        held_columns=TILE_COLUMNS if keep_pre_activations else width,
+        tuning=find_tuning("up_projection", tuning, groups.num_rows, x.dtype, d=d, n=n, E=num_experts),
+    )
+    return kernel.run(
+        "moe_up_projection",
+        results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
+        in_place={"into": "written"},
+        copies=PANELS,
+        registers=(88, 208),
+    ).written
+
+
+def column_block(num_rows: int, d: int, n: int, num_experts: int, dtype, *, tuning: ColumnBlock | None = None) -> int:
+    """Columns of a block at most, as tuned for this layer; see the portable twin."""
+    return find_tuning("column_block", tuning, num_rows, dtype, d=d, n=n, E=num_experts).columns
+
+
+@traced_once("num_columns", "tuning")
+def down_projection(
+    hidden: Float[Array, "R n"],
+    w_down: Float[Array, "E n d"],
+    b_down: Float[Array, "E d"] | None,
+    groups: Dispatch[TileSchedule],
+    first_column: Int[Array, ""] | int,
+    num_columns: int,
+    *,
+    into: Float[Array, "R columns"] | None = None,
+    tuning: TileTuning | None = None,
+) -> Float[Array, "R columns"]:
+    """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
+    bias = None
+    if b_down is not None:
+        width = -(-num_columns // TILE_COLUMNS) * TILE_COLUMNS
+        padded = jnp.pad(b_down.astype(jnp.float32), ((0, 0), (0, width)))
+        own = lax.dynamic_slice_in_dim(padded, first_column, width, axis=1)
+        bias = own.reshape(-1, width // TILE_COLUMNS, TILE_COLUMNS)
+    block, pairs = (first_column, num_columns), ((hidden, w_down),)
+    return _rows_of_block("down_projection", pairs, groups, *block, bias, into, tuning, transposed=False)
+
+
+@traced_once("num_columns", "tuning")
+def up_backward(
+    d_pre_activations: tuple[Float[Array, "R n"], ...],
+    weights: tuple[Float[Array, "E d n"], ...],
+    groups: Dispatch[TileSchedule],
+    first_column: Int[Array, ""] | int,
+    num_columns: int,
+    *,
+    into: Float[Array, "R columns"] | None = None,
+    tuning: TileTuning | None = None,
+) -> Float[Array, "R columns"]:
+    """`Σ dP · Wᵀ` over the projections, into one accumulator; see the portable twin."""
+    block, pairs = (first_column, num_columns), tuple(zip(d_pre_activations, weights, strict=True))
+    return _rows_of_block("up_backward", pairs, groups, *block, None, into, tuning, transposed=True)
+
+
+def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into, tuning, *, transposed):
+    """The sum over `pairs` of rows `(R, k)` times a block of columns of weights `(E, k, d)`, or `(E, d, k)` transposed.
+
+    The `bias` is `(E, column tiles, 256)` or None. Rows of other groups are kept from `into`, if that is given.
+    """
+    (num_rows, depth), dtype = pairs[0][0].shape, pairs[0][0].dtype
+    shape, steps_each, columns_at = pairs[0][1].shape, -(-depth // K_STEP), 1 if transposed else 2
+    first_column = jnp.asarray(first_column, jnp.int32)
+    if pairs[0][1].dtype != dtype:  # converted for the block's columns alone
+        blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs)
+        pairs = tuple((rows, block.astype(dtype)) for (rows, _), block in zip(pairs, blocks, strict=True))
+        first_column = jnp.zeros_like(first_column)
+
+    def load(refs, tile, k, slot):
+        column = refs.first_column[0] + tile.column_tile * TILE_COLUMNS
+
+        def fetch(rows, weights, k):
+            steps = pl.ds(k * K_STEP, K_STEP)
+            slot.fetch(rows.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
+            if transposed:
+                slot.fetch(weights.at[tile.expert, pl.ds(column, TILE_COLUMNS), steps], slot.rhs)
+                return
+            for panel in range(PANELS):
+                block = weights.at[tile.expert, steps, pl.ds(column + panel * PANEL, PANEL)]
+                slot.fetch(block, slot.rhs_panel(panel))
+
+        if not transposed:
+            fetch(*refs.pairs[0], k)
+            return
+        for i, pair in enumerate(refs.pairs):
+
+            @pl.when((k >= i * steps_each) & (k < (i + 1) * steps_each))
+            def _(pair=pair, i=i):
+                fetch(*pair, k - i * steps_each)
+
+    def finish(refs, part: RowTile, accumulator):
+        panels = [tile_panel(refs, part, accumulator, panel) for panel in range(PANELS)]
+        return lax.concatenate([panel.astype(dtype) for panel in panels], 1)
+
+    def store(refs, part: RowTile, panel: int, values):
+        store_rows(refs, part, panel, values, refs.rows, part.column_tile * TILE_COLUMNS + panel * PANEL)
+
+    matmul = HeldRowMatmul(
+        schedule=groups.tiles,
+        operands={"pairs": pairs, "first_column": first_column.reshape(1), "bias": bias, "into": into},
+        column_tiles=-(-num_columns // TILE_COLUMNS),
+        k_steps=len(pairs) * steps_each,
+        load=load,
+        finish=finish,
+        store=store,
+        transposed_weights=transposed,
+        tuning=find_tuning(kernel, tuning, num_rows, dtype, d=shape[columns_at], n=depth, E=shape[0]),
+    )
+    rows = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
+    copies = 2 if transposed else 1 + PANELS
+    return matmul.run(f"moe_{kernel}", results={"rows": rows}, in_place={"into": "rows"}, copies=copies).rows
