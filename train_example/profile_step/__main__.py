@@ -5,6 +5,7 @@ Nothing is saved but what `--json` and `--plot` name.
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -104,24 +105,15 @@ def profile_record(
     ceilings: Ceilings,
 ) -> dict[str, Any]:
     """Milliseconds of a step, part by part, and their bounds, from the kernels of several equal steps."""
-    work = step_work(config, parameters)
-    rows = []
-    for name, part in by_part(kernels, program).items():
-        least = [ceilings.least_us(*one) for one in work.get(name, [])]
-        by_bound = {bound: sum(us for us, other in least if other == bound) for _, bound in least}
-        rows.append(
-            {
-                "part": name,
-                "ms": part.ns / steps / 1e6,
-                "launches": part.launches / steps,
-                "bound_ms": sum(by_bound.values()) / 1e3,
-                "bound": max(by_bound, key=by_bound.__getitem__, default=None),
-                "kernels": [{"name": kernel, "ms": ns / steps / 1e6} for kernel, ns in part.kernels.items() if ns],
-            }
-        )
-    span = max(k.end_ns for k in kernels) - min(k.start_ns for k in kernels)
+    work, rows = step_work(config, parameters), []
+    for name, times in by_part(kernels, program, steps).items():
+        least: dict[str, float] = defaultdict(float)
+        for us, bound in (ceilings.least_us(*one) for one in work.get(name, [])):
+            least[bound] += us / 1e3
+        bounds = {"bound_ms": sum(least.values()), "bound": max(least, key=least.__getitem__, default=None)}
+        rows.append({"part": name, **times, **bounds})
+    step_ms = (max(k.end_ns for k in kernels) - min(k.start_ns for k in kernels)) / steps / 1e6
     busy = sum(row["ms"] for row in rows)
-    step_ms = span / steps / 1e6
     flops = sum(one.flops for works in work.values() for one in works)
     return {
         "steps": steps,

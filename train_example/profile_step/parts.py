@@ -8,7 +8,7 @@ and five times backward.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -50,30 +50,28 @@ _MOVES = _NAMES | _COPIES | {"dynamic-slice", "dynamic-update-slice"}
 _FLOAT32 = 4
 
 
-class Part(NamedTuple):
-    """The time of a part, all steps of a trace together.
+def by_part(kernels: Iterable[Kernel], program: Mapping[str, "Instruction"], steps: int) -> dict[str, dict[str, Any]]:
+    """The time of every part in a step, in the order of `PARTS`, from the kernels of several equal steps.
 
-    Attributes:
-      ns: nanoseconds in which its kernels ran; while several kernels run, the first of them counts.
-      kernels: the same by the names of kernels, the longest first.
-      launches: how many kernels started.
+    Returns:
+      For each part "ms", in which its kernels ran, the first of them where several did, so that all parts together are
+      the time in which anything ran; "launches"; and "kernels" with the "ms" of each "name", the longest first.
     """
-
-    ns: float
-    kernels: dict[str, float]
-    launches: int
-
-
-def by_part(kernels: Iterable[Kernel], program: Mapping[str, "Instruction"]) -> dict[str, Part]:
-    """Time of every part, in the order of `PARTS`; together they are the time in which anything ran."""
-    times: dict[str, Counter[str]] = defaultdict(Counter)
+    times: dict[str, Any] = defaultdict(Counter)
     launches, end = Counter(), float("-inf")
     for kernel in sorted(kernels, key=lambda k: k.start_ns):
         name = part_of(kernel, program)
-        times[name][kernel.name] += max(0.0, kernel.end_ns - max(end, kernel.start_ns))
+        times[name][kernel.name] += max(0.0, kernel.end_ns - max(end, kernel.start_ns)) / steps / 1e6
         launches[name] += 1
         end = max(end, kernel.end_ns)
-    return {name: Part(sum(times[name].values()), dict(times[name].most_common()), launches[name]) for name in PARTS}
+    return {
+        name: {
+            "ms": times[name].total(),
+            "launches": launches[name] / steps,
+            "kernels": [{"name": kernel, "ms": ms} for kernel, ms in times[name].most_common() if ms],
+        }
+        for name in PARTS
+    }
 
 
 def part_of(kernel: Kernel, program: Mapping[str, "Instruction"]) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
 from types import NoneType
@@ -19,57 +19,42 @@ from train_example.program.presets import FINE_TUNING, PRESETS
 from train_example.public_models.config import public_config
 
 _OPTIONS = tuple(field.name for field in fields(TrainConfig) if field.name not in ("preset", "model"))
+_CLUSTER = ("cluster", "coordinator", "processes", "process")
 _HELP = dict(re.findall(r"^  (\w+): (.*(?:\n    .*)*?)\.$", inspect.getdoc(TrainConfig) or "", re.MULTILINE))
 _MAY_CHANGE = {"data", "checkpoint", "checkpoint_every", "steps", "schedule_steps"}
 """Options that a resumed run may change. The text itself is compared, not its path, and so are the model's sizes."""
 _MAX_WHOLE = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """A command line, read.
-
-    Attributes:
-      out: the run's folder.
-      resume: whether to go on with the run that is there.
-      compile_only: the GPU for which only the memory is to be planned; None to train.
-      mesh: devices by role; None for one device.
-      cluster: the processes of the run; None for one.
-      options: fields of `TrainConfig` that were given.
-    """
-
-    out: Path
-    resume: bool
-    compile_only: str | None
-    mesh: dict[str, int] | None
-    cluster: Cluster | None
-    options: dict[str, Any]
-
-
-def parse_arguments(argv: list[str] | None) -> Arguments:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line, `sys.argv` for None.
+
+    Returns:
+      `out`, the run's folder; `resume`, whether to go on with the run that is there; `compile_only`, the GPU for which
+      only the memory is to be planned, None to train; `mesh`, devices by role, None for one device; `cluster`, the
+      processes of the run, None for one; and `options`, the fields of `TrainConfig` that were given.
 
     Raises:
       UserError: it cannot be read.
     """
-    given = vars(_parser().parse_args(argv))
-    options = {name: given.pop(name) for name in ("preset", *_OPTIONS) if name in given}
-    out, resume, compile_only, mesh = (given.pop(name) for name in ("out", "resume", "compile_only", "mesh"))
-    cluster = _cluster(**given)
-    if compile_only and (mesh or cluster):
+    arguments = _parser().parse_args(argv)
+    given = vars(arguments)
+    options = arguments.options = {name: given.pop(name) for name in ("preset", *_OPTIONS) if name in given}
+    arguments.cluster = _cluster(**{name: given.pop(name) for name in _CLUSTER})
+    if arguments.compile_only and (arguments.mesh or arguments.cluster):
         raise UserError("--compile-only plans a run on one GPU: leave --mesh and --cluster out")
-    if resume and out is None:
+    if arguments.resume and arguments.out is None:
         raise UserError("--resume needs --out FOLDER, the folder of the run to go on with")
     for name in {"data", "checkpoint"} & options.keys():
         options[name] = str(Path(options[name]).absolute())
     if {"checkpoint", "preset"} <= options.keys():
         raise UserError("--checkpoint and --preset exclude each other: both say which model it is")
-    if out is None:
-        if cluster is not None:
+    if arguments.out is None:
+        if arguments.cluster is not None:
             raise UserError("several processes need --out FOLDER, one that all of them reach")
         name = Path(options["checkpoint"]).name if "checkpoint" in options else options.get("preset", "tiny")
-        out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Arguments(out, resume, compile_only, mesh, cluster, options)
+        arguments.out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return arguments
 
 
 def new_config(options: dict[str, Any]) -> TrainConfig:

@@ -13,10 +13,9 @@ def _preset(
     name: str, sizes: tuple[int, ...], training: tuple[float, ...], model: dict[str, Any] | None = None, **others: Any
 ) -> TrainConfig:
     """The preset of that name, of values in the order of `_SIZES` and `_TRAINING`, and fields of either by name."""
-    sizes_by_name = dict(zip(_SIZES, sizes, strict=True)) | (model or {})
-    return TrainConfig(
-        preset=name, model=ModelConfig(**sizes_by_name), **dict(zip(_TRAINING, training, strict=True)), **others
-    )
+    of_model: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True)) | (model or {})
+    of_run: dict[str, Any] = dict(zip(_TRAINING, training, strict=True)) | others
+    return TrainConfig(preset=name, model=ModelConfig(**of_model), **of_run)
 
 
 _PRESETS = (

@@ -91,16 +91,9 @@ def _draw_loads(figure: SubFigure, load: np.ndarray, steps: list[int]) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     figure.supxlabel("step", fontsize=_FONT_SIZE + 1)
     figure.supylabel("expert", fontsize=_FONT_SIZE + 1)
-    _add_scale(figure, grid)
-
-
-def _add_scale(figure: SubFigure, grid: np.ndarray) -> None:
-    scale = figure.colorbar(
-        ScalarMappable(_NORM, _COLORS), ax=grid, pad=0.015, aspect=24 * grid.shape[0], extend="both"
-    )
-    scale.set_ticks(list(_LOADS), labels=["¼×", "½×", "even", "2×", "4×"])
+    scale = figure.colorbar(ScalarMappable(_NORM, _COLORS), ax=grid, pad=0.015, aspect=24 * rows, extend="both")
+    scale.set_ticks(list(_LOADS), labels=["¼×", "½×", "even", "2×", "4×"], fontsize=_FONT_SIZE)
     scale.minorticks_off()
-    scale.ax.tick_params(labelsize=_FONT_SIZE)
     scale.outline.set_visible(False)
 
 

@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+from argparse import Namespace
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from train_example.data import Corpus, open_text
 from train_example.loop import due, mesh_of, train
 from train_example.model import Decoder
 from train_example.program import checkpoints
-from train_example.program.arguments import Arguments, new_config, resumed_config
+from train_example.program.arguments import new_config, resumed_config
 from train_example.program.devices import parallelism, state_shardings
 from train_example.program.metrics import MetricsLog, progress_bar, show
 from train_example.program.model import first_state, make_model
@@ -67,7 +68,7 @@ class Setup:
         return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-def run(arguments: Arguments) -> None:
+def run(arguments: Namespace) -> None:
     """Trains, or goes on training, and leaves metrics, checkpoints, a figure and a sample in the run's folder.
 
     Raises:
@@ -116,7 +117,7 @@ class Interrupt(ExitStack):
         os.write(2, _MESSAGE)  # print may be at work already when a signal comes
 
 
-def prepare(arguments: Arguments) -> Setup:
+def prepare(arguments: Namespace) -> Setup:
     """Opens the text and the folder.
 
     Raises:
