@@ -100,6 +100,15 @@ def test_a_device_keeps_its_share_of_the_state():
 
 
 @ON_CPU
+def test_no_stack_is_split_between_its_layers():
+    model = decoder(replace(CONFIG.model, num_layers=8, num_dense_layers=0, dense_layers=(1,), dense_width=24))
+    state = jax.eval_shape(partial(init_state, CONFIG, model))
+    shardings = state_shardings(parallelism({"fsdp": 2}), state, model.moe, CONFIG.model.width)
+    later = jax.tree.leaves(shardings.params["moe_blocks_1"])
+    assert [sharding.spec[0] for sharding in later] == [None] * len(later)
+
+
+@ON_CPU
 def test_a_process_reads_what_its_devices_need():
     corpus, asked = Corpus(open_text(None), CONFIG.sequence_length), []
     starts, windows = np.arange(16), corpus.windows

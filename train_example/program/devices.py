@@ -91,7 +91,7 @@ def state_shardings(parallel: Parallelism | None, state: Any, moe: MoEConfig, wi
             spec = P()
         elif "moe" in names and names[-1] in specs:
             spec = P(None, *specs[names[-1]])
-        elif any(name in names for name in _STACKS):
+        elif any(str(name).startswith(_STACKS) for name in names):
             spec = P(None, *parallel.dense_spec(array.shape[1:]))
         else:
             spec = parallel.dense_spec(array.shape)
