@@ -16,54 +16,33 @@ from train_example.program.results import plot
 from train_example.step import TrainState
 
 
-def written(path, steps):
-    with MetricsLog(path, 0) as log:
-        for step in range(1, steps + 1):
-            log.write({"step": step, "loss": 1 / step})
-    return log.records
-
-
-def test_a_record_is_in_the_file_bit_for_bit_when_write_returns(tmp_path):
-    with MetricsLog(tmp_path / "metrics.jsonl", 0) as log:
-        for step in range(1, 10):
-            log.write({"step": step, "loss": 1 / step})
-            assert read_metrics(tmp_path / "metrics.jsonl") == log.records
-
-
-def test_resuming_forgets_what_came_after_the_checkpoint(tmp_path):
+def test_metrics_outlive_the_process_and_those_after_the_checkpoint_are_forgotten(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    records = written(path, 5)
+    with MetricsLog(path, 0) as log:
+        for step in range(1, 6):
+            log.write({"step": step, "loss": 1 / step})
+            assert read_metrics(path) == log.records == [{"step": i, "loss": 1 / i} for i in range(1, step + 1)]
+        with pytest.raises(ValueError, match="JSON"):
+            log.write({"step": 6, "loss": float("nan")})
     with path.open("a") as file:
         file.write('{"step": 6, "lo')
-    with MetricsLog(path, 3) as log:
-        assert log.records == records[:3]
-        log.write({"step": 4})
-    assert read_metrics(path) == [*records[:3], {"step": 4}]
+    with MetricsLog(path, 3) as resumed:
+        assert resumed.records == log.records[:3]
+        resumed.write({"step": 4})
+    assert read_metrics(path) == [*log.records[:3], {"step": 4}]
+    with MetricsLog(path, 0) as fresh:
+        assert fresh.records == read_metrics(path) == []
 
 
-def test_a_fresh_run_starts_afresh(tmp_path):
-    written(tmp_path / "metrics.jsonl", 5)
-    assert written(tmp_path / "metrics.jsonl", 0) == []
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
-def test_metrics_that_are_missing_or_broken(tmp_path):
+def test_metrics_that_are_missing_or_broken_or_cannot_be_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(UserError, match="lacks steps before 3"):
         MetricsLog(path, 3)
     path.write_text("not JSON\n")
     with pytest.raises(UserError, match="has a line that is no JSON"):
         MetricsLog(path, 3)
-
-
-def test_file_that_cannot_be_written(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         MetricsLog(tmp_path / "missing" / "metrics.jsonl", 0)
-
-
-def test_no_number_is_no_json(tmp_path):
-    with MetricsLog(tmp_path / "metrics.jsonl", 0) as log, pytest.raises(ValueError, match="JSON"):
-        log.write({"step": 1, "loss": float("nan")})
 
 
 def test_a_full_disk_is_told_in_one_line_and_the_newest_whole_checkpoint_stays(tmp_path, capfd):
