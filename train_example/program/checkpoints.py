@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from train_example.config import UserError
 from train_example.step import TrainState
 
 _KEPT = 3
+_SECONDS_UNDER_WAY = 1.0
 _NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -43,6 +45,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: TrainState, descripti
         except (OSError, ValueError) as error:
             reason = next((text for text in _NO_ROOM if text in str(error)), " ".join(str(error).split())[:300])
         gc.collect()  # writes that did not begin
+        time.sleep(_SECONDS_UNDER_WAY)  # those that did tell of it when they end
     raise UserError(
         f"checkpoint {step} in {manager.directory} cannot be written: {reason}; make room, and --resume goes on from "
         "the newest one that is whole"
