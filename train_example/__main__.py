@@ -10,7 +10,7 @@ import jax
 from train_example.config import UserError
 from train_example.program.arguments import new_config, parse_arguments
 from train_example.program.devices import allow_all_memory
-from train_example.program.plan import memory_plan, plan_text
+from train_example.program.model import memory_plan
 from train_example.program.run import run
 
 _USER_ERROR = 2
@@ -26,10 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = parse_arguments(argv)
         if arguments.compile_only:
-            if arguments.mesh or arguments.cluster:
-                raise UserError("--compile-only plans a run on one GPU: leave --mesh and --cluster out")
-            config = new_config(arguments.options)
-            print(plan_text(config, memory_plan(config)))
+            print(memory_plan(new_config(arguments.options)))
             return 0
         allow_all_memory()
         if arguments.cluster is not None:

@@ -17,9 +17,8 @@ from blaze_jax.benchmark.own_process import ProcessError, run_apart
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment
 from blaze_jax.benchmark.tables import terminal
 from train_example.config import ExpertsLayer, TrainConfig
-from train_example.profile_step.run import Run, add_options, configuration
+from train_example.profile_step.run import Run, configuration, options_parser
 from train_example.program.devices import allow_all_memory
-from train_example.program.experts_layer import experts_function
 
 _WARM_STEPS = 5
 
@@ -27,7 +26,11 @@ _WARM_STEPS = 5
 def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns its exit status: 1 if a layer failed."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = _parse(argv)
+    parser = options_parser("train_example.compare_layers", __doc__)
+    layers = get_args(ExpertsLayer)
+    parser.add_argument("--experts-layer", choices=layers, nargs="+", default=["blaze_jax", "sort+tokamax"])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
+    arguments = parser.parse_args(argv)
     allow_all_memory()
     try:
         file = ResultsFile(arguments.json, {}, command_line("train_example.compare_layers", argv))
@@ -63,8 +66,7 @@ def _measured(arguments: argparse.Namespace, layer: ExpertsLayer) -> tuple[dict[
 
 def train_briefly(config: TrainConfig) -> dict[str, Any]:
     """Trains and keeps the loss of every step, the speed of the later ones, and the memory."""
-    experts_function(config.experts_layer)  # to tell early if it is missing
-    run = Run(config, told=config.experts_layer)
+    run = Run(config)
     compiled, state = run.compile(), run.state
     run.state = None  # its memory becomes the next state's
     losses, seconds = [], []
@@ -87,15 +89,6 @@ def train_briefly(config: TrainConfig) -> dict[str, Any]:
         "final_loss": statistics.mean(losses[-last:]),
         "loss": losses,
     }
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m train_example.compare_layers", description=__doc__)
-    add_options(parser)
-    layers = get_args(ExpertsLayer)
-    parser.add_argument("--experts-layer", choices=layers, nargs="+", default=["blaze_jax", "sort+tokamax"])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

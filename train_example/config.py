@@ -118,27 +118,30 @@ class ModelConfig:
 class TrainConfig:
     """A training run. All but `data` and `checkpoint_every` decide what comes out of it.
 
+    The command line has an option for each field but `model`, with its line here as the help.
+
     Attributes:
       preset: name the run started from.
       model: sizes of the model.
-      data: file or folder of text; None for the text that comes with Python.
-      steps: optimizer steps of the whole run.
-      schedule_steps: steps over which the learning rate rises and falls; after them it stays. None for all.
+      data: a file or folder of text, of any size; left out, half a megabyte that comes with Python.
+      steps: optimizer steps of the whole run, which a resumed run may change.
+      schedule_steps: steps over which the learning rate rises and falls, after which it stays; left out, all.
       batch_size: sequences per step.
-      sequence_length: bytes, or tokens, per sequence.
-      accumulate: a step computes its batch in this many parts, one after the other.
+      sequence_length: bytes, or a public model's tokens, per sequence.
+      accumulate: a step computes its batch in this many parts, one after the other, for less memory.
       learning_rate: peak of the schedule, after the warm-up.
       weight_decay: decay of the matrices.
       seed: seeds the initial parameters, the batches and the sample.
-      dtype: dtype of the computation; parameters are float32.
-      momentum_dtype: dtype of the gradients' running mean in the optimizer; all else of its state is float32.
-      remat: what the backward pass computes again.
+      dtype: type of the computation; parameters are float32.
+      momentum_dtype: type of the gradients' running mean in the optimizer; all else of its state is float32.
+      remat: what the backward pass computes again, for less memory: nothing; all but what the experts keep by `save`;
+        or everything.
       save: what the experts keep for their backward pass, see `blaze_jax.expert_ffn`.
-      implementation: which kernels compute the experts; None for the best that can run here.
+      implementation: the kernels that compute the experts; left out, the best that can run here.
       experts_layer: what computes the experts: blaze_jax, or a conventional layer to compare it with.
-      attention: what computes the attention; None for the best that can run here.
+      attention: what computes the attention; left out, the best that can run here.
       unroll: whether the program has every block by itself, instead of a loop over one.
-      checkpoint: folder of the public model that the run starts from; None for random parameters.
+      checkpoint: folder of a public model, OLMoE or Qwen3-MoE, to fine-tune and save again; left out, a fresh one.
       trained: what part of the model is trained: all of it, or the experts' matrices.
       evaluate_every: steps between evaluations on the held-out text.
       checkpoint_every: steps between checkpoints.

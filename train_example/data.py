@@ -98,12 +98,8 @@ class Corpus:
         self.vocabulary = vocabulary
         self.training_units = len(stream) - max(window, min(len(stream) // 10, _MAX_HELD_OUT))
 
-    def batch(self, seed: int, step: int, batch_size: int) -> UInt8[np.ndarray, "B S+1"]:
-        """Windows from anywhere in the training part; equal arguments give equal windows."""
-        return self.windows(self.batch_starts(seed, step, batch_size))
-
     def batch_starts(self, seed: int, step: int, batch_size: int) -> Int[np.ndarray, " B"]:
-        """The starts of the windows of `batch`."""
+        """Where the windows of a step's batch start, anywhere in the training part; the same for equal arguments."""
         last = self.training_units - self.sequence_length - 1
         return np.random.default_rng((seed, step)).integers(last, size=batch_size, dtype=np.int64, endpoint=True)
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import P
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from blaze_jax import Parallelism
 from train_example.compile_step import lower_step, xla_options
@@ -68,11 +68,6 @@ def due(config: TrainConfig, step: int, every: int) -> bool:
     return step % every == 0 or step == config.steps
 
 
-def microbatches(config: TrainConfig, windows: Shaped[np.ndarray, "N *_"]) -> Shaped[np.ndarray, "A M *_"]:
-    """Windows, or where they start, by the microbatch that they are computed in."""
-    return windows.reshape(-1, config.batch_size // config.accumulate, *windows.shape[1:])
-
-
 def peak_memory_gib() -> float | None:
     """The most memory the device has had in use so far, in GiB; None where it does not say, as on a CPU."""
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
@@ -91,7 +86,7 @@ def check_finite(config: TrainConfig, record: Record) -> None:
 
 def placed(config: TrainConfig, corpus: Corpus, parallel: Parallelism | None, starts: Int[np.ndarray, " N"]) -> Batch:
     """The windows from there, by microbatch; over a mesh, each process reads what its devices compute with."""
-    starts = microbatches(config, starts)
+    starts = starts.reshape(-1, config.batch_size // config.accumulate)
     if parallel is None:
         return corpus.windows(starts)
     by_sequence = NamedSharding(mesh_of(parallel), P(None, parallel.axes))

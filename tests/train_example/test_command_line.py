@@ -1,4 +1,4 @@
-"""Bad input: one line that says what is wrong, exit status 2, nothing written."""
+"""Bad input: one line that says what is wrong, exit status 2, nothing written. And what a resumed run may change."""
 
 import importlib
 import math
@@ -15,6 +15,7 @@ from train_example.__main__ import main
 from train_example.config import UserError
 from train_example.loop import check_finite
 from train_example.program.arguments import new_config, parse_arguments, resumed_config
+from train_example.program.devices import Cluster
 from train_example.program.presets import PRESETS
 from train_example.step import learning_rate_schedule
 
@@ -24,9 +25,9 @@ from train_example.step import learning_rate_schedule
     ("options", "message"),
     [
         ("--preset tinny", "invalid choice: 'tinny'"),
-        ("--data {tmp}/missing", "does not exist, must be a file or folder of text"),
-        ("--data {tmp}/short", "has 2 bytes, must have at least 258"),
-        ("--data {tmp}/folder", "holds no text"),
+        ("--data missing", "does not exist, must be a file or folder of text"),
+        ("--data short", "has 2 bytes, must have at least 258"),
+        ("--data folder", "holds no text"),
         ("--data /dev/null", "holds no text"),
         ("--steps -3", "-3 must be a whole number from 1"),
         ("--batch-size 1.5", "1.5 must be a whole number from 1"),
@@ -38,20 +39,37 @@ from train_example.step import learning_rate_schedule
         ("--dtype float16", "choose from"),
         ("--implementation cuda", "choose from"),
         ("--implementation mosaic_gpu", "or newer, the device here is cpu: choose xla"),
+        ("--experts-layer sort+ragged_dot --implementation xla", "--implementation xla is of blaze_jax's kernels"),
         ("--step 3", "unrecognized arguments: --step 3"),
-        ("--resume", "nothing to resume"),
-        ("--out {tmp}/short/out", "cannot be written: Not a directory; choose another folder"),
-        ("--checkpoint {tmp}/missing", "missing/config.json: cannot be read: No such file"),
-        ("--checkpoint {tmp} --preset tiny", "--checkpoint and --preset exclude each other"),
+        ("--resume", "--resume needs --out FOLDER"),
+        ("--resume --out new", "nothing to resume"),
+        ("--out short/out", "cannot be written: Not a directory; choose another folder"),
+        ("--checkpoint missing", "missing/config.json: cannot be read: No such file"),
+        ("--checkpoint folder --preset tiny", "--checkpoint and --preset exclude each other"),
+        (
+            f"--checkpoint {FIXTURES / 'qwen3_moe'} --sequence-length 65",
+            "at most 64, the max_position_embeddings of the",
+        ),
         ("--trained routers", "choose from"),
+        ("--mesh ring=2", "'ring=2' must be like fsdp=2,expert=4"),
+        ("--mesh data=64", "--mesh asks for 64 devices, there are"),
+        ("--mesh data=2 --batch-size 3", "--mesh has 2 devices, must divide the 3 sequences"),
+        ("--mesh expert=3 --batch-size 3", "--mesh does not fit the model: num_experts=16 must be a multiple of the 3"),
+        ("--mesh data=2 --experts-layer sort+ragged_dot", "runs on one device: leave --mesh out"),
+        ("--mesh data=2 --compile-only h200", "leave --mesh and --cluster out"),
+        ("--processes 2 --process 0", "several processes need --coordinator HOST:PORT"),
+        ("--processes 2 --process 2 --coordinator a:1", "from 0 to N-1"),
+        ("--cluster --process 0", "--cluster leaves it to the environment"),
+        ("--cluster", "several processes need --out FOLDER"),
     ],
 )
-def test_bad_input_is_told_in_one_line(options, message, tmp_path, capsys):
+def test_bad_input_is_told_in_one_line(options, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "short").write_text("hi")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / ".hidden").write_text("hidden")
     before = sorted(tmp_path.rglob("*"))
-    assert main(["--out", str(tmp_path / "out"), *options.format(tmp=tmp_path).split()]) == 2
+    assert main(options.split()) == 2
     output = capsys.readouterr()
     assert message in output.err
     assert output.err.count("\n") == 1
@@ -89,30 +107,27 @@ def test_options_replace_those_of_the_preset():
     assert config.data == str(Path("some/text").absolute())
     assert arguments.out.parent == Path("runs")
     assert arguments.out.name.startswith("1b-")
+    assert arguments.cluster is None
+    several = "--out x --mesh fsdp=2,expert=4 --coordinator a:1 --processes 2 --process 1"
+    arguments = parse_arguments(several.split())
+    assert arguments.mesh == {"fsdp": 2, "expert": 4}
+    assert arguments.cluster == Cluster("a:1", 2, 1)
 
 
-def test_resuming_takes_the_options_of_the_run():
-    saved = asdict(new_config({"steps": 7, "seed": 3}))
-    config = resumed_config({"seed": 3, "checkpoint_every": 2, "data": "moved"}, saved, Path("out"))
-    assert (config.steps, config.seed, config.checkpoint_every, config.data) == (7, 3, 2, "moved")
+def test_resuming_takes_the_options_of_the_run_and_with_more_steps_its_schedule_unless_that_changes_too():
+    def resumed(saved, **options):
+        return resumed_config(options, asdict(saved), Path("out"))
 
-
-def test_resuming_with_more_steps_keeps_the_schedule_unless_that_changes_too():
-    saved = asdict(new_config({"steps": 40}))
-    more = resumed_config({"steps": 80}, saved, Path("out"))
+    run = new_config({"steps": 40, "seed": 3})
+    same = resumed(run, seed=3, checkpoint_every=2, data="moved")
+    assert (same.steps, same.seed, same.checkpoint_every, same.data) == (40, 3, 2, "moved")
+    more = resumed(run, steps=80)
     assert (more.steps, more.schedule_steps) == (80, 40)
-    before, after, longer = (
-        learning_rate_schedule(config)
-        for config in (
-            resumed_config({}, saved, Path("out")),
-            more,
-            resumed_config({"steps": 120, "schedule_steps": 120}, asdict(more), Path("out")),
-        )
-    )
+    assert resumed(more, steps=120).schedule_steps == 40
+    before, after, longer = map(learning_rate_schedule, (run, more, resumed(more, steps=120, schedule_steps=120)))
     assert [after(step) for step in (1, 20, 40)] == [before(step) for step in (1, 20, 40)]
     assert after(79) == after(40) == pytest.approx(0.1 * more.learning_rate)
     assert longer(79) > 3 * after(79)
-    assert resumed_config({"steps": 120}, asdict(more), Path("out")).schedule_steps == 40
 
 
 def test_resuming_where_the_public_model_has_moved(tmp_path):
@@ -129,9 +144,8 @@ def test_resuming_where_the_public_model_has_moved(tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("preset", "1b"), ("seed", 4), ("checkpoint", "x"), ("save", "inputs")])
 def test_resuming_refuses_other_options(name, value):
-    saved = asdict(new_config({"steps": 7, "seed": 3}))
     with pytest.raises(UserError, match=f"has --{name} .*, cannot be resumed with {value}"):
-        resumed_config({name: value}, saved, Path("out"))
+        resumed_config({name: value}, asdict(new_config({"seed": 3})), Path("out"))
 
 
 @pytest.mark.parametrize("change", [{"preset": "huge"}, {"model": {"width": 3}}, {"novelty": 1}])

@@ -7,7 +7,7 @@ import pytest
 
 from train_example.config import UserError
 from train_example.data import ByteStream, Corpus, open_text
-from train_example.program.setup import unigram_bits
+from train_example.program.run import unigram_bits
 
 MIB = 2**20
 
@@ -58,15 +58,18 @@ def test_folder_may_hold_more_files_than_a_process_may_open(tmp_path):
     assert text == b"".join(b"%03d" % i for i in range(400))
 
 
+def batch(corpus, seed, step, size):
+    return corpus.windows(corpus.batch_starts(seed, step, size))
+
+
 def test_batch_is_a_function_of_seed_and_step():
-    corpus = Corpus(ByteStream([random_bytes(5000)]), 20)
-    batch = corpus.batch(seed=1, step=7, batch_size=4)
-    assert batch.shape == (4, 21)
-    assert batch.dtype == np.uint8
-    again = Corpus(ByteStream([random_bytes(5000)]), 20).batch(1, 7, 4)
-    np.testing.assert_array_equal(batch, again)
-    assert (batch != corpus.batch(1, 8, 4)).any()
-    assert (batch != corpus.batch(2, 7, 4)).any()
+    corpus, again = (Corpus(ByteStream([random_bytes(5000)]), 20) for _ in range(2))
+    found = batch(corpus, 1, 7, 4)
+    assert found.shape == (4, 21)
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, batch(again, 1, 7, 4))
+    assert (found != batch(corpus, 1, 8, 4)).any()
+    assert (found != batch(corpus, 2, 7, 4)).any()
 
 
 @pytest.mark.parametrize("size", [42, 60, 1000])
@@ -75,7 +78,7 @@ def test_held_out_part_is_never_trained_on(size):
     text = np.concatenate([np.zeros(size - held_out, np.uint8), np.ones(held_out, np.uint8)])
     corpus = Corpus(ByteStream([text]), 20)
     assert corpus.training_units == size - held_out
-    assert not any(corpus.batch(0, step, 16).any() for step in range(200))
+    assert not any(batch(corpus, 0, step, 16).any() for step in range(200))
     windows = corpus.windows(corpus.held_out_starts(most=100, multiple=4))
     assert windows.all()
     assert windows.shape[0] % 4 == 0
@@ -105,7 +108,7 @@ def test_offsets_past_two_to_the_31(tmp_path):
     np.testing.assert_array_equal(stream.read(2**32 - 10, 110), np.concatenate([np.zeros(10, np.uint8), end[:100]]))
     starts, read = [], stream.read
     stream.read = lambda start, length: (starts.append(start), read(start, length))[1]
-    corpus.batch(0, 0, 64)
+    batch(corpus, 0, 0, 64)
     assert 2**31 < max(starts) <= corpus.training_units - 65
     assert min(starts) < 2**31
     assert unigram_bits(corpus) < 0.01

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.train_example.small import FULL_MODEL, MODEL, decoder, initial_variables, windows
+from train_example.program.model import make_model
 from train_example.program.presets import PRESETS
-from train_example.program.setup import make_model
 
 COLLECTIONS = ["losses", "intermediates", "router_state"]
 

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from tests.train_example.small import CONFIG, decoder, metrics, start
-from train_example.config import UserError
 from train_example.data import Corpus, open_text
 from train_example.loop import placed
-from train_example.program.arguments import parse_arguments
-from train_example.program.devices import Cluster, parallelism, state_shardings
+from train_example.program.devices import parallelism, state_shardings
 from train_example.step import init_state
 
 OPTIONS = ["--dtype", "float32", "--evaluate-every", "20", "--checkpoint-every", "4"]
@@ -102,6 +100,15 @@ def test_a_device_keeps_its_share_of_the_state():
 
 
 @ON_CPU
+def test_no_stack_is_split_between_its_layers():
+    model = decoder(replace(CONFIG.model, num_layers=8, num_dense_layers=0, dense_layers=(1,), dense_width=24))
+    state = jax.eval_shape(partial(init_state, CONFIG, model))
+    shardings = state_shardings(parallelism({"fsdp": 2}), state, model.moe, CONFIG.model.width)
+    later = jax.tree.leaves(shardings.params["moe_blocks_1"])
+    assert [sharding.spec[0] for sharding in later] == [None] * len(later)
+
+
+@ON_CPU
 def test_a_process_reads_what_its_devices_need():
     corpus, asked = Corpus(open_text(None), CONFIG.sequence_length), []
     starts, windows = np.arange(16), corpus.windows
@@ -110,36 +117,3 @@ def test_a_process_reads_what_its_devices_need():
     batch = placed(replace(CONFIG, accumulate=2, batch_size=16), corpus, parallelism({"data": 4}), starts)
     assert set(asked) == {(2, 2)}
     np.testing.assert_array_equal(np.asarray(batch), expected)
-
-
-@ON_CPU
-def test_meshes_that_do_not_fit():
-    with pytest.raises(UserError, match="--mesh asks for 64 devices, there are"):
-        parallelism({"data": 64})
-    with pytest.raises(UserError, match="--mesh does not fit the model: num_experts=8 must be a multiple of the 3"):
-        state_shardings(parallelism({"expert": 3}), (), CONFIG.model.moe(), 32)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--mesh ring=2", "'ring=2' must be like fsdp=2,expert=4"),
-        ("--processes 2 --process 0", "several processes need --coordinator HOST:PORT"),
-        ("--processes 2 --process 2 --coordinator a:1", "from 0 to N-1"),
-        ("--cluster --process 0", "--cluster leaves it to the environment"),
-        ("--cluster", "several processes need --out FOLDER"),
-        ("--resume", "--resume needs --out FOLDER"),
-    ],
-)
-@pytest.mark.default_cases("*")
-def test_options_that_do_not_fit(options, message):
-    with pytest.raises(UserError, match=message):
-        parse_arguments(options.split())
-
-
-def test_options_of_several_processes():
-    several = ["--coordinator", "a:1", "--processes", "2", "--process", "1"]
-    arguments = parse_arguments(["--out", "x", "--mesh", "fsdp=2,expert=4", *several])
-    assert arguments.mesh == {"fsdp": 2, "expert": 4}
-    assert arguments.cluster == Cluster("a:1", 2, 1)
-    assert parse_arguments(["--out", "x"]).cluster is None

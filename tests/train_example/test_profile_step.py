@@ -13,12 +13,10 @@ from blaze_jax.benchmark.timing import Kernel
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, windows
 from train_example.compile_step import lower_step, xla_options
 from train_example.config import Remat
-from train_example.profile_step import measure
-from train_example.profile_step.__main__ import main
-from train_example.profile_step.parts import CASTS, OTHER, PARTS, by_part, instructions, part_of
-from train_example.profile_step.work import memory_floor, step_work
+from train_example.profile_step import __main__ as profile
+from train_example.profile_step import parts
+from train_example.program.model import make_model
 from train_example.program.presets import PRESETS
-from train_example.program.setup import make_model
 from train_example.step import init_state
 
 CONFIG = replace(CONFIG, model=FULL_MODEL)
@@ -57,20 +55,20 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 @pytest.mark.parametrize(
     ("name", "op", "part"),
     [
-        ("loop_convert_fusion_3", "loop_convert_fusion.3", CASTS),
-        ("loop_convert_fusion_3", "", CASTS),
-        ("some_kernel", "fusion-start.2", CASTS),
+        ("loop_convert_fusion_3", "loop_convert_fusion.3", parts.CASTS),
+        ("loop_convert_fusion_3", "", parts.CASTS),
+        ("some_kernel", "fusion-start.2", parts.CASTS),
         ("moe_up_mosaic_gpu", "dynamic_slice_fusion", "experts"),
         ("nvjet_hsh_128x256", "dot.1", "projections"),
         ("moe_dispatch_count", "", "router and dispatch"),
         ("moe_combine", "unknown.7", "experts"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "", "attention"),
-        ("MemcpyD2D", "", CASTS),
-        ("mystery", "unknown.7", OTHER),
+        ("MemcpyD2D", "", parts.CASTS),
+        ("mystery", "unknown.7", parts.OTHER),
     ],
 )
 def test_the_part_of_a_kernel(name, op, part):
-    assert part_of(Kernel(name, "jit_f", 0, 1, op), instructions(PROGRAM)) == part
+    assert parts.part_of(Kernel(name, "jit_f", 0, 1, op), parts.instructions(PROGRAM)) == part
 
 
 def test_parts_add_up_to_the_time_in_which_anything_ran():
@@ -80,17 +78,11 @@ def test_parts_add_up_to_the_time_in_which_anything_ran():
         Kernel("mystery", "", 30, 4),
         Kernel("gemm", "", 40, 2, "dot.1"),
     ]
-    parts = by_part(kernels, instructions(PROGRAM))
-    assert {name: part.ns for name, part in parts.items() if part.ns} == {"projections": 12, "experts": 5, OTHER: 4}
-    assert parts["projections"].launches == 2
-    assert parts[OTHER].kernels == {"mystery": 4}
-
-
-@pytest.fixture(scope="module")
-def program_text():
-    model = make_model(CONFIG)
-    state = jax.eval_shape(lambda: init_state(CONFIG, model))
-    return lower_step(CONFIG, model, state, windows(1, 8, 17)).compile(xla_options(CONFIG)).as_text()
+    found = parts.by_part(kernels, parts.instructions(PROGRAM), 1)
+    times = {name: round(1e6 * part["ms"]) for name, part in found.items() if part["ms"]}
+    assert times == {"projections": 12, "experts": 5, parts.OTHER: 4}
+    assert found["projections"]["launches"] == 2
+    assert found[parts.OTHER]["kernels"] == [{"name": "mystery", "ms": pytest.approx(4e-6)}]
 
 
 def as_if_run(text):
@@ -100,28 +92,28 @@ def as_if_run(text):
 
 
 @pytest.mark.slow
-def test_every_part_of_the_model_is_found_in_its_program(program_text):
-    kernels = as_if_run(program_text)
-    parts = by_part(kernels, instructions(program_text))
-    assert all(parts[name].ns for name in PARTS if name != OTHER), {name: part.ns for name, part in parts.items()}
-    assert sum(part.ns for part in parts.values()) == pytest.approx(20 * len(kernels))
-    assert parts[OTHER].ns < 0.1 * 20 * len(kernels)
-
-
-@pytest.mark.slow
-def test_the_record_accounts_for_the_whole_step(program_text):
-    kernels, ceilings = as_if_run(program_text), Ceilings(tflops=800.0, gbs=4000.0)
-    record = measure.profile_record(kernels, 2, instructions(program_text), CONFIG, 10_000, ceilings)
+def test_every_part_of_the_model_is_found_in_its_program_and_the_record_accounts_for_the_whole_step():
+    model = make_model(CONFIG)
+    state = jax.eval_shape(lambda: init_state(CONFIG, model))
+    text = lower_step(CONFIG, model, state, windows(1, 8, 17)).compile(xla_options(CONFIG)).as_text()
+    kernels = as_if_run(text)
+    record = profile.profile_record(
+        kernels, 2, parts.instructions(text), CONFIG, 10_000, Ceilings(tflops=800.0, gbs=4000.0)
+    )
+    times = {row["part"]: row["ms"] for row in record["parts"]}
+    assert all(times[name] for name in parts.PARTS if name != parts.OTHER), times
+    assert sum(times.values()) == record["device_ms"] == pytest.approx(20 * len(kernels) / 2 / 1e6)
+    assert times[parts.OTHER] < 0.1 * record["device_ms"]
     assert record["step_ms"] == pytest.approx((30 * len(kernels) - 10) / 2 / 1e6)
     assert sum(row["ms"] for row in record["parts"]) + record["gaps_ms"] == pytest.approx(record["step_ms"])
-    assert all(row["bound_ms"] > 0 for row in record["parts"] if row["part"] != OTHER)
+    assert all(row["bound_ms"] > 0 for row in record["parts"] if row["part"] != parts.OTHER)
     assert record["bound_ms"] == pytest.approx(sum(row["bound_ms"] for row in record["parts"]))
 
 
 def test_the_arithmetic_is_six_operations_a_parameter_and_token_and_that_of_attention():
     config = replace(CONFIG, model=replace(FULL_MODEL, num_dense_layers=0, num_kv_heads=FULL_MODEL.num_heads))
     m, tokens = config.model, config.batch_size * config.sequence_length
-    flops = {name: sum(one.flops for one in works) for name, works in step_work(config, 1).items()}
+    flops = {name: sum(one.flops for one in works) for name, works in parts.step_work(config, 1).items()}
     assert flops["projections"] == 6 * tokens * 4 * m.width**2 * m.num_layers
     assert flops["dense feed-forward"] == 6 * tokens * 3 * m.width * m.shared_width * m.num_layers
     pairs = tokens * m.experts_per_token
@@ -131,9 +123,9 @@ def test_the_arithmetic_is_six_operations_a_parameter_and_token_and_that_of_atte
 
 
 def test_the_optimizer_reads_and_writes_parameters_and_moments():
-    (work,) = step_work(CONFIG, 100)["optimizer"]
+    (work,) = parts.step_work(CONFIG, 100)["optimizer"]
     assert work.bytes == 100 * (2 * 2 + 6 * 4)
-    (work,) = step_work(replace(CONFIG, momentum_dtype="bfloat16", dtype="float32"), 100)["optimizer"]
+    (work,) = parts.step_work(replace(CONFIG, momentum_dtype="bfloat16", dtype="float32"), 100)["optimizer"]
     assert work.bytes == 100 * (2 * 4 + 4 * 4 + 2 * 2)
 
 
@@ -143,12 +135,12 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
         run()
         return [Kernel("moe_combine", "", 0, 3e6), Kernel("mystery", "", 4e6, 1e6)]
 
-    monkeypatch.setattr(measure, "trace", trace)
-    monkeypatch.setattr(measure, "on_gpu", lambda: True)
+    monkeypatch.setattr(profile, "trace", trace)
+    monkeypatch.setattr(profile, "on_gpu", lambda: True)
     monkeypatch.setitem(PRESETS, "tiny", replace(CONFIG, model=MODEL))
     file, figure = tmp_path / "new" / "profile.json", tmp_path / "figures" / "profile.png"
     options = "--preset tiny --traced 1"
-    assert main([*options.split(), "--json", str(file), "--plot", str(figure)]) == 0
+    assert profile.main([*options.split(), "--json", str(file), "--plot", str(figure)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^  experts +3\.00 +60\.0%", shown, re.M)
     assert re.search(r"^  other +1\.00 +20\.0%", shown, re.M)
@@ -163,7 +155,7 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
 def test_without_a_gpu_the_command_says_so_at_once(capsys):
-    assert main([]) == 2
+    assert profile.main([]) == 2
     assert capsys.readouterr().err == "profile_step: there is no GPU to trace, the device here is cpu\n"
 
 
@@ -172,7 +164,7 @@ def test_the_floor_of_memory_holds_the_whole_state(momentum_dtype):
     config = replace(CONFIG, momentum_dtype=momentum_dtype)
     state = jax.eval_shape(lambda: init_state(config, make_model(config)))
     parameters, moments = (sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in (state.params, state[3]))
-    floor = memory_floor(config, parameters // 4)
+    floor = parts.memory_floor(config, parameters // 4)
     assert floor["float32 parameters"] == parameters
     assert floor["optimizer's moments"] == pytest.approx(moments, rel=1e-3)  # there are counters, too
     assert floor["working copy and gradients"] == parameters  # half and half
@@ -180,7 +172,7 @@ def test_the_floor_of_memory_holds_the_whole_state(momentum_dtype):
 
 def test_the_floor_of_memory_keeps_what_the_remat_setting_does_not_compute_again():
     config = replace(CONFIG, model=replace(FULL_MODEL, num_dense_layers=0), accumulate=2, dtype="float32")
-    kept = {r: memory_floor(replace(config, remat=r), 1)["kept for the backward pass"] for r in get_args(Remat)}
+    kept = {r: parts.memory_floor(replace(config, remat=r), 1)["kept for the backward pass"] for r in get_args(Remat)}
     m, tokens = config.model, config.batch_size * config.sequence_length // 2
     layer_input, of_experts = 4 * tokens * m.width, 4 * tokens * 2 * m.experts_per_token * m.expert_width
     assert kept["full"] == m.num_layers * layer_input

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import signal
 import sys
@@ -12,6 +13,7 @@ import pytest
 from tests.train_example.small import CONFIG, metrics, start
 from train_example.__main__ import main
 from train_example.program.presets import PRESETS
+from train_example.program.run import Interrupt
 
 STEPS = CONFIG.steps
 OPTIONS = ["--accumulate", "2", "--evaluate-every", "10", "--checkpoint-every", "6"]
@@ -128,7 +130,6 @@ def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_pat
     [
         ([], "has a run already: go on with it by --resume, or choose another --out"),
         (["--resume", "--seed", "1"], "has --seed 0, cannot be resumed with 1"),
-        (["--resume", "--preset", "100m"], "has --preset tiny, cannot be resumed with 100m"),
         (["--resume", "--steps", "39"], "has done 40 steps, --steps 39 must be more"),
         (["--resume", "--data", "OTHER TEXT"], "the text is not the one"),
     ],
@@ -160,3 +161,15 @@ def test_damaged_checkpoint(finished, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "checkpoint 5 in" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_is_a_request_and_arms_the_second(number, capfd):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with Interrupt() as interrupt:
+        assert not interrupt.requested
+        os.kill(os.getpid(), number)
+        assert interrupt.requested
+        assert "once more to stop at once" in capfd.readouterr().err
+        assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

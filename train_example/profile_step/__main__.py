@@ -3,23 +3,48 @@
 Nothing is saved but what `--json` and `--plot` name.
 """
 
-import argparse
 import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, get_args
 
+import jax
+
+from blaze_jax.benchmark.rates import CeilingCalls, Ceilings
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment
 from blaze_jax.benchmark.tables import terminal
+<<<<<<< HEAD
 from blaze_jax.benchmark.timing import TraceError
 from train_example.config import UserError
 from train_example.profile_step.measure import measure
 from train_example.profile_step.run import add_options, configuration, count
+=======
+from blaze_jax.benchmark.timing import time_calls
+from blaze_jax.benchmark.trace import Kernel, TraceError, trace
+from train_example.config import ExpertsLayer, TrainConfig, UserError
+from train_example.profile_step.parts import Instruction, by_part, instructions, memory_floor, step_work
+from train_example.profile_step.run import Run, configuration, options_parser
+from train_example.program.arguments import whole
+>>>>>>> w/example
 from train_example.program.devices import allow_all_memory
+
+_WARM_STEPS, _TIMED_STEPS = 3, 30
+_WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+"""The profiler does not say which instruction the kernels of a CUDA graph come from."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = _parse(argv)
+    parser = options_parser("train_example.profile_step", __doc__)
+    add = parser.add_argument
+    add("--experts-layer", choices=get_args(ExpertsLayer), default="blaze_jax", help="what computes the experts")
+    add("--traced", type=whole(1), default=5, metavar="STEPS", help="steps under the profiler (5)")
+    add("--json", type=Path, metavar="FILE", help="write the result")
+    add("--plot", type=Path, metavar="FILE", help="draw it as a PNG file")
+    arguments = parser.parse_args(argv)
     allow_all_memory()
     try:
         file = ResultsFile(arguments.json, environment(), command_line("train_example.profile_step", argv))
@@ -36,15 +61,77 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m train_example.profile_step", description=__doc__)
-    add_options(parser)
-    add = parser.add_argument
-    add("--experts-layer", default="blaze_jax", help="what computes the experts (blaze_jax)")
-    add("--traced", type=count, default=5, metavar="STEPS", help="steps under the profiler (5)")
-    add("--json", type=Path, metavar="FILE", help="write the result")
-    add("--plot", type=Path, metavar="FILE", help="draw it as a PNG file")
-    return parser.parse_args(argv)
+def on_gpu() -> bool:
+    """Whether there is one, of any make."""
+    return jax.default_backend() == "gpu"
+
+
+def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
+    """The record of a configuration, from `traced` steps.
+
+    Raises:
+      TraceError: there is no GPU to trace.
+    """
+    if not on_gpu():
+        raise TraceError(f"there is no GPU to trace, the device here is {jax.devices()[0].device_kind}")
+    calls = CeilingCalls(config.dtype)
+    ceilings = calls.rates(time_calls(calls.calls, repeats=10))
+    del calls
+    run = Run(config)
+    batch = jax.device_put(run.batch(0))
+
+    def steps(program: jax.stages.Compiled, number: int) -> None:
+        metrics = None
+        for _ in range(number):
+            run.state, metrics = program(run.state, batch)
+        jax.block_until_ready((run.state, metrics))
+
+    compiled = run.compile()
+    steps(compiled, _WARM_STEPS)
+    start = time.perf_counter()
+    steps(compiled, _TIMED_STEPS)
+    wall_ms = (time.perf_counter() - start) / _TIMED_STEPS * 1e3
+    record = run.record(compiled)
+    profiled = run.compile(**_WITHOUT_GRAPHS)
+    steps(profiled, _WARM_STEPS)
+    kernels = trace(lambda: steps(profiled, traced))
+    sizes = {name: getattr(config, name) for name in ("preset", "batch_size", "sequence_length", "accumulate")}
+    record |= {"kind": "step_profile", **sizes, "wall_ms": wall_ms}
+    record["floor_gib"] = {name: size / 2**30 for name, size in memory_floor(config, run.parameters).items()}
+    record["tokens_per_second"] = config.batch_size * config.sequence_length / wall_ms * 1e3
+    program = instructions(profiled.as_text() or "")
+    return record | profile_record(kernels, traced, program, config, run.parameters, ceilings)
+
+
+def profile_record(
+    kernels: Sequence[Kernel],
+    steps: int,
+    program: Mapping[str, Instruction],
+    config: TrainConfig,
+    parameters: int,
+    ceilings: Ceilings,
+) -> dict[str, Any]:
+    """Milliseconds of a step, part by part, and their bounds, from the kernels of several equal steps."""
+    work, rows = step_work(config, parameters), []
+    for name, times in by_part(kernels, program, steps).items():
+        least: dict[str, float] = defaultdict(float)
+        for us, bound in (ceilings.least_us(*one) for one in work.get(name, [])):
+            least[bound] += us / 1e3
+        bounds = {"bound_ms": sum(least.values()), "bound": max(least, key=least.__getitem__, default=None)}
+        rows.append({"part": name, **times, **bounds})
+    step_ms = (max(k.end_ns for k in kernels) - min(k.start_ns for k in kernels)) / steps / 1e6
+    busy = sum(row["ms"] for row in rows)
+    flops = sum(one.flops for works in work.values() for one in works)
+    return {
+        "steps": steps,
+        "step_ms": step_ms,
+        "device_ms": busy,
+        "gaps_ms": step_ms - busy,
+        "bound_ms": sum(row["bound_ms"] for row in rows),
+        "model_tflop": flops / 1e12,
+        "ceilings": ceilings._asdict(),
+        "parts": sorted(rows, key=lambda row: -row["ms"]),
+    }
 
 
 if __name__ == "__main__":

@@ -4,50 +4,36 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import jax
 
 from blaze_jax.benchmark.memory import plan_of
 from train_example.compile_step import jit_once, lower_step, xla_options
-from train_example.config import AttentionKernel, DType, ExpertsLayer, Remat, Save, TrainConfig
+from train_example.config import TrainConfig
 from train_example.data import Corpus, open_text
-from train_example.loop import microbatches, peak_memory_gib
-from train_example.program.presets import PRESETS
-from train_example.program.setup import make_model
-from train_example.step import init_state
+from train_example.loop import peak_memory_gib, placed
+from train_example.program.arguments import add_options, new_config
+from train_example.program.model import make_model
+from train_example.step import Batch, init_state
 
-_COUNTS = ("batch_size", "sequence_length", "accumulate")
-_CHOICES = {"remat": Remat, "save": Save, "attention": AttentionKernel, "momentum_dtype": DType}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what `configuration` takes from a command line, the experts' layer apart."""
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, help="(1b, on a CPU tiny)")
-    add("--steps", type=count, default=200)
-    for name in _COUNTS:
-        add(f"--{name.replace('_', '-')}", type=count, help="(the preset's)")
-    add("--seed", type=int, help="(the preset's)")
-    for name, choices in _CHOICES.items():
-        add(f"--{name.replace('_', '-')}", choices=get_args(choices), help="(the preset's)")
-    add("--unroll", action=argparse.BooleanOptionalAction, help="(the preset's)")
+_COUNTS = ("steps", "batch_size", "sequence_length", "accumulate", "seed")
+_CHOICES = ("remat", "save", "attention", "momentum_dtype", "unroll")
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1, from the command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return int(text)
+def options_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that `configuration` takes, the experts' layer apart."""
+    epilog = "Options left out are the preset's, 1b or on a CPU tiny, but there are 200 steps."
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description, epilog=epilog)
+    add_options(parser, *_COUNTS, *_CHOICES)
+    return parser
 
 
-def configuration(arguments: argparse.Namespace, layer: ExpertsLayer) -> TrainConfig:
+def configuration(arguments: argparse.Namespace, layer: str) -> TrainConfig:
     """The preset's, with what the command line changes; by default one that the device here can train."""
-    preset = arguments.preset or ("tiny" if jax.default_backend() == "cpu" else "1b")
-    names = ("steps", *_COUNTS, "seed", *_CHOICES, "unroll")
-    changes = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return replace(PRESETS[preset], experts_layer=layer, **changes)
+    preset = "tiny" if jax.default_backend() == "cpu" else "1b"
+    given = {name: value for name, value in vars(arguments).items() if name in ("preset", *_COUNTS, *_CHOICES)}
+    return new_config({"preset": preset, "steps": 200} | given | {"experts_layer": layer})
 
 
 class Run:
@@ -55,42 +41,48 @@ class Run:
 
     Args:
       config: what to train.
-      told: the name under which each phase is printed before and after it; None for silence. A conventional layer may
-        take minutes in any of them.
+
+    Attributes:
+      config: what is trained.
+      state: the state, which a step takes and replaces.
+      parameters: how many there are.
+      seconds: how long each phase took, by name.
     """
 
-    def __init__(self, config: TrainConfig, told: str | None = None):
-        self.config, self.told = config, told
+    def __init__(self, config: TrainConfig):
+        self.config = config
         self.seconds: dict[str, float] = {}
-        self.corpus = Corpus(open_text(config.data), config.sequence_length)
-        self.model = make_model(config)
+        self._corpus = Corpus(open_text(config.data), config.sequence_length)
+        self._model = make_model(config)
         with self.phase("initial state"):
-            self.state = jax.block_until_ready(jit_once(lambda: init_state(config, self.model))())
+            self.state = jax.block_until_ready(jit_once(lambda: init_state(config, self._model))())
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
 
-    def batch(self, step: int):
+    def batch(self, step: int) -> Batch:
         """The tokens of a step."""
-        windows = self.corpus.batch(self.config.seed, step, self.config.batch_size)
-        return microbatches(self.config, windows)
+        starts = self._corpus.batch_starts(self.config.seed, step, self.config.batch_size)
+        return placed(self.config, self._corpus, None, starts)
 
     def compile(self, **options: Any) -> jax.stages.Compiled:
         """The training step, with XLA's options."""
         with self.phase("lowering"):
-            lowered = lower_step(self.config, self.model, self.state, self.batch(0))
+            lowered = lower_step(self.config, self._model, self.state, self.batch(0))
         with self.phase("compiling"):
             return lowered.compile(xla_options(self.config) | options)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times the block; equal names add up."""
-        if self.told:
-            print(f"{self.told}: {name}", flush=True)
+        """Times the block, and prints its name before and after it; equal names add up.
+
+        A conventional layer may take minutes in any of them.
+        """
+        told = f"{self.config.experts_layer}: {name}"
+        print(told, flush=True)
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        if self.told:
-            print(f"{self.told}: {name} took {seconds:.1f} s", flush=True)
+        print(f"{told} took {seconds:.1f} s", flush=True)
 
     def record(self, compiled: jax.stages.Compiled) -> dict[str, Any]:
         """The fields that every record of a run has; the peak is the process's so far."""

@@ -1,82 +1,60 @@
-"""The command line, and the configuration that it makes of a preset, a public model or a saved run."""
+"""The command line, made of the fields of `TrainConfig`, and the configuration it makes of a preset or a saved run."""
 
 import argparse
+import inspect
 import json
 import math
+import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from blaze_jax.benchmark.mesh import parse_mesh
-from train_example.config import (
-    AttentionKernel,
-    DType,
-    ExpertsLayer,
-    Implementation,
-    Remat,
-    Save,
-    TrainConfig,
-    Trained,
-    UserError,
-)
+from train_example.config import TrainConfig, UserError
 from train_example.program.devices import Cluster
 from train_example.program.presets import FINE_TUNING, PRESETS
 from train_example.public_models.config import public_config
 
-_MAY_CHANGE = ("data", "checkpoint", "checkpoint_every", "steps", "schedule_steps")
+_OPTIONS = tuple(field.name for field in fields(TrainConfig) if field.name not in ("preset", "model"))
+_CLUSTER = ("cluster", "coordinator", "processes", "process")
+_HELP = dict(re.findall(r"^  (\w+): (.*(?:\n    .*)*?)\.$", inspect.getdoc(TrainConfig) or "", re.MULTILINE))
+_MAY_CHANGE = {"data", "checkpoint", "checkpoint_every", "steps", "schedule_steps"}
 """Options that a resumed run may change. The text itself is compared, not its path, and so are the model's sizes."""
 _MAX_WHOLE = 2**31 - 1
-_REMAT_HELP = (
-    "what the backward pass computes again, for less memory: nothing; all but what the experts keep by --save; or "
-    "everything"
-)
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """A command line, read.
-
-    Attributes:
-      out: the run's folder.
-      resume: whether to go on with the run that is there.
-      compile_only: the GPU for which only the memory is to be planned; None to train.
-      mesh: devices by role; None for one device.
-      cluster: the processes of the run; None for one.
-      options: fields of `TrainConfig` that were given.
-    """
-
-    out: Path
-    resume: bool
-    compile_only: str | None
-    mesh: dict[str, int] | None
-    cluster: Cluster | None
-    options: dict[str, Any]
-
-
-def parse_arguments(argv: list[str] | None) -> Arguments:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line, `sys.argv` for None.
+
+    Returns:
+      `out`, the run's folder; `resume`, whether to go on with the run that is there; `compile_only`, the GPU for which
+      only the memory is to be planned, None to train; `mesh`, devices by role, None for one device; `cluster`, the
+      processes of the run, None for one; and `options`, the fields of `TrainConfig` that were given.
 
     Raises:
       UserError: it cannot be read.
     """
-    options = vars(_parser().parse_args(argv))
-    out, resume, compile_only = (options.pop(name) for name in ("out", "resume", "compile_only"))
-    mesh, cluster = options.pop("mesh", None), _cluster(options)
-    if resume and out is None:
+    arguments = _parser().parse_args(argv)
+    given = vars(arguments)
+    options = arguments.options = {name: given.pop(name) for name in ("preset", *_OPTIONS) if name in given}
+    arguments.cluster = _cluster(**{name: given.pop(name) for name in _CLUSTER})
+    if arguments.compile_only and (arguments.mesh or arguments.cluster):
+        raise UserError("--compile-only plans a run on one GPU: leave --mesh and --cluster out")
+    if arguments.resume and arguments.out is None:
         raise UserError("--resume needs --out FOLDER, the folder of the run to go on with")
-    for name in ("data", "checkpoint"):
-        if options.get(name) is not None:
-            options[name] = str(Path(options[name]).absolute())
-    if "checkpoint" in options and "preset" in options:
+    for name in {"data", "checkpoint"} & options.keys():
+        options[name] = str(Path(options[name]).absolute())
+    if {"checkpoint", "preset"} <= options.keys():
         raise UserError("--checkpoint and --preset exclude each other: both say which model it is")
-    if out is None:
-        if cluster is not None:
+    if arguments.out is None:
+        if arguments.cluster is not None:
             raise UserError("several processes need --out FOLDER, one that all of them reach")
         name = Path(options["checkpoint"]).name if "checkpoint" in options else options.get("preset", "tiny")
-        out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    return Arguments(out, resume, compile_only, mesh, cluster, options)
+        arguments.out = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return arguments
 
 
 def new_config(options: dict[str, Any]) -> TrainConfig:
@@ -96,24 +74,20 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
     Raises:
       UserError: the checkpoint is of another configuration, or of another release's.
     """
-    known = saved.get("checkpoint") or saved.get("preset") in PRESETS
-    if saved.get("checkpoint") and not Path(options.get("checkpoint", saved["checkpoint"])).exists():
-        raise UserError(
-            f"{saved['checkpoint']}, which the run in {out} started from, is gone: say where by --checkpoint"
-        )
-    start = {name: saved[name] for name in ("preset", "checkpoint") if saved.get(name)}
-    if saved.get("checkpoint"):
-        start |= {name: value for name, value in options.items() if name == "checkpoint"}  # it may have moved
-    preset = _start(start) if known else None
+    checkpoint = saved.get("checkpoint") and options.get("checkpoint", saved["checkpoint"])  # it may have moved
+    if checkpoint and not Path(checkpoint).exists():
+        origin = saved["checkpoint"]
+        raise UserError(f"{origin}, which the run in {out} started from, is gone: say where by --checkpoint")
+    start = _start({"checkpoint": checkpoint}) if checkpoint else PRESETS.get(saved.get("preset", ""))
     if (
-        preset is None
-        or saved.keys() != {f.name for f in fields(TrainConfig)}
-        or json.dumps(saved["model"]) != json.dumps(asdict(preset.model))
+        start is None
+        or saved.keys() != {field.name for field in fields(TrainConfig)}
+        or json.dumps(saved["model"]) != json.dumps(asdict(start.model))
     ):
         raise UserError(f"the checkpoint in {out} is of a model that this version does not have; start a new run")
+    may_change = _MAY_CHANGE if checkpoint else _MAY_CHANGE - {"checkpoint"}
     for name, value in options.items():
-        may_change = name in _MAY_CHANGE and (name != "checkpoint" or saved[name])
-        if not may_change and value != saved[name]:
+        if name not in may_change and value != saved[name]:
             option = name.replace("_", "-")
             raise UserError(
                 f"the run in {out} has --{option} {saved[name]}, cannot be resumed with {value}: leave --{option} out, "
@@ -121,7 +95,7 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
             )
     if options.get("steps", saved["steps"]) != saved["steps"] and saved["schedule_steps"] is None:
         options = {"schedule_steps": saved["steps"]} | options
-    return _checked(replace(preset, **{name: saved[name] for name in saved if name != "model"} | options))
+    return _checked(replace(start, **saved | options | {"model": start.model}))
 
 
 def _start(options: dict[str, Any]) -> TrainConfig:
@@ -135,13 +109,14 @@ def _start(options: dict[str, Any]) -> TrainConfig:
 
 def _checked(config: TrainConfig) -> TrainConfig:
     model, layer = config.model, config.experts_layer
-    if layer != "blaze_jax" and config.implementation is not None:
-        what = f"--implementation {config.implementation} is of blaze_jax's kernels"
-        raise UserError(f"{what}: leave it out with --experts-layer {layer}")
-    if layer != "blaze_jax" and (model.router.token_rounding or model.router.capacity(1, 1, 1)):
-        raise UserError(f"--experts-layer {layer} has no token rounding and no expert capacity")
-    if layer != "blaze_jax" and model.activation != "swiglu":
-        raise UserError(f"--experts-layer {layer} has no {model.activation}, only swiglu")
+    if layer != "blaze_jax":
+        if config.implementation is not None:
+            what = f"--implementation {config.implementation} is of blaze_jax's kernels"
+            raise UserError(f"{what}: leave it out with --experts-layer {layer}")
+        if model.router.token_rounding or model.router.capacity(1, 1, 1):
+            raise UserError(f"--experts-layer {layer} has no token rounding and no expert capacity")
+        if model.activation != "swiglu":
+            raise UserError(f"--experts-layer {layer} has no {model.activation}, only swiglu")
     if config.sequence_length > (model.max_positions or config.sequence_length):
         raise UserError(
             f"--sequence-length {config.sequence_length} must be at most {model.max_positions}, the "
@@ -163,62 +138,51 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m train_example",
         description="Trains a Mixture-of-Experts language model: a small one on bytes, or a public one.",
-        epilog="Options left out are the preset's, or with --resume those of the run.",
-        argument_default=argparse.SUPPRESS,
+        epilog="Options left out are the preset's (tiny, minutes on two CPU cores), with --resume those of the run.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--preset", choices=PRESETS, help="the model and its defaults (tiny, which takes minutes on two CPU cores)")
-    add("--checkpoint", metavar="FOLDER", help="fine-tune the public model in it, OLMoE or Qwen3-MoE, and save it")
-    add("--trained", choices=get_args(Trained), help="all of the model, or the experts' matrices alone")
-    add("--data", metavar="PATH", help="a file or folder of text, of any size (half a megabyte that comes with Python)")
-    add("--out", type=Path, default=None, metavar="FOLDER", help="the run's folder (runs/PRESET-TIME)")
-    add("--resume", action="store_true", default=False, help="go on with the run in --out")
-    add("--compile-only", choices=("h200",), default=None, help="print the memory that it needs there, and stop")
-    add("--steps", type=_whole(1), metavar="N", help="optimizer steps of the whole run; --resume may change it")
-    add("--schedule-steps", type=_whole(1), metavar="N", help="over which the learning rate rises and falls (--steps)")
-    add("--batch-size", type=_whole(1), metavar="N", help="sequences per step")
-    add("--sequence-length", type=_whole(1), metavar="N", help="bytes, or a public model's tokens, per sequence")
-    add("--accumulate", type=_whole(1), metavar="N", help="compute each batch in N parts, for less memory")
-    add("--learning-rate", type=_number, metavar="RATE", help="at the peak, after the warm-up")
-    add("--weight-decay", type=_number, metavar="RATE", help="decay of the matrices")
-    add("--seed", type=_whole(0), metavar="N", help="seeds parameters, batches and sample")
-    add("--dtype", choices=get_args(DType), help="type of the computation; parameters are float32")
-    add("--momentum-dtype", choices=get_args(DType), help="type of the gradients' running mean in the optimizer")
-    add("--remat", choices=get_args(Remat), help=_REMAT_HELP)
-    add("--save", choices=get_args(Save), help="what the experts keep for the backward pass")
-    add("--implementation", choices=get_args(Implementation), help="the experts' kernels (the best that can run)")
-    add("--experts-layer", choices=get_args(ExpertsLayer), help="blaze_jax's, or a conventional one to compare with")
-    add("--attention", choices=get_args(AttentionKernel), help="what computes the attention (the best that can run)")
-    add("--unroll", action=argparse.BooleanOptionalAction, help="compile every block, not a loop over one")
+    add("--out", type=Path, metavar="FOLDER", help="the run's folder (runs/PRESET-TIME)")
+    add("--resume", action="store_true", help="go on with the run in --out")
+    add("--compile-only", choices=("h200",), help="print the memory that it needs there, and stop")
+    add_options(parser, *_OPTIONS)
     add("--mesh", type=parse_mesh, metavar="ROLE=N,...", help="devices by role, such as fsdp=2,expert=4 (one device)")
-    add(
-        "--cluster",
-        action="store_true",
-        help="one of several processes, as Slurm or another cluster's environment says",
-    )
+    add("--cluster", action="store_true", help="one of several processes, as the environment says: Slurm, Kubernetes")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0, where there is no such environment")
-    add("--processes", type=_whole(2), metavar="N", help="in all")
-    add("--process", type=_whole(0), metavar="I", help="which this one is")
-    add("--evaluate-every", type=_whole(1), metavar="STEPS", help="steps between evaluations on held-out text")
-    add("--checkpoint-every", type=_whole(1), metavar="STEPS", help="steps between checkpoints")
+    add("--processes", type=whole(2), metavar="N", help="in all")
+    add("--process", type=whole(0), metavar="I", help="which this one is")
     return parser
 
 
-def _cluster(options: dict[str, Any]) -> Cluster | None:
-    """Takes the options of several processes out."""
-    given = {name: options.pop(name) for name in ("coordinator", "processes", "process") if name in options}
-    by_environment = options.pop("cluster", False)
-    if by_environment and given:
+def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Adds `--preset` and these fields of `TrainConfig`, each with its line of the docstring; none has a default."""
+    parser.add_argument("--preset", choices=PRESETS, default=argparse.SUPPRESS, help="the model and its defaults")
+    kinds = get_type_hints(TrainConfig)
+    for name in names:
+        kind, how = kinds[name], {}
+        kind = get_args(kind)[0] if NoneType in get_args(kind) else kind
+        if kind is bool:
+            how["action"] = argparse.BooleanOptionalAction
+        elif kind is int:
+            how |= {"type": whole(0 if name == "seed" else 1), "metavar": "N"}
+        elif kind is float:
+            how |= {"type": _number, "metavar": "RATE"}
+        else:
+            how |= {"choices": get_args(kind)} if get_args(kind) else {"metavar": "PATH"}
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, default=argparse.SUPPRESS, help=_HELP.get(name), **how)
+
+
+def _cluster(*, cluster: bool, coordinator: str | None, processes: int | None, process: int | None) -> Cluster | None:
+    missing = [coordinator, processes, process].count(None)
+    if cluster and missing < 3:
         raise UserError("--cluster leaves it to the environment: leave --coordinator, --processes and --process out")
-    if not given:
-        return Cluster() if by_environment else None
-    if len(given) < 3 or given["process"] >= given["processes"]:
+    if missing in (1, 2) or (processes is not None and process is not None and process >= processes):
         raise UserError("several processes need --coordinator HOST:PORT, --processes N and --process I, from 0 to N-1")
-    return Cluster(**given)
+    return None if missing and not cluster else Cluster(coordinator, processes, process)
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def whole(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= _MAX_WHOLE:
             raise argparse.ArgumentTypeError(f"{text} must be a whole number from {least} to {_MAX_WHOLE}")

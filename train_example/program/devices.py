@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import P
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from blaze_jax import MoEConfig, Parallelism
@@ -92,31 +91,10 @@ def state_shardings(parallel: Parallelism | None, state: Any, moe: MoEConfig, wi
             spec = P()
         elif "moe" in names and names[-1] in specs:
             spec = P(None, *specs[names[-1]])
-        elif any(name in names for name in _STACKS):
+        elif any(str(name).startswith(_STACKS) for name in names):
             spec = P(None, *parallel.dense_spec(array.shape[1:]))
         else:
             spec = parallel.dense_spec(array.shape)
         return NamedSharding(mesh_of(parallel), spec)
 
     return jax.tree_util.tree_map_with_path(one, state)
-
-
-def device_count(parallel: Parallelism | None) -> int:
-    """How many devices compute."""
-    return 1 if parallel is None else mesh_of(parallel).size
-
-
-def whole(parallel: Parallelism | None, tree: Any) -> Any:
-    """Arrays that one process can use alone."""
-    if parallel is None:
-        return tree
-    if jax.process_count() > 1:
-        tree = jax.jit(lambda t: t, out_shardings=NamedSharding(mesh_of(parallel), P()))(tree)
-    return jax.device_get(tree)
-
-
-def any_process(wish: bool) -> bool:
-    """True in all processes if any of them has the wish."""
-    if jax.process_count() == 1:
-        return wish
-    return bool(multihost_utils.process_allgather(np.array(wish)).any())

@@ -68,40 +68,22 @@ def _line(record: Record) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-class Progress(AbstractContextManager):
-    """A live bar on stderr where that is a terminal, and lines on stdout that do not disturb it."""
-
-    def __init__(self, first_step: int, steps: int):
-        self._compiling = True
-        self._bar = tqdm(
-            desc="compiling",
-            total=steps,
-            initial=first_step,
-            unit="step",
-            file=sys.stderr,
-            disable=None,  # unless it is a terminal
-            dynamic_ncols=True,
-        )
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def update(self, record: Record) -> None:
-        """Shows a step's metrics. The bar's clock starts with the first, which compiling came before."""
-        if self._compiling:
-            self._compiling = False
-            self._bar.set_description_str("")
-            self._bar.initial = record["step"] - 1
-            self._bar.unpause()
-        self._bar.set_postfix_str(_summary(record), refresh=False)
-        self._bar.update()
-        if "held_out" in record:
-            self._bar.write(f"step {record['step']}: {_summary(record)}, held-out {record['held_out']:.3f}", sys.stdout)
-            sys.stdout.flush()
+def progress_bar(first_step: int, steps: int) -> tqdm:
+    """A live bar on stderr where that is a terminal, for `show`; the program is being compiled until the first step."""
+    return tqdm(desc="compiling", total=steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True)
 
 
-def _summary(record: Record) -> str:
-    return (
+def show(bar: tqdm, record: Record) -> None:
+    """Shows a step's metrics on the bar, and an evaluation in a line on stdout, which does not disturb it."""
+    if not bar.disable and bar.desc:  # the first: compiling came before, and the clock starts now
+        bar.set_description_str("", refresh=False)
+        bar.unpause()
+    summary = (
         f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s, "
         f"busiest expert {record['balance']:.2f}× its share"
     )
+    bar.set_postfix_str(summary, refresh=False)
+    bar.update()
+    if "held_out" in record:
+        bar.write(f"step {record['step']}: {summary}, held-out {record['held_out']:.3f}", sys.stdout)
+        sys.stdout.flush()

@@ -1,6 +1,5 @@
 """The results of a run that is done: a figure of its losses and of the experts' load, and text from the model."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -91,16 +91,9 @@ def _draw_loads(figure: SubFigure, load: np.ndarray, steps: list[int]) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     figure.supxlabel("step", fontsize=_FONT_SIZE + 1)
     figure.supylabel("expert", fontsize=_FONT_SIZE + 1)
-    _add_scale(figure, grid)
-
-
-def _add_scale(figure: SubFigure, grid: np.ndarray) -> None:
-    scale = figure.colorbar(
-        ScalarMappable(_NORM, _COLORS), ax=grid, pad=0.015, aspect=24 * grid.shape[0], extend="both"
-    )
-    scale.set_ticks(list(_LOADS), labels=["¼×", "½×", "even", "2×", "4×"])
+    scale = figure.colorbar(ScalarMappable(_NORM, _COLORS), ax=grid, pad=0.015, aspect=24 * rows, extend="both")
+    scale.set_ticks(list(_LOADS), labels=["¼×", "½×", "even", "2×", "4×"], fontsize=_FONT_SIZE)
     scale.minorticks_off()
-    scale.ax.tick_params(labelsize=_FONT_SIZE)
     scale.outline.set_visible(False)
 
 
@@ -112,43 +105,27 @@ def _smoothed(loss: np.ndarray) -> np.ndarray:
     return (total[step + reach + 1] - total[step - reach]) / (2 * reach + 1)
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def generate(
-    model: Decoder,
-    variables: Tree,
-    prompt: Sequence[int] | np.ndarray,
-    length: int,
-    context: int,
-    key: Key[Array, ""],
-    decode: Callable[[Sequence[int]], str],
-) -> str:
-    """`prompt` and what the model adds to it, with what is not printable replaced.
+    model: Decoder, length: int, context: int, variables: Tree, prompt: Int[ArrayLike, " P"], key: Key[Array, ""]
+) -> Int[Array, " length"]:
+    """`prompt` and what the model adds to it. Runs its whole context for every token: slow, but short.
 
     Args:
       model: the model.
-      variables: its parameters and router state.
-      prompt: at least one token, `context` at most.
       length: tokens in all.
       context: S, the model sees this many tokens back.
+      variables: its parameters and router state.
+      prompt: at least one token, `context` at most.
       key: randomness.
-      decode: the text of tokens.
     """
-    tokens = jnp.zeros(length, jnp.int32).at[: len(prompt)].set(jnp.asarray(list(prompt), jnp.int32))
-    tokens = _continue(model, len(prompt), context, variables, tokens, key)
-    text = decode(tokens.tolist())
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _continue(
-    model: Decoder, first: int, context: int, variables: Tree, tokens: Int[Array, " N"], key: Key[Array, ""]
-) -> Int[Array, " N"]:
-    """`tokens` from `first` on replaced by samples. Runs its whole context for every token: slow, but short."""
+    first = jnp.size(prompt)
 
     def add(position: Int[Array, ""], tokens: Int[Array, " N"]) -> Int[Array, " N"]:
         start = jnp.maximum(position - context, 0)
-        window = lax.dynamic_slice_in_dim(tokens, start, min(context, tokens.size))
+        window = lax.dynamic_slice_in_dim(tokens, start, min(context, length))
         logits = jnp.asarray(model.apply(variables, window[None]))[0, position - 1 - start]
         choice = jax.random.categorical(jax.random.fold_in(key, position), logits / _TEMPERATURE)
         return tokens.at[position].set(choice.astype(jnp.int32))
 
-    return lax.fori_loop(first, tokens.size, add, tokens)
+    return lax.fori_loop(first, length, add, jnp.zeros(length, jnp.int32).at[:first].set(prompt))

@@ -1,54 +1,103 @@
-"""A run from start to end, which Ctrl-C stops where it can go on."""
+"""A run from start to end: all is checked before anything is written, and Ctrl-C stops it where it can go on."""
 
 import os
 import shlex
 import signal
+from argparse import Namespace
 from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
-from train_example.loop import due, train
-from train_example.program.arguments import Arguments
-from train_example.program.devices import any_process, whole
-from train_example.program.metrics import MetricsLog, Progress
+from pallas_kernels.mosaic.device import on_nvidia_gpu
+from train_example.config import TrainConfig, UserError
+from train_example.data import Corpus, open_text
+from train_example.loop import due, mesh_of, train
+from train_example.model import Decoder
+from train_example.program import checkpoints
+from train_example.program.arguments import new_config, resumed_config
+from train_example.program.devices import parallelism, state_shardings
+from train_example.program.metrics import MetricsLog, progress_bar, show
+from train_example.program.model import first_state, make_model
 from train_example.program.results import generate, plot
-from train_example.program.setup import Setup, first_state, make_model, prepare
 from train_example.public_models.tokens import TokenStream
-from train_example.public_models.weights import Params, save_model
+from train_example.public_models.weights import save_model
 from train_example.step import TrainState, Tree
 
+_MIB = 2**20
+_MAX_COUNTED = 64 * _MIB
 _PROMPT = 64
 _SAMPLE = 512
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGE = b"\nfinishing this step, then saving; once more to stop at once\n"
 
 
-def run(arguments: Arguments) -> None:
+@dataclass(frozen=True)
+class Setup:
+    """A run ready to start.
+
+    Attributes:
+      config: how to train.
+      corpus: the text.
+      model: the model, which knows the mesh.
+      out: folder of the results.
+      saved: where the state goes.
+      first_step: steps done already, 0 for a fresh run.
+      text: what tells the text from others: its size, and the entropy of its frequencies in bits per byte.
+    """
+
+    config: TrainConfig
+    corpus: Corpus
+    model: Decoder
+    out: Path
+    saved: ocp.CheckpointManager
+    first_step: int
+    text: dict[str, float]
+
+    @property
+    def num_parameters(self) -> int:
+        shapes = jax.eval_shape(self.model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+        return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def run(arguments: Namespace) -> None:
     """Trains, or goes on training, and leaves metrics, checkpoints, a figure and a sample in the run's folder.
 
     Raises:
       UserError: the input does not fit, or training diverged.
     """
     setup = prepare(arguments)
-    steps, is_first_process = setup.config.steps, jax.process_index() == 0
-    metrics = setup.out / "metrics.jsonl" if is_first_process else None
-    with closing(setup.checkpoints), MetricsLog(metrics, setup.first_step) as log:
+    config, out, is_first_process = setup.config, setup.out, jax.process_index() == 0
+    metrics = out / "metrics.jsonl" if is_first_process else None
+    with closing(setup.saved), MetricsLog(metrics, setup.first_step) as log:
         print(_introduction(setup), flush=True)
-        if is_first_process and setup.first_step < steps:
-            _set_aside(setup)
+        if is_first_process and setup.first_step < config.steps and (out / "model").exists():
+            # The model of a run that was done makes way for the next one's.
+            kept = (out / "model").rename(out / f"model-{setup.first_step}")
+            print(f"the model of step {setup.first_step} is now in {kept}", flush=True)
         state = _train(setup, log)
         done = int(state.step)
-        if done == steps:
-            variables = whole(setup.model.parallel, {"params": state.params, "router_state": state.router_state})
-            if is_first_process:
-                _report(setup, variables, log)
-                if setup.config.checkpoint:
-                    _save(setup, setup.config.checkpoint, variables["params"])
-        else:
-            command = f"python -m train_example --resume --out {shlex.quote(str(setup.out))}"
-            print(f"stopped after step {done} of {steps}; go on with: {command}")
+        if done < config.steps:
+            command = f"python -m train_example --resume --out {shlex.quote(str(out))}"
+            print(f"stopped after step {done} of {config.steps}; go on with: {command}")
+            return
+        variables: Tree = {"params": state.params, "router_state": state.router_state}
+        if setup.model.parallel is not None:
+            variables = multihost_utils.process_allgather(variables, tiled=True)
+        if is_first_process:
+            _report(setup, variables, log)
+        if is_first_process and config.checkpoint:
+            if not (out / "model").exists():  # as after --resume of a run that was done
+                save_model(out / "model", config.checkpoint, setup.model, variables["params"])
+            print(f"the model is in {out / 'model'}, in the format that it came in")
 
 
 class Interrupt(ExitStack):
@@ -68,35 +117,105 @@ class Interrupt(ExitStack):
         os.write(2, _MESSAGE)  # print may be at work already when a signal comes
 
 
+def prepare(arguments: Namespace) -> Setup:
+    """Opens the text and the folder.
+
+    Raises:
+      UserError: something does not fit.
+    """
+    out, options, saved, description = arguments.out, arguments.options, None, None
+    folder = out / "checkpoints"
+    try:
+        saved = checkpoints.open_folder(folder) if folder.is_dir() else None
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be read: {error.strerror}; choose another folder") from error
+    done = saved and saved.latest_step()
+    if arguments.resume:
+        if saved is None or done is None:
+            raise UserError(f"nothing to resume: {out} has no checkpoint; leave --resume out to start a run there")
+        description = checkpoints.description(saved, done)
+        config = resumed_config(options, description["config"], out)
+        if config.steps <= done and config.steps != description["config"]["steps"]:
+            raise UserError(f"the run in {out} has done {done} steps, --steps {config.steps} must be more")
+    elif done is not None:
+        raise UserError(f"{out} has a run already: go on with it by --resume, or choose another --out")
+    else:
+        config = new_config(options)
+
+    corpus = make_corpus(config)
+    text = {"bytes": len(corpus.stream), "unigram_bits": round(unigram_bits(corpus), 6)}
+    if description is not None and description["text"] != text:
+        raise UserError(f"the text is not the one that the run in {out} was trained on: give that one as --data")
+    model = make_model(config, parallelism(arguments.mesh))
+    _check(config, model)
+    try:
+        if saved is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            saved = checkpoints.open_folder(folder)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another folder") from error
+    return Setup(config, corpus, model, out, saved, done or 0, text)
+
+
+def make_corpus(config: TrainConfig) -> Corpus:
+    """The text of a run, in bytes, or in the tokens of the model that it starts from."""
+    stream, vocabulary = open_text(config.data), config.model.vocabulary
+    if config.checkpoint:
+        stream = TokenStream(stream, config.checkpoint, vocabulary)
+    return Corpus(stream, config.sequence_length, vocabulary)
+
+
+def unigram_bits(corpus: Corpus) -> float:
+    """Entropy of the frequencies, in bits per byte; from 64 evenly spaced Mi of the units where there are more."""
+    size = len(corpus.stream)
+    starts = range(0, size, _MIB)
+    if size > _MAX_COUNTED:
+        starts = np.linspace(0, size - _MIB, _MAX_COUNTED // _MIB).astype(np.int64).tolist()
+    counts = np.zeros(corpus.vocabulary, np.int64)
+    for start in starts:
+        counts += np.bincount(corpus.stream.read(start, min(_MIB, size - start)), minlength=corpus.vocabulary)
+    share = counts[counts > 0] / counts.sum()
+    return float((share * np.log2(1 / share)).sum()) / corpus.stream.bytes_per_unit
+
+
+def _check(config: TrainConfig, model: Decoder) -> None:
+    """Raises UserError for what cannot run on the devices here."""
+    parallel, sequences = model.parallel, config.batch_size // config.accumulate
+    if parallel is not None and sequences % mesh_of(parallel).size:
+        raise UserError(
+            f"--mesh has {mesh_of(parallel).size} devices, must divide the {sequences} sequences that --batch-size and "
+            "--accumulate make of a microbatch"
+        )
+    if parallel is not None and config.experts_layer != "blaze_jax":
+        raise UserError(f"--experts-layer {config.experts_layer} runs on one device: leave --mesh out")
+    state_shardings(parallel, (), config.model.moe(), config.model.width)
+    if config.implementation == "mosaic_gpu" and not on_nvidia_gpu():
+        raise UserError(
+            "--implementation mosaic_gpu needs an NVIDIA GPU of compute capability 8.0 or newer, the device here is "
+            f"{jax.devices()[0].device_kind}: choose xla, or leave the option out"
+        )
+    try:
+        jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((sequences, config.sequence_length), jnp.int32))
+    except NotImplementedError as error:
+        raise UserError(f"--implementation {config.implementation} cannot run this: {error}") from error
+
+
 def _train(setup: Setup, log: MetricsLog) -> TrainState:
     """Takes the steps that are left, or those until the interrupt, and saves the state after the last."""
     config, elapsed = setup.config, log.records[-1]["elapsed"] if log.records else 0.0
-    with Interrupt() as interrupt, Progress(setup.first_step, config.steps) as progress:
-        state = first_state(setup)
+    restored = partial(checkpoints.restore, setup.saved, setup.first_step) if setup.first_step else None
+    description: dict[str, Any] = {"config": asdict(config), "text": setup.text}
+    with Interrupt() as interrupt, progress_bar(setup.first_step, config.steps) as bar:
+        state = first_state(config, setup.model, restored)
         for state, record in train(config, setup.model, setup.corpus, state, elapsed):  # noqa: B020  (the next one)
             log.write(record)
-            progress.update(record)
-            stop = any_process(interrupt.requested)
+            show(bar, record)
+            stop = multihost_utils.process_allgather(np.array(interrupt.requested)).any()  # in any process
             if stop or due(config, record["step"], config.checkpoint_every):
-                setup.checkpoints.save(record["step"], state, setup.description)
+                checkpoints.save(setup.saved, record["step"], state, description)
             if stop:
                 break
     return state
-
-
-def _set_aside(setup: Setup) -> None:
-    """Gives the model of a run that was done another name, where the run goes on: its place is that of the next."""
-    model = setup.out / "model"
-    if model.exists():
-        kept = model.rename(model.with_name(f"model-{setup.first_step}"))
-        print(f"the model of step {setup.first_step} is now in {kept}", flush=True)
-
-
-def _save(setup: Setup, origin: str, params: Params) -> None:
-    out = setup.out / "model"
-    if not out.exists():  # as after --resume of a run that was done
-        save_model(out, origin, setup.model, params)
-    print(f"the model is in {out}, in the format that it came in")
 
 
 def _introduction(setup: Setup) -> str:
@@ -118,19 +237,19 @@ def _introduction(setup: Setup) -> str:
 
 def _report(setup: Setup, variables: Tree, log: MetricsLog) -> None:
     """Leaves the figure and a sample, and prints the sample and the final line."""
-    corpus, config, unit = setup.corpus, setup.config, setup.corpus.stream.unit
+    corpus, config, stream = setup.corpus, setup.config, setup.corpus.stream
+    unigram = setup.text["unigram_bits"]
     title = (
         f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters, "
-        f"{config.steps:,} steps of {config.batch_size} × {config.sequence_length:,} {unit}"
+        f"{config.steps:,} steps of {config.batch_size} × {config.sequence_length:,} {stream.unit}"
     )
-    plot(log.records, setup.unigram_bits, title, setup.out / "training.png")
+    plot(log.records, unigram, title, setup.out / "training.png")
 
-    prompt = corpus.stream.read(corpus.training_units, min(_PROMPT, config.sequence_length))
-    key = jax.random.key(config.seed)
-    model = make_model(config)  # of one device
-    text = generate(model, variables, prompt, _SAMPLE, config.sequence_length, key, corpus.stream.decode)
+    prompt = stream.read(corpus.training_units, min(_PROMPT, config.sequence_length))
+    model, key = make_model(config), jax.random.key(config.seed)  # of one device
+    text = stream.decode(generate(model, _SAMPLE, config.sequence_length, variables, prompt, key).tolist())
+    text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
     (setup.out / "sample.txt").write_text(text, encoding="utf-8")
 
-    held_out = log.records[-1]["held_out"]
-    print(f"sample, after the first {len(prompt)} {unit}:\n{text}\n")
-    print(f"final: held-out {held_out:.3f} bits/byte, unigram {setup.unigram_bits:.3f} bits/byte")
+    print(f"sample, after the first {len(prompt)} {stream.unit}:\n{text}\n")
+    print(f"final: held-out {log.records[-1]['held_out']:.3f} bits/byte, unigram {unigram:.3f} bits/byte")

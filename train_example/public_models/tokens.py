@@ -89,15 +89,12 @@ def _end_token(folder: Path, tokenizer: Any) -> int | None:
         except CheckpointError as error:
             raise UserError(f"--checkpoint {folder}: {error}") from error
         end = end[0] if isinstance(end, list) and end else end.get("content") if isinstance(end, dict) else end
-        if isinstance(end, str):
-            found = tokenizer.token_to_id(end)
-        else:
-            is_token = type(end) is int and 0 <= end < 2**32 and tokenizer.id_to_token(end) is not None
-            found: Any = end if is_token else None
-        if end is not None and found is None:
+        if end is None:
+            continue
+        found = tokenizer.token_to_id(end) if isinstance(end, str) else end
+        if type(found) is not int or not 0 <= found < 2**32 or tokenizer.id_to_token(found) is None:
             raise UserError(f"--checkpoint {folder}: {name} has {field}={end!r}, which {_FILE} has not")
-        if found is not None:
-            return found
+        return found
     return None
 
 

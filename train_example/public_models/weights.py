@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,15 +94,11 @@ def load_params(folder: str | Path, model: Decoder, shardings: Params | None = N
     try:
         files = checkpoints.Folder(folder)
         _check_names(files, model)
-        shapes: dict[Names, Any] = dict(flatten_dict(_shapes(model)))
-        places = _places(shapes, shardings)
-        params = {
-            path: _read(files, entry, shapes[path].shape, places[path])
-            for path, entry in _OF_MODEL.items()
-            if path in shapes
-        }
+        like = _like(model, shardings)
+        params = _read(files, "", _OF_MODEL, like)
         for stack, layers in model.config.stacks().items():
-            params |= _load_stack(files, model, stack, layers, shapes, places)
+            of_stack = {path[1:]: leaf for path, leaf in like.items() if path[0] == stack}
+            params |= {(stack, *path): value for path, value in _load_stack(files, model, layers, of_stack).items()}
     except checkpoints.CheckpointError as error:
         raise UserError(f"--checkpoint {folder}: {error}") from error
     return unflatten_dict(params)
@@ -124,7 +121,7 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
         raise UserError(f"the model cannot be saved: {out} is there already")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        write_tensors(unfinished, _of_model(files, flat), "embedding")
+        write_tensors(unfinished, _new_tensors(files, "", _OF_MODEL, flat), "embedding")
         for stack, layers in model.config.stacks().items():
             of_stack = {path[1:]: value for path, value in flat.items() if path[0] == stack}
             for at, layer in enumerate(layers):
@@ -139,16 +136,8 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
         raise UserError(f"the model cannot be saved: {error}") from error
 
 
-def _of_model(files: checkpoints.Folder, params: dict[Names, Array]) -> Iterator[NewTensor]:
-    for path, entry in _OF_MODEL.items():
-        if path in params:
-            yield _new(files, entry, params[path])
-
-
 def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dict[Names, Array]) -> Iterator[NewTensor]:
-    for path, entry in _OF_LAYER.items():
-        if path in params:
-            yield _new(files, entry._replace(name=_prefix(layer) + entry.name), params[path])
+    yield from _new_tensors(files, _prefix(layer), _OF_LAYER, params)
     if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
         block = checkpoints.Layer(experts, layout=find_block(files, layer, moe).layout.name)
         of_dtype: dict[np.dtype, dict[str, NewTensor]] = {}
@@ -159,13 +148,17 @@ def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dic
             yield of_dtype[dtype][tensor.name]
 
 
-def _new(files: checkpoints.Folder, entry: Entry, parameter: Array) -> NewTensor:
-    dtype = files[entry.name].dtype  # the type that it had
-    return NewTensor(entry.name, dtype, entry.shape(parameter.shape), lambda: [_stored(parameter, entry, dtype)])
+def _new_tensors(
+    files: checkpoints.Folder, prefix: str, entries: dict[Names, Entry], params: dict[Names, Array]
+) -> Iterator[NewTensor]:
+    """The tensors of these entries, each in the type that it had."""
 
+    def stored(path: Names) -> Iterator[np.ndarray]:
+        yield entries[path].stored(np.asarray(params[path])).astype(DTYPES[files[prefix + entries[path].name].dtype])
 
-def _stored(parameter: Array, entry: Entry, dtype: str) -> np.ndarray:
-    return entry.stored(np.asarray(parameter)).astype(DTYPES[dtype])
+    for path in filter(params.__contains__, entries):  # in their order
+        name, shape = prefix + entries[path].name, entries[path].shape(params[path].shape)
+        yield NewTensor(name, files[name].dtype, shape, partial(stored, path))
 
 
 @jax.jit
@@ -174,43 +167,49 @@ def _take(params: dict[Names, Array], at) -> dict[Names, Array]:
 
 
 def _load_stack(
-    files, model: Decoder, stack: str, layers: list[int], shapes: dict[Names, Any], places: dict[Names, Sharding]
+    files: checkpoints.Folder, model: Decoder, layers: list[int], like: dict[Names, jax.ShapeDtypeStruct]
 ) -> dict[Names, Array]:
     """The parameters of a run of blocks, each with a leading axis of layers, filled one layer after the other."""
-    of_stack = {path[1:]: leaf for path, leaf in shapes.items() if path[0] == stack}
-    stacked_in = {path: places[stack, *path] for path in of_stack}
-    one_in = {path: _without_layers(place) for path, place in stacked_in.items()}
-    stacked = {path: jnp.zeros(leaf.shape, leaf.dtype, device=stacked_in[path]) for path, leaf in of_stack.items()}
-    put = jax.jit(_put, donate_argnums=0, out_shardings=stacked_in)
+    of_layer = {path: _placed(leaf.shape[1:], _without_layers(leaf.sharding)) for path, leaf in like.items()}
+    experts = {path[1]: leaf.sharding for path, leaf in of_layer.items() if path[0] == "moe"}
+    stacked = {path: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for path, leaf in like.items()}
+    put = jax.jit(_put, donate_argnums=0, out_shardings={path: leaf.sharding for path, leaf in like.items()})
     for at, layer in enumerate(layers):
-        one = {
-            path: _read(files, entry._replace(name=_prefix(layer) + entry.name), of_stack[path].shape[1:], one_in[path])
-            for path, entry in _OF_LAYER.items()
-            if path in of_stack
-        }
-        if stack.startswith("moe"):
-            sharding = {path[1]: place for path, place in one_in.items() if path[0] == "moe"}
-            loaded = checkpoints.load(files, layer, model.moe, dtype=jnp.float32, sharding=sharding)
+        one = _read(files, _prefix(layer), _OF_LAYER, of_layer)
+        if experts:
+            loaded = checkpoints.load(files, layer, model.moe, dtype=jnp.float32, sharding=experts)
             one |= {("moe", name): value for name, value in loaded.params.items()}
         stacked = put(stacked, one, at)
-    return {(stack, *path): value for path, value in stacked.items()}
+    return stacked
 
 
 def _put(stacked: dict[Names, Array], one: dict[Names, Array], at) -> dict[Names, Array]:
     return {path: lax.dynamic_update_index_in_dim(stacked[path], value, at, 0) for path, value in one.items()}
 
 
-def _read(files: checkpoints.Folder, entry: Entry, shape: tuple[int, ...], sharding: Sharding) -> Array:
-    tensor = files[entry.name]
-    tensor.require(PLAIN, entry.shape(shape))
-    return place(np.asarray(entry.parameter(tensor.read(), shape), np.float32), sharding)
+def _read(
+    files: checkpoints.Folder, prefix: str, entries: dict[Names, Entry], like: dict[Names, jax.ShapeDtypeStruct]
+) -> dict[Names, Array]:
+    """The parameters of these entries, as and where `like` has them."""
+    params = {}
+    for path in filter(like.__contains__, entries):
+        tensor, entry, shape = files[prefix + entries[path].name], entries[path], like[path].shape
+        tensor.require(PLAIN, entry.shape(shape))
+        params[path] = place(np.asarray(entry.parameter(tensor.read(), shape), np.float32), like[path].sharding)
+    return params
 
 
-def _places(shapes: dict[Names, Any], shardings: Params | None) -> dict[Names, Sharding]:
-    if shardings is None:
-        return dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
-    flat: dict[Names, Any] = dict(flatten_dict(shardings))
-    return flat
+def _like(model: Decoder, shardings: Params | None) -> dict[Names, jax.ShapeDtypeStruct]:
+    """The shapes of the model's parameters, and where each goes."""
+    variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    shapes: dict[Names, Any] = dict(flatten_dict(variables["params"]))
+    places: dict[Names, Any] = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
+    places |= flatten_dict(shardings or {})
+    return {path: _placed(leaf.shape, places[path]) for path, leaf in shapes.items()}
+
+
+def _placed(shape: tuple[int, ...], sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
 def _without_layers(sharding: Sharding) -> Sharding:
@@ -234,10 +233,6 @@ def _check_names(files: checkpoints.Folder, model: Decoder) -> None:
         raise checkpoints.CheckpointError(
             f"{files[_HEAD]} is not {_EMBEDDING!r}, though config.json has tie_word_embeddings=true"
         )
-
-
-def _shapes(model: Decoder) -> Params:
-    return nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
 
 
 def _prefix(layer: int) -> str:
