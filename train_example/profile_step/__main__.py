@@ -15,19 +15,11 @@ import jax
 from blaze_jax.benchmark.rates import CeilingCalls, Ceilings
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment
 from blaze_jax.benchmark.tables import terminal
-<<<<<<< HEAD
-from blaze_jax.benchmark.timing import TraceError
-from train_example.config import UserError
-from train_example.profile_step.measure import measure
-from train_example.profile_step.run import add_options, configuration, count
-=======
-from blaze_jax.benchmark.timing import time_calls
-from blaze_jax.benchmark.trace import Kernel, TraceError, trace
+from blaze_jax.benchmark.timing import Kernel, TraceError, time_calls, trace
 from train_example.config import ExpertsLayer, TrainConfig, UserError
 from train_example.profile_step.parts import Instruction, by_part, instructions, memory_floor, step_work
 from train_example.profile_step.run import Run, configuration, options_parser
 from train_example.program.arguments import whole
->>>>>>> w/example
 from train_example.program.devices import allow_all_memory
 
 _WARM_STEPS, _TIMED_STEPS = 3, 30
