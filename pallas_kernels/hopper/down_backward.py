@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value_and_gradients
+from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, load_columns, store_columns
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, ragged_copy
 from pallas_kernels.hopper.tile_kernel import PANELS
@@ -78,13 +79,13 @@ def down_backward(
         # The results leave from where the pre-activations were, and from the left operand's part of the slot.
         leaving = (*own, slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)])
         weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PIECE), (0,))
-        d_weight = plgpu.layout_cast(jnp.zeros((GROUP_ROWS,), jnp.float32), ROWS)
+        products = plgpu.layout_cast(jnp.zeros((GROUP_ROWS, PIECE), jnp.float32), plgpu.Layout.WGMMA)
         for first in range(0, PANEL, PIECE):
             column = panel * PANEL + first
             d_hidden = accumulator[:, column : column + PIECE]
-            pre = [load_columns(b, first).astype(jnp.float32) for b in own]
+            pre = [load_columns(b, first) for b in own]
             hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
-            d_weight += (d_hidden * hidden).sum(axis=1)
+            products += d_hidden * hidden
             for buffer, result in zip(leaving, (*d_pre, weight * hidden), strict=True):
                 store_columns(buffer, first, result.astype(dtype))
         plgpu.commit_smem()
@@ -93,11 +94,11 @@ def down_backward(
             ragged_copy(buffer, output, part, columns)
         plgpu.commit_smem_to_gmem_group()
         rows = pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)
-        refs.d_row_weights.at[part.row_tile, part.column_tile * PANELS + panel, rows][...] = d_weight
+        refs.d_row_weights.at[part.row_tile, part.column_tile * PANELS + panel, rows][...] = products.sum(axis=1)
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
-    gathered = {"tokens": (dy,), "token_indices": groups.expert_token_indices}
+    gathered = {"tokens": (dy,), "row_chunks": row_chunks(groups.expert_token_indices, (dy,))}
     kernel = PanelRowMatmul(
         schedule=groups.tiles,
         operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},

@@ -6,6 +6,7 @@ import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -66,6 +67,16 @@ def wait_landed(landed, slot, parity):
     run(landed, slot, parity)
 
 
+def row_chunks(token_indices: jax.Array, tokens: tuple[jax.Array, ...]) -> jax.Array:
+    """Where each row begins in `tokens`, in units of 16 bytes; -1 for rows without a token, which read zeros.
+
+    Kernels load these in the place of token ids, and have nothing left to compute for a row but its address.
+    """
+    of_source, width = tokens[0].shape
+    known = (token_indices >= 0) & (token_indices < of_source * len(tokens))
+    return jnp.where(known, token_indices * (width // 8), -1)
+
+
 class RowGather:
     """Copies `rows` gathered rows, `columns` wide, into a swizzled tile, 16 bytes a thread at a time.
 
@@ -81,7 +92,6 @@ class RowGather:
 
     def __init__(self, tokens: tuple[jax.Array, ...], *, rows: int, columns: int):
         self.rows, self.columns, (self.of_source, self.width) = rows, columns, tokens[0].shape
-        self.num_tokens = self.of_source * len(tokens)
         self.chunks = columns // 8
         self.rows_apart = WARPGROUP // self.chunks
         self.per_thread = rows // self.rows_apart
@@ -93,46 +103,44 @@ class RowGather:
         vectors = np.array(vectors, dtype=object)
         return mgpu.FragmentedArray(_registers=vectors, _layout=self.layout.to_mgpu(), _is_signed=True)
 
-    @in_interpreter(forms.load_tokens)
-    def load_tokens(self, indices, first_row):
-        """Indices of the rows that this thread copies."""
+    @in_interpreter(forms.load_chunks)
+    def load_chunks(self, chunks, first_row):
+        """The entries of `row_chunks` of the rows that this thread copies."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=self.result)
-        def run(ctx, indices, first_row):
+        def run(ctx, chunks, first_row):
             row = arith.addi(scalar(first_row), arith.divui(thread_index(), c32(self.chunks)))
-            rows = [arith.addi(row, c32(self.rows_apart * i)) for i in range(self.per_thread)]
-            pointer = global_pointer(indices)
-            return self._array([llvm.load(int_type(32), utils.getelementptr(pointer, [r], int_type(32))) for r in rows])
+            first = utils.getelementptr(global_pointer(chunks), [row], int_type(32))
+            apart = [utils.getelementptr(first, [self.rows_apart * i], int_type(32)) for i in range(self.per_thread)]
+            return self._array([llvm.load(int_type(32), pointer) for pointer in apart])
 
-        return run(indices, first_row)
+        return run(chunks, first_row)
 
-    @in_interpreter(forms.row_chunks)
-    def row_chunks(self, tokens, valid_rows):
-        """First chunk of every row in the source, in units of 16 bytes; -1 for rows that read zeros."""
+    def only_valid(self, chunks, valid_rows):
+        """The chunks of the first `valid_rows` rows of a tile, and -1 for the others: only an expert's end has such."""
+        return lax.cond(valid_rows < self.rows, lambda c: self._cut(c, valid_rows), lambda c: c, chunks)
 
+    @in_interpreter(forms.cut)
+    def _cut(self, chunks, valid_rows):
         @plgpu.inline_mgpu(arg_types=(self.layout, SCALAR), return_type=self.result)
-        def run(ctx, tokens, valid_rows):
+        def run(ctx, chunks, valid_rows):
             row = arith.divui(thread_index(), c32(self.chunks))
-            offsets = []
-            for i, register in enumerate(tokens.registers):
-                token = llvm.extractelement(register, c32(0))
-                known = arith.cmpi(arith.CmpIPredicate.ult, token, c32(self.num_tokens))
-                mine = arith.cmpi(
-                    arith.CmpIPredicate.slt, arith.addi(row, c32(self.rows_apart * i)), scalar(valid_rows)
-                )
-                start = arith.muli(token, c32(self.width // 8))
-                offsets.append(arith.select(arith.andi(known, mine), start, c32(-1)))
-            return self._array(offsets)
+            own = []
+            for i, register in enumerate(chunks.registers):
+                of_row = arith.addi(row, c32(self.rows_apart * i))
+                mine = arith.cmpi(arith.CmpIPredicate.slt, of_row, scalar(valid_rows))
+                own.append(arith.select(mine, llvm.extractelement(register, c32(0)), c32(-1)))
+            return self._array(own)
 
-        return run(tokens, valid_rows)
+        return run(chunks, valid_rows)
 
     @in_interpreter(forms.copy_rows)
-    def copy(self, tokens, offsets, panel, landed, slot, first_column):
+    def copy(self, tokens, chunks, panel, landed, slot, first_column):
         """Starts the copies, to the tile whose first panel is `panel`; they arrive on `landed[slot]` as they land."""
         of_source = self.of_source * self.width  # numbers
 
         @plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType(SWIZZLED), SCALAR, *[plgpu.RefType()] * len(tokens)))
-        def run(ctx, offsets, panel_ref, first_column, *sources):
+        def run(ctx, chunks, panel_ref, first_column, *sources):
             chunk = arith.remui(thread_index(), c32(self.chunks))
             row = arith.divui(thread_index(), c32(self.chunks))
             column = arith.addi(scalar(first_column), arith.muli(chunk, c32(8)))
@@ -151,28 +159,25 @@ class RowGather:
             ]
             bases = [utils.getelementptr(p, [arith.muli(column, c32(2))], int_type(8)) for p in pointers]
             in_width = arith.cmpi(arith.CmpIPredicate.slt, column, c32(self.width))
-            bytes_here = (
-                arith.select(in_width, c32(CHUNK_BYTES), c32(0)) if self.width % self.columns else c32(CHUNK_BYTES)
-            )
-            for i, register in enumerate(offsets.registers):
+            for i, register in enumerate(chunks.registers):
                 offset = llvm.extractelement(register, c32(0))
-                reads = arith.cmpi(arith.CmpIPredicate.sge, offset, c32(0))
+                if self.width % self.columns:
+                    offset = arith.select(in_width, offset, c32(-1))
                 base = bases[0]
                 for source, following in enumerate(bases[1:], 1):
                     beyond = arith.cmpi(arith.CmpIPredicate.uge, offset, c32(source * of_source // 8))
                     base = arith.select(beyond, following, base)
                 # 64-bit bytes: tokens · width passes 2^31. LLVM would keep the product, and a pointer for each row.
                 ptx(
-                    "{ .reg .b64 from; mad.wide.u32 from, $1, 16, $2;"
-                    f" cp.async.cg.shared.global.L2::128B [$0 + {self.rows_apart * 128 * i}], [from], 16, $3; }}",
+                    "{ .reg .b64 from; .reg .pred none; setp.lt.s32 none, $1, 0; mad.wide.u32 from, $1, 16, $2;"
+                    f" cp.async.cg.shared.global.L2::128B [$0 + {self.rows_apart * 128 * i}], [from], 16, none; }}",
                     target,
                     offset,
                     base,
-                    arith.select(reads, bytes_here, c32(0)),  # of no bytes, no address matters
-                    constraints="r,r,l,r",
+                    constraints="r,r,l",
                 )
 
-        run(offsets, panel, first_column, *tokens)
+        run(chunks, panel, first_column, *tokens)
         self.arrive(landed, slot)
 
     @in_interpreter(forms.arrive)

@@ -25,19 +25,17 @@ def wait_landed(landed, slot, parity):
     plgpu.barrier_wait(landed.at[slot])
 
 
-def load_tokens(gather, indices, first_row):
-    rows = indices.at[pl.ds(first_row, gather.rows)][...]
-    return jnp.repeat(rows, gather.chunks)
+def load_chunks(gather, chunks, first_row):
+    return jnp.repeat(chunks.at[pl.ds(first_row, gather.rows)][...], gather.chunks)
 
 
-def row_chunks(gather, tokens, valid_rows):
-    row = jnp.arange(tokens.size) // gather.chunks
-    reads = (tokens >= 0) & (tokens < gather.num_tokens) & (row < valid_rows)
-    return jnp.where(reads, tokens * (gather.width // 8), -1)
+def cut(gather, chunks, valid_rows):
+    row = jnp.arange(chunks.size) // gather.chunks
+    return jnp.where(row < valid_rows, chunks, -1)
 
 
-def copy_rows(gather, tokens, offsets, panel, landed, slot, first_column):
-    chunk = offsets[:: gather.chunks, None]
+def copy_rows(gather, tokens, chunks, panel, landed, slot, first_column):
+    chunk = chunks[:: gather.chunks, None]
     column = first_column + jnp.arange(gather.columns)
     known = (chunk >= 0) & (column < gather.width)
     # One load of everything, where the kernel loads what it needs: nobody writes to the source.
@@ -52,8 +50,13 @@ def arrive(gather, landed, slot):
     """Nothing: nobody waits for rows in a slot without any, and of Pallas barriers every completion must be seen."""
 
 
+def in_panels(arrays):
+    """As they are: the interpreter has no copies to a reshaped part of shared memory."""
+    return arrays, 4
+
+
 def load_columns(panel, first_column):
-    return panel[...][:, first_column : first_column + 16]
+    return panel[...][:, first_column : first_column + 16].astype(jnp.float32)
 
 
 def store_columns(panel, first_column, values):

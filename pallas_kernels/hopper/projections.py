@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value
+from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL
 from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, store_rows, tile_panel
-from pallas_kernels.hopper.tile_kernel import PANELS
+from pallas_kernels.hopper.tile_kernel import PANELS, in_panels
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning import find_tuning
@@ -54,10 +55,9 @@ def up_projection(
         return panel // panels, column_tile * width + panel % panels * PANEL
 
     def load(refs, tile, k, slot):
-        for panel in range(PANELS):
-            projection, column = place(panel, tile.column_tile)
-            block = refs.weights[projection].at[tile.expert, pl.ds(k * K_STEP, K_STEP), pl.ds(column, PANEL)]
-            slot.fetch(block, slot.rhs_panel(panel))
+        steps = pl.ds(k * K_STEP, K_STEP)
+        for i, weight in enumerate(refs.weights):
+            slot.fetch_panels(weight, (tile.expert, steps), tile.column_tile * width, i * panels, panels)
 
     def finish(refs, part, accumulator):
         packed, activated = {}, []
@@ -83,8 +83,9 @@ def up_projection(
         padded = [jnp.pad(b.astype(jnp.float32), ((0, 0), (0, column_tiles * width - n))) for b in biases]
         bias = jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2)
 
+    weights, copies = in_panels(weights)
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
-    gathered = {"tokens": (x,), "token_indices": groups.expert_token_indices}
+    gathered = {"tokens": (x,), "row_chunks": row_chunks(groups.expert_token_indices, (x,))}
     kernel = HeldRowMatmul(
         schedule=groups.tiles,
         operands={**gathered, "weights": weights, "bias": bias, "into": into},
@@ -100,7 +101,7 @@ def up_projection(
         "moe_up_projection",
         results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
         in_place={"into": "written"},
-        copies=PANELS,
+        copies=copies,
         registers=(88, 208),
     ).written
 

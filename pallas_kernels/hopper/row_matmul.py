@@ -59,7 +59,7 @@ class RowMatmul(TileKernel):
 
     Attributes:
       schedule: the row tiles.
-      operands: arrays or tuples of them by name. With `tokens`, `(T, d)` in a tuple, and `token_indices` `(R,)`, the
+      operands: arrays or tuples of them by name. With `tokens`, `(T, d)` in a tuple, and `row_chunks` `(R,)`, the
         left operand is gathered.
       column_tiles: how many blocks of 256 columns.
       k_steps: steps of 64 along the contracted dimension.
@@ -100,10 +100,10 @@ class RowMatmul(TileKernel):
         return RowTile(expert, row, rows, row_tile, place[1]), is_one
 
     def first_tokens(self, refs, tile: RowTile):
-        return self.gather.load_tokens(refs.token_indices, tile.row) if self.gather else ()
+        return self.gather.load_chunks(refs.row_chunks, tile.row) if self.gather else ()
 
     def fill(self, refs, tile: RowTile, tokens, step, ahead, known_after):
-        offsets = self.gather.row_chunks(tokens, tile.rows) if self.gather else None
+        offsets = self.gather.only_valid(tokens, tile.rows) if self.gather else None
         following, find_following = ahead(partial(self.first_tokens, refs))
         after = known_after()  # its loads, and then its tokens', finish under this tile's copies
 

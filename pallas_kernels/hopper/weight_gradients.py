@@ -18,9 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Dispatch
-from pallas_kernels.hopper.gather import RowGather
+from pallas_kernels.hopper.gather import RowGather, row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, store_buffers, store_through, wgmma, zero_rows, zeros
-from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel
+from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel, in_panels
 from pallas_kernels.mosaic.device import WIDTH_MULTIPLE
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.traced_once import traced_once
@@ -124,8 +124,10 @@ class RowContraction(TileKernel):
         self.width = TILE_COLUMNS // len(self.stored)  # of a result's part of a tile
         self.tiles = (-(-d // TILE_ROWS), -(-n // self.width))  # of an expert
         self.num_tiles = experts * self.tiles[0] * self.tiles[1]
-        indices = {"offsets": self.groups.expert_token_offsets, "token_indices": self.groups.expert_token_indices}
-        self.operands = {**indices, "tokens": self.tokens, "stored": self.stored}
+        chunks = row_chunks(self.groups.expert_token_indices, self.tokens)
+        indices = {"offsets": self.groups.expert_token_offsets, "row_chunks": chunks}
+        stored, self.copies = in_panels(self.stored)
+        self.operands = {**indices, "tokens": self.tokens, "stored": stored}
         self.gather = RowGather(self.tokens, rows=K_STEP, columns=TILE_ROWS)
         self.wide = jnp.dtype(self.result_dtype) == jnp.float32
         self.chunk_columns = 32 if self.wide else 64  # a chunk of the result is 128 bytes wide
@@ -136,7 +138,9 @@ class RowContraction(TileKernel):
         shape = (self.tokens[0].shape[1], self.stored[0].shape[1])
         shape = shape[::-1] if self.transposed else shape
         result = jax.ShapeDtypeStruct((self.groups.num_experts, *shape), self.result_dtype)
-        return self.run(f"moe_{self.kernel}", results={"results": (result,) * len(self.stored)}, copies=PANELS).results
+        return self.run(
+            f"moe_{self.kernel}", results={"results": (result,) * len(self.stored)}, copies=self.copies
+        ).results
 
     def find(self, refs, number):
         is_one, number = number < self.num_tiles, jnp.minimum(number, self.num_tiles - 1)
@@ -148,23 +152,22 @@ class RowContraction(TileKernel):
         return GradientTile(expert, *place, refs.offsets[expert], refs.offsets[expert + 1]), is_one
 
     def first_tokens(self, refs, tile: GradientTile):
-        return self.gather.load_tokens(refs.token_indices, tile.start)
+        return self.gather.load_chunks(refs.row_chunks, tile.start)
 
     def fill(self, refs, tile: GradientTile, tokens, step, ahead, known_after):
         steps = tile.steps
 
         def load_step(k, slot, tokens, following):
             row = tile.start + k * K_STEP
-            for panel in range(PANELS):
-                source, column = refs.stored[panel * PANEL // self.width], panel * PANEL % self.width
-                columns = pl.ds(tile.column_tile * self.width + column, PANEL)
-                slot.fetch(source.at[pl.ds(row, K_STEP), columns], slot.rhs_panel(panel))
-            offsets = self.gather.row_chunks(tokens, tile.end - row)
+            panels = self.width // PANEL
+            for i, source in enumerate(refs.stored):
+                slot.fetch_panels(source, (pl.ds(row, K_STEP),), tile.column_tile * self.width, i * panels, panels)
+            offsets = self.gather.only_valid(tokens, tile.end - row)
             self.gather.copy(refs.tokens, offsets, slot.lhs, refs.landed, slot.number, tile.row_tile * TILE_ROWS)
             row += K_STEP
             if following:  # the last step is among those after which it is known
                 row = jnp.where(k + 1 < steps, row, start_of(following))
-            return self.gather.load_tokens(refs.token_indices, row)
+            return self.gather.load_chunks(refs.row_chunks, row)
 
         def start_of(following):
             (tile, _), _ = following
@@ -174,7 +177,7 @@ class RowContraction(TileKernel):
         step, tokens, following = refs.ring.fill(step, steps, load_step, tokens, following, find_following)
         after = known_after()
         # An empty expert has no step to load the next tile's first tokens in.
-        first = partial(self.gather.load_tokens, refs.token_indices)
+        first = partial(self.gather.load_chunks, refs.row_chunks)
         tokens = lax.cond(steps > 0, lambda t: t, lambda _: first(start_of(following)), tokens)
         return step, (following[0], tokens), after
 

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import jax.test_util
 import numpy as np
 import pytest
 
@@ -73,6 +74,14 @@ def test_derivative_of_relu_at_zero_is_zero(name):
     activation = get_activation(name)
     at_zero = (0.0, 1.0) if activation.gated else (0.0,)
     assert jax.grad(activation.function)(*at_zero) == 0
+
+
+def test_derivative_of_silu():
+    """Ours, and not jax's."""
+    silu = get_activation("silu").function
+    exact = sigmoid(X) + X * sigmoid(X) * (1 - sigmoid(X))
+    assert_close(jax.vmap(jax.grad(silu))(jnp.asarray(X, jnp.float32)), exact, TOLERANCE["float32"])
+    jax.test_util.check_grads(silu, (0.7,), order=2)
 
 
 def test_an_activation_stands_for_itself():

@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels import hopper
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 from tests.pallas_kernels.rows import D, N, Rows, over_variants, tolerance, wide
+from tests.routings import ROUTINGS
 
 
 def outer_products(a, b):
@@ -73,6 +74,21 @@ def test_rows_of_no_expert_do_not_count(kernels):
         return kernels.up_weight_gradients(x, (d,), rows.groups, dtypes=("float32",), bias_dtypes=("float32",))
 
     assert_same_bits(gradients(jnp.where(unowned, jnp.nan, d_pre)), gradients(d_pre))
+
+
+@pytest.mark.default_cases("*")
+def test_a_token_that_is_not_finite_reaches_its_own_experts_alone(kernels):
+    """A step reads rows past its expert's last: those of the next expert, whose NaN times zero would be NaN."""
+    rows = Rows(kernels, "random")
+    x, d_pre = rows.normal(rows.num_tokens, D, dtype="bfloat16"), rows.of_rows(N, dtype="bfloat16")
+    others = np.setdiff1d(np.arange(rows.num_experts), ROUTINGS["random"].experts[0])
+
+    @jax.jit
+    def gradients(x):
+        (gradient,), _ = kernels.up_weight_gradients(x, (d_pre,), rows.groups, dtypes=("float32",), bias_dtypes=())
+        return gradient[others]
+
+    assert_same_bits(gradients(x.at[0].set(jnp.nan)), gradients(x))
 
 
 def test_gradients_of_an_unused_expert_are_zero(kernels):
