@@ -123,28 +123,28 @@ def compute_experts(
     arrays = {name: as_array(name, given[name]) for name in _AXES if name in given}
     x, weights, experts = (arrays[name] for name in ("x", "weights", "experts"))
     shards = _in_order(act, arrays)
-    alone = parallel is None or not (parallel.group or parallel.fsdp)
-    if alone:
+    shared = parallel if parallel and (parallel.group or parallel.fsdp) else None
+    if shared is None:
         _check_arguments(arrays)
     _check_closure(act, x, shards.up_weights)
     if x.shape[0] == 0:
         return x
     options = {"activation": act, "save": save, "implementation": implementation}
-    if alone:
+    if shared is None:
         return _compute_where_tokens_are((x, weights, experts), shards, grouped, **options)
 
-    tensor = parallel.axes_of("tensor")
+    tensor = shared.axes_of("tensor")
     if tensor and shards.b_down is not None:  # devices that share an expert's width add its bias once
         shards = shards._replace(b_down=jnp.where(lax.axis_index(tensor) == 0, shards.b_down, 0))
     transport = Transport(
-        expert=parallel.axes_of("expert"),
+        expert=shared.axes_of("expert"),
         tensor=tensor,
-        exchange=parallel.exchange_for(experts.shape[1], lax.axis_size(parallel.group)),
-        fsdp=parallel.axes_of("fsdp"),
-        specs=tuple(jax.tree.leaves(_in_order(act, {name: specs[name] for name in params if name in _AXES}))),
-        keep=parallel.keep_gathered,
+        exchange=shared.exchange_for(experts.shape[1], lax.axis_size(shared.group)),
+        fsdp=shared.axes_of("fsdp"),
+        specs=tuple(jax.tree.leaves(_in_order(act, {name: (specs or {})[name] for name in params if name in _AXES}))),
+        keep=shared.keep_gathered,
     )
-    budget = {"row_budget": parallel.row_budget, "chunks": parallel.chunks}
+    budget = {"row_budget": shared.row_budget, "chunks": shared.chunks}
     return _compute((x, weights, experts), shards, None, transport, **budget, **options)
 
 

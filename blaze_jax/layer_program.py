@@ -116,7 +116,7 @@ def run_layer(
     in_order = given_all or not router.treats_tokens_apart()
     tokens = flatten_tokens(x, explicit, in_order)
     if devices.mesh is not None:
-        y, routing = _over_mesh(run, devices, specs, tokens, params, selection_bias)
+        y, routing = _over_mesh(run, devices.mesh, devices, specs, tokens, params, selection_bias)
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
         tokens = vary_over(tokens, frozenset(devices.axes))
@@ -128,10 +128,16 @@ def run_layer(
 
 
 def _over_mesh(
-    run: Callable, devices: Devices, specs: Mapping[str, P], tokens: Float[Array, "T d"], params, selection_bias
+    run: Callable,
+    mesh: Mesh | AbstractMesh,
+    devices: Devices,
+    specs: Mapping[str, P],
+    tokens: Float[Array, "T d"],
+    params,
+    selection_bias,
 ) -> tuple[Float[Array, "T d"], Routing]:
     """`run(T, tokens, params, selection_bias)` on each device of the mesh, of its own tokens and parameters."""
-    mesh, axes, explicit = devices
+    axes, explicit = devices.axes, devices.explicit
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
     whole, by_token = P(), P(axes or None)
     padding = 0
