@@ -106,7 +106,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("half", "rows = jnp.clip(self.rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(self.rows, 0, GROUP_ROWS)", "tile_queue up_projection_and_backward"),
     ("one", "self.release(step + self.stages - 1)", "self.release(step)", "up_projection_and_backward down_projection_and_backward"),
     ("store_through", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", "up_projection_and_backward interpreter"),
-    ("down_backward", "products += d_hidden * hidden", "products = d_hidden * hidden", "down_projection_and_backward"),
+    ("down_backward", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", "down_projection_and_backward"),
     ("only_valid", "lax.cond(valid_rows < self.rows,", "lax.cond(valid_rows < 0,", "weight_gradients"),
     ("_silu_jvp", "sigmoid + silu * (1 - sigmoid)", "sigmoid + silu * sigmoid", "activations"),
     ("down_backward", "value_and_gradients(activation, pre, weight * d_hidden)", "value_and_gradients(activation, pre, d_hidden)", "down_projection_and_backward"),

@@ -79,13 +79,13 @@ def down_backward(
         # The results leave from where the pre-activations were, and from the left operand's part of the slot.
         leaving = (*own, slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)])
         weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PIECE), (0,))
-        products = plgpu.layout_cast(jnp.zeros((GROUP_ROWS, PIECE), jnp.float32), plgpu.Layout.WGMMA)
+        d_weight = plgpu.layout_cast(jnp.zeros((GROUP_ROWS,), jnp.float32), ROWS)
         for first in range(0, PANEL, PIECE):
             column = panel * PANEL + first
             d_hidden = accumulator[:, column : column + PIECE]
             pre = [load_columns(b, first) for b in own]
             hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
-            products += d_hidden * hidden
+            d_weight += (d_hidden * hidden).sum(axis=1)
             for buffer, result in zip(leaving, (*d_pre, weight * hidden), strict=True):
                 store_columns(buffer, first, result.astype(dtype))
         plgpu.commit_smem()
@@ -94,7 +94,7 @@ def down_backward(
             ragged_copy(buffer, output, part, columns)
         plgpu.commit_smem_to_gmem_group()
         rows = pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)
-        refs.d_row_weights.at[part.row_tile, part.column_tile * PANELS + panel, rows][...] = products.sum(axis=1)
+        refs.d_row_weights.at[part.row_tile, part.column_tile * PANELS + panel, rows][...] = d_weight
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
