@@ -173,9 +173,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
             if transposed:
                 slot.fetch(weights.at[tile.expert, pl.ds(column, TILE_COLUMNS), steps], slot.rhs)
                 return
-            for panel in range(PANELS):
-                block = weights.at[tile.expert, steps, pl.ds(column + panel * PANEL, PANEL)]
-                slot.fetch(block, slot.rhs_panel(panel))
+            slot.fetch_panels(weights, (tile.expert, steps), column, 0, PANELS)
 
         if not transposed:
             fetch(refs.pairs[0], k)

@@ -29,12 +29,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import gather, tile_queue
-from pallas_kernels.hopper import inline_interpreter as forms
 from pallas_kernels.hopper.inline import ACCUMULATOR, K_STEP, PANEL, SWIZZLED, finish_wgmma, zeros
 from pallas_kernels.hopper.tile_queue import TileQueue
 from pallas_kernels.mosaic import interpreter, launches
 from pallas_kernels.mosaic.device import num_sms
-from pallas_kernels.mosaic.interpreter import in_interpreter
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.tuning.parameters import TileTuning
 
@@ -59,27 +57,25 @@ class Slot(NamedTuple):
     def fetch_panels(self, source, at: tuple, column, first: int, panels: int) -> None:
         """Starts the copies of `panels` panels of the right operand, from its panel `first` on.
 
-        They are 64 rows of `source`, which `at` names with what comes before them, from `column` on, a multiple of 64.
-        One copy takes them all if the source is `in_panels`.
+        They are 64 rows of `source`, which `at` names with what comes before them, from `column` on. One copy takes
+        them all if the source is `in_panels`, and `column` a multiple of 64.
         """
         if source.ndim == len(at) + 2:
             target = self.rhs.at[pl.ds(first * PANEL, panels * PANEL)].reshape(panels, PANEL, PANEL)
             self.fetch(source.at[*at, pl.ds(column // PANEL, panels)], target.transpose((1, 0, 2)))
             return
         for panel in range(panels):
-            self.fetch(source.at[*at, pl.ds(column + panel * PANEL, PANEL)], self.rhs_panel(first + panel))
-
-    def rhs_panel(self, panel: int):
-        return self.rhs.at[pl.ds(panel * PANEL, PANEL)]
+            block = source.at[*at, pl.ds(column + panel * PANEL, PANEL)]
+            self.fetch(block, self.rhs.at[pl.ds((first + panel) * PANEL, PANEL)])
 
 
-@in_interpreter(forms.in_panels)
 def in_panels(arrays: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], int]:
     """Arrays `(..., columns)` as `(..., panels, 64)`, and how many bulk copies of them fill a slot's right operand.
 
-    As they are, where 64 does not divide their columns: each panel is a copy then.
+    As they are, where 64 does not divide their columns, and in the interpreter, which has no copies to a reshaped part
+    of shared memory: each panel is a copy then.
     """
-    if arrays[0].shape[-1] % PANEL:
+    if interpreter.is_interpreted() or arrays[0].shape[-1] % PANEL:
         return arrays, PANELS
     return tuple(array.reshape(*array.shape[:-1], -1, PANEL) for array in arrays), len(arrays)
 
