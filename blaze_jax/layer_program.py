@@ -80,9 +80,8 @@ def devices_of(
         axes = replace(parallel, data=(*parallel.axes_of("data"), *axes)).axes
     elif explicit is None and math.prod(mesh.shape[axis] for axis in axes) == 1:
         return Devices()
-    return Devices(
-        mesh, (*split, *(axis for axis in axes if axis not in split)), explicit
-    )  # tokens stay where they are
+    in_place = (*split, *(axis for axis in axes if axis not in split))  # so that tokens stay where they are
+    return Devices(mesh, in_place, explicit)
 
 
 def run_layer(
@@ -116,7 +115,7 @@ def run_layer(
     in_order = given_all or not router.treats_tokens_apart()
     tokens = flatten_tokens(x, explicit, in_order)
     if devices.mesh is not None:
-        y, routing = _over_mesh(run, devices.mesh, devices, specs, tokens, params, selection_bias)
+        y, routing = _over_mesh(run, devices.mesh, devices.axes, explicit, specs, tokens, params, selection_bias)
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
         tokens = vary_over(tokens, frozenset(devices.axes))
@@ -130,14 +129,14 @@ def run_layer(
 def _over_mesh(
     run: Callable,
     mesh: Mesh | AbstractMesh,
-    devices: Devices,
+    axes: tuple[str, ...],
+    explicit: AbstractMesh | None,
     specs: Mapping[str, P],
     tokens: Float[Array, "T d"],
     params,
     selection_bias,
 ) -> tuple[Float[Array, "T d"], Routing]:
     """`run(T, tokens, params, selection_bias)` on each device of the mesh, of its own tokens and parameters."""
-    axes, explicit = devices.axes, devices.explicit
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
     whole, by_token = P(), P(axes or None)
     padding = 0
