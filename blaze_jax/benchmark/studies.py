@@ -23,7 +23,7 @@ from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.timing import seconds_of, time_calls, wall_times
 from blaze_jax.checkpoints.loading import load
-from blaze_jax.checkpoints.saving import NewTensor, write_tensors
+from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from blaze_jax.dispatch import Grouped
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.implementation import kernels_of

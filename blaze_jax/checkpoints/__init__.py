@@ -2,7 +2,7 @@
 
 `read_model` reads a model's `config.json`, `load` the parameters of a layer, and `save` writes layers. On the way lie
 `folder` (files and their headers), `layouts` (which part of which tensor is which parameter), `decode` (compressed
-numbers), `loading` (matrices, brought to devices) and `saving` (files, written).
+numbers), `loading` (matrices, brought to devices), `saving` (layers as tensors) and `writing` (files of them).
 """
 
 from blaze_jax.checkpoints.decode import decode_float8, decode_mxfp4

@@ -20,7 +20,8 @@ from blaze_jax import MoEConfig, checkpoints
 from blaze_jax.checkpoints.folder import DTYPES, INDEX
 from blaze_jax.checkpoints.layouts import PLAIN, find_block
 from blaze_jax.checkpoints.loading import place
-from blaze_jax.checkpoints.saving import NewTensor, layer_tensors, write_tensors
+from blaze_jax.checkpoints.saving import layer_tensors
+from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from train_example.config import UserError
 from train_example.model import Decoder
 

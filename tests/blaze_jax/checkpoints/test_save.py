@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 
 import blaze_jax
 from blaze_jax import checkpoints
-from blaze_jax.checkpoints import saving
+from blaze_jax.checkpoints import writing
 from blaze_jax.checkpoints.folder import INDEX, SINGLE_FILE
 from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, block, copied, load, model, save, tensors_of, write
 from tests.numerics import assert_same_bits
@@ -59,7 +59,7 @@ def test_layers_are_added_to_a_folder(tmp_path):
 
 
 def test_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "LARGEST_FILE", 2000)
+    monkeypatch.setattr(writing, "LARGEST_FILE", 2000)
     files = save("mixtral", tmp_path, load("mixtral"), dtype="bfloat16")
     assert len(files) > 3
     assert files[0].name.startswith("layers-00000-00001-of-")
@@ -217,8 +217,8 @@ def at_the_same_time(writers, folder, name, *, wait=True):
             return [np.full(5, number, np.float32)]
 
         try:
-            tensor = saving.NewTensor(name.format(number), "F32", (5,), parts)
-            return saving.write_tensors(folder, [tensor], f"layers-{number}")
+            tensor = writing.NewTensor(name.format(number), "F32", (5,), parts)
+            return writing.write_tensors(folder, [tensor], f"layers-{number}")
         except checkpoints.CheckpointError as error:
             return str(error)
 
@@ -253,11 +253,11 @@ def test_processes_wait_for_the_lock(tmp_path):
         "import fcntl, os, sys, time; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX)\n"
         "print('has it', flush=True); time.sleep(1); os.unlink(sys.argv[1]); print('lets go', flush=True)"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / saving.LOCK)]
+    command = [sys.executable, "-c", program, str(tmp_path / writing.LOCK)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "has it\n"
-        with saving.locked(tmp_path):
+        with writing.locked(tmp_path):
             assert other.stdout.readline() == "lets go\n"
     assert not list(tmp_path.iterdir())
 
@@ -277,9 +277,9 @@ def test_a_writer_that_is_stopped_leaves_the_folder_whole_and_may_try_again(tmp_
 
     with monkeypatch.context() as patch:
         if where == "parts":
-            patch.setattr(saving.np, "ascontiguousarray", stop)
+            patch.setattr(writing.np, "ascontiguousarray", stop)
         else:
-            patch.setattr(saving, where, stop)
+            patch.setattr(writing, where, stop)
         with pytest.raises(StoppedError):
             save("qwen3_moe", folder, layer, overwrite=True)
     assert not list(folder.glob("*.unfinished"))
