@@ -35,7 +35,7 @@ from blaze_jax.explicit_mesh import (
 )
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
 from blaze_jax.router import Router
-from blaze_jax.routing import AxisName, Routing, axis_names, route_and_group, router_logits, routing_specs
+from blaze_jax.routing import AxisName, GivenRouting, Routing, axis_names, route_and_group, router_logits, routing_specs
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
@@ -88,6 +88,7 @@ def run_layer(
     x: Float[Array, "... d"],
     params: Mapping[str, Array],
     selection_bias,
+    given: GivenRouting,
     *,
     config: MoEConfig,
     train: bool,
@@ -112,14 +113,25 @@ def run_layer(
         params = {name: placed(a, P(), explicit) if name.startswith(_DENSE) else a for name, a in params.items()}
 
     run = partial(_layer, config, router, axis_names(axis_name), devices.axes, parallel, specs, experts)
-    in_order = given_all or not router.treats_tokens_apart()
+    in_order = given_all or not given.treats_tokens_apart(router)
     tokens = flatten_tokens(x, explicit, in_order)
+    ids, mask = given.expert_ids, given.mask
+    if explicit is not None:  # split as the tokens are
+        of_tokens = P(*jax.typeof(x).sharding.spec[:-1])
+        ids, mask = (
+            a if a is None else placed(a, P(*of_tokens, *[None] * (a.ndim - x.ndim + 1)), explicit) for a in (ids, mask)
+        )
+    if mask is not None:
+        mask = flatten_tokens(mask[..., None], explicit, in_order)[:, 0]
+    if ids is not None:
+        ids = flatten_tokens(ids, explicit, in_order)
+    by_token = tokens, GivenRouting(mask, ids)
     if devices.mesh is not None:
-        y, routing = _over_mesh(run, devices.mesh, devices.axes, explicit, specs, tokens, params, selection_bias)
+        y, routing = _over_mesh(run, devices.mesh, devices.axes, explicit, specs, by_token, params, selection_bias)
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
-        tokens = vary_over(tokens, frozenset(devices.axes))
-        y, routing = run(tokens.shape[0] * lax.axis_size(devices.axes), tokens, params, selection_bias)
+        by_token = vary_over(by_token, frozenset(devices.axes))
+        y, routing = run(tokens.shape[0] * lax.axis_size(devices.axes), by_token, params, selection_bias)
     chosen, weights = tokens_in_order((routing.experts, routing.weights), x, explicit, in_order)
     losses = auxiliary_losses(routing, config)
     routing = routing._replace(experts=chosen, weights=weights, weighted_losses=losses)
@@ -132,30 +144,34 @@ def _over_mesh(
     axes: tuple[str, ...],
     explicit: AbstractMesh | None,
     specs: Mapping[str, P],
-    tokens: Float[Array, "T d"],
+    by_token: tuple[Float[Array, "T d"], GivenRouting],
     params,
     selection_bias,
 ) -> tuple[Float[Array, "T d"], Routing]:
-    """`run(T, tokens, params, selection_bias)` on each device of the mesh, of its own tokens and parameters."""
+    """`run(T, by_token, params, selection_bias)` on each device of the mesh, of its own tokens and parameters."""
+    tokens, given = by_token
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
-    whole, by_token = P(), P(axes or None)
+    whole, split = P(), P(axes or None)
     padding = 0
     if axes != token_axes(tokens):  # which divide them
         padding = -num_tokens % number or (0 if num_tokens else number)
     if padding:
-        tokens = jnp.pad(placed(tokens, whole, explicit), ((0, padding), (0, 0)))
+        tokens, (mask, ids) = placed((tokens, given), whole, explicit)
+        mask = mask if mask is None else jnp.pad(mask, (0, padding))
+        ids = ids if ids is None else jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)
+        tokens, given = jnp.pad(tokens, ((0, padding), (0, 0))), GivenRouting(mask, ids)
     over_devices = jax.shard_map(
         partial(run, num_tokens),
         mesh=mesh,
-        in_specs=(by_token, dict(specs), whole),
-        out_specs=(by_token, routing_specs(by_token)),
+        in_specs=(split, dict(specs), whole),
+        out_specs=(split, routing_specs(split)),
         axis_names=set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes),
         check_vma=False,  # with it jax 0.12 cannot differentiate the error function of a GELU
     )
     params = {name: placed(array, specs[name], explicit) for name, array in params.items()}
     bias = None if selection_bias is None else placed(as_array("selection_bias", selection_bias), whole, explicit)
     # Not compiled, it would run call by call, and take minutes.
-    y, routing = jax.jit(over_devices)(placed(tokens, by_token, explicit), params, bias)
+    y, routing = jax.jit(over_devices)(placed((tokens, given), split, explicit), params, bias)
     if not padding:
         return y, routing
     y, chosen, weights = (placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
@@ -175,7 +191,7 @@ def _layer(
     specs: Mapping[str, P],
     experts: Callable[..., Array],
     num_tokens: int,
-    tokens: Float[Array, "T d"],
+    by_token: tuple[Float[Array, "T d"], GivenRouting],
     shards: Mapping[str, Array],
     selection_bias,
 ) -> tuple[Float[Array, "T d"], Routing]:
@@ -190,10 +206,13 @@ def _layer(
       specs: how each parameter is split.
       experts: what computes the experts, see `moe`.
       num_tokens: all devices' tokens that count; those past them are padding.
-      tokens: this device's.
+      by_token: this device's tokens, and what is given of their routing.
       shards: its parts of the parameters.
       selection_bias: that of the router, or None.
     """
+    tokens, given = by_token
+    if given.mask is not None:  # whatever padding holds, a NaN too, must not reach a gradient
+        tokens = jnp.where(given.mask[:, None], tokens, 0)
 
     def dense(*prefixes: str) -> dict[str, Array]:
         own = {name: shard for name, shard in shards.items() if name.startswith(prefixes)}
@@ -205,7 +224,7 @@ def _layer(
     options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
     with jax.named_scope("router"):  # profilers show these names
         logits = router_logits(tokens, dense("w_router", "b_router"))
-        routing, grouped = _route(route, router, outer_axes, axes, num_tokens, logits)
+        routing, grouped = _route(route, router, outer_axes, axes, num_tokens, logits, given)
     with jax.named_scope("experts"):
         if compute := layer_form(experts):
             options |= {"grouped": grouped, "parallel": parallel, "specs": specs}
@@ -217,7 +236,7 @@ def _layer(
     if config.shared_width:
         with jax.named_scope("shared_experts"):
             y = y + shared_experts(tokens, dense("shared_"), config=config)
-    return y, routing
+    return y if given.mask is None else jnp.where(given.mask[:, None], y, 0), routing
 
 
 def _route(
@@ -227,19 +246,21 @@ def _route(
     axes: tuple[str, ...],
     num_tokens: int,
     logits: Float[Array, "T E"],
+    given: GivenRouting,
 ) -> tuple[Routing, Grouped | None]:
     """This device's tokens routed, with the losses and statistics of all; and its own pairs grouped, if they are."""
     own = logits.shape[0]
     if not axes:
-        return route(logits, axis_name=outer_axes)
+        return route(logits, axis_name=outer_axes, given=given)
     first, devices = lax.axis_index(axes) * own, lax.axis_size(axes)
-    if router.treats_tokens_apart():
+    if given.treats_tokens_apart(router):
         if num_tokens != own * devices:
             counts = first + jnp.arange(own, dtype=jnp.int32) < num_tokens
             logits = jnp.where(counts[:, None], logits, -jnp.inf)
-        return route(logits, axis_name=(*outer_axes, *axes))
+        return route(logits, axis_name=(*outer_axes, *axes), given=given)
     # Capacity and rounding look at all tokens: every device then routes them all.
-    routing, _ = route(lax.all_gather(logits, axes, tiled=True)[:num_tokens], axis_name=outer_axes)
+    gathered = jax.tree.map(lambda a: lax.all_gather(a, axes, tiled=True)[:num_tokens], (logits, given))
+    routing, _ = route(gathered[0], axis_name=outer_axes, given=gathered[1])
     padding = ((0, own * devices - num_tokens), (0, 0))
     chosen = jnp.pad(routing.experts, padding, constant_values=EMPTY_SLOT)
     chosen, weights = (lax.dynamic_slice_in_dim(a, first, own) for a in (chosen, jnp.pad(routing.weights, padding)))

@@ -8,7 +8,7 @@ from flax import struct
 from jax import P
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, check_config
@@ -59,6 +59,11 @@ class MoE(nn.Module):
       `config.bias_update_rate`. Keep what `apply` returns of it; in `nn.scan`, `variable_axes={"router_state": 0}`.
     - "intermediates": load statistics.
 
+    The collection "routing" records and replays the choice of experts, `(..., slots)` int32. Where it is mutable, the
+    last call of an `apply` leaves its choice there; where it is given and not mutable, that choice is taken again, and
+    only weighed anew: `y, recorded = apply(variables, x, mutable=["routing"])`, and then
+    `apply({**variables, **recorded}, x)`. In `nn.scan`, `variable_axes={"routing": 0}`.
+
     Attributes:
       config: the layer.
       dtype: in which it computes, and of the output; None for the common dtype of the input and the experts'
@@ -90,7 +95,13 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "... d"], train: bool | None = None, *, skip: bool = False
+        self,
+        x: Float[Array, "... d"],
+        train: bool | None = None,
+        *,
+        skip: bool = False,
+        mask: Bool[Array, "..."] | None = None,
+        expert_ids: Int[Array, "... slots"] | None = None,
     ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
@@ -101,6 +112,9 @@ class MoE(nn.Module):
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nn.cond` and
         `nn.switch` it stands in the branches without the layer, since all must report the same.
+
+        `mask` is True for real tokens, and `expert_ids` are experts chosen earlier, see `blaze_jax.moe`. Without them,
+        those of the collection "routing" are taken.
         """
         check_dtypes(dtype=self.dtype, param_dtype=self.param_dtype)
         x = as_tokens(x)
@@ -126,6 +140,9 @@ class MoE(nn.Module):
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
             step = bias_of_step(self if moves else None, state.value)
         x = in_common_dtype(x, self.dtype, params)
+        records = self.is_mutable_collection("routing") and not self.is_initializing()
+        if expert_ids is None and not records and self.has_variable("routing", "experts"):
+            expert_ids = self.get_variable("routing", "experts")
         if skip:
             y, routing = skipped(x, self.config)
         else:
@@ -135,6 +152,8 @@ class MoE(nn.Module):
                 self.config,
                 selection_bias=step and step.start,
                 train=bool(train),
+                mask=mask,
+                expert_ids=expert_ids,
                 axis_name=self.axis_name,
                 parallel=self.parallel,
                 experts=self.experts,
@@ -143,6 +162,8 @@ class MoE(nn.Module):
         if self.is_initializing():  # or the first losses would stay in the variables that init returns
             return y
         warn_of_missing_train(train, self.config)
+        if records:
+            self.put_variable("routing", "experts", routing.experts.reshape(*x.shape[:-1], -1))
         sown = [self.sow("losses", name, loss) for name, loss in routing.weighted_losses.items()]
         if not all(sown):
             remedy = "apply with mutable=['losses'] (in nn.scan also variable_axes={'losses': 0})"

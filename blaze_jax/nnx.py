@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, Parameter, check_config
@@ -29,6 +29,10 @@ from pallas_kernels.compat import is_traced
 
 class AuxiliaryLoss(nnx.Variable):
     """A weighted loss the layer asks to be added to the training loss; collect it with `nnx.capture`."""
+
+
+class ChosenExperts(nnx.Variable):
+    """The experts of each token of a call, `(..., slots)` int32; collect them with `nnx.capture` to replay them."""
 
 
 class RouterState(nnx.Variable):
@@ -111,7 +115,13 @@ class MoE(nnx.Module):
             self.deterministic = deterministic
 
     def __call__(
-        self, x: Float[Array, "... d"], train: bool | None = None, *, skip: bool = False
+        self,
+        x: Float[Array, "... d"],
+        train: bool | None = None,
+        *,
+        skip: bool = False,
+        mask: Bool[Array, "..."] | None = None,
+        expert_ids: Int[Array, "... slots"] | None = None,
     ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
@@ -122,6 +132,9 @@ class MoE(nnx.Module):
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nnx.cond`
         and `nnx.switch` it stands in the branches without the layer, since all must report the same.
+
+        `mask` is True for real tokens, and `expert_ids` are experts chosen earlier, see `blaze_jax.moe`.
+        `nnx.capture(model, blaze_jax.nnx.ChosenExperts)` records those of a call.
         """
         if train is None and self.deterministic is not None:
             train = not self.deterministic
@@ -141,6 +154,8 @@ class MoE(nnx.Module):
                 self.config,
                 selection_bias=step and step.start,
                 train=bool(train),
+                mask=mask,
+                expert_ids=expert_ids,
                 axis_name=self.axis_name,
                 parallel=self.parallel,
                 experts=self.experts,
@@ -154,6 +169,8 @@ class MoE(nnx.Module):
                 "nnx.bridge.to_linen wraps one,"
             )
             warn_of_lost_losses(train, routing, remedy)
+        chosen = routing.experts.reshape(*x.shape[:-1], -1)
+        self.sow(ChosenExperts, "chosen_experts", chosen, capture_noop=True)
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)
         if step is not None and moves:
