@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import as_array, check_dtypes, shown, warn_once
-from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.exchange import own_part
 from blaze_jax.experts import expert_ffn, layer_form
 from blaze_jax.layer_program import auxiliary_losses, run_layer
-from blaze_jax.parallelism import Parallelism, is_inside_shard_map
+from blaze_jax.parallelism import Parallelism, is_inside_shard_map, mesh_of
 from blaze_jax.routing import AxisName, GivenRouting, Routing
+from blaze_jax.transformations import compiled_once
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 
@@ -52,13 +54,51 @@ def init(
       ValueError: `config` is no MoEConfig, `width` no positive int, or `dtype` not floating.
     """
     check_dtypes(dtype=dtype)
-    parameters = check_config(config).parameters(width, use_bias=use_bias)
-    initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
+    initializers = {"kernel": kernel_init, "bias": bias_init, "router": router_init}
+    parameters = new_parameters(config, width, use_bias=use_bias, dtype=dtype, **initializers)
     keys = jax.random.split(key, len(parameters))
-    return {
-        name: initial_value(initializers[parameter.kind], key, parameter, dtype)
-        for key, (name, parameter) in zip(keys, parameters.items(), strict=True)
-    }
+    return {name: p.draw(key) for key, (name, p) in zip(keys, parameters.items(), strict=True)}
+
+
+class NewParameter(NamedTuple):
+    """A parameter that is to be initialised.
+
+    Attributes:
+      axes: a logical name per axis.
+      spec: how it is to be split over the mesh of a `Parallelism`; None without one, and inside `jax.shard_map`.
+      draw: makes the value of a key; inside `jax.shard_map` over the axes of a `Parallelism`, this device's part of it.
+    """
+
+    axes: tuple[str, ...]
+    spec: P | None
+    draw: Callable[[Array], Array]
+
+
+def new_parameters(
+    config: MoEConfig,
+    width: int,
+    parallel: Parallelism | None = None,
+    *,
+    use_bias: bool,
+    dtype: DTypeLike,
+    **initializers: Callable,
+) -> dict[str, NewParameter]:
+    """The parameters of `config.parameters(width)`, by name; `initializers` has one of each kind.
+
+    Raises:
+      ValueError: the mesh lacks an axis, or the devices along one do not divide what it splits.
+    """
+    parameters = check_config(config).parameters(width, use_bias=use_bias)
+    inside = parallel is not None and is_inside_shard_map(parallel)
+    specs = {}
+    if parallel is not None and (inside or mesh_of(parallel)):
+        specs = parallel.specs(config, width, use_bias=use_bias)
+    new = {}
+    for name, parameter in parameters.items():
+        spec, part = (None, specs[name]) if inside else (specs.get(name), P())
+        draw = partial(initial_value, initializers[parameter.kind], parameter=parameter, dtype=dtype, part=part)
+        new[name] = NewParameter(parameter.axes, spec, draw)
+    return new
 
 
 def moe(
@@ -149,17 +189,8 @@ def skipped(x: Float[Array, "... d"], config: MoEConfig) -> tuple[Float[Array, "
     wide, tokens = accumulator_dtype(x.dtype), math.prod(x.shape[:-1])
     zero, counts = jnp.zeros((), wide), jnp.zeros(config.num_experts, jnp.int32)
     slots = (tokens, config.experts_per_token)
-    routing = Routing(
-        experts=jnp.full(slots, EMPTY_SLOT, jnp.int32),
-        weights=jnp.zeros(slots, wide),
-        tokens_per_expert=counts,
-        demand=counts,
-        dropped_share=zero,
-        load_balancing_loss=zero,
-        z_loss=zero,
-        entropy=zero,
-        weighted_losses={},
-    )
+    experts, weights = jnp.full(slots, EMPTY_SLOT, jnp.int32), jnp.zeros(slots, wide)
+    routing = Routing(experts, weights, counts, counts, zero, zero, zero, zero, {})
     return jnp.zeros_like(x), routing._replace(weighted_losses=auxiliary_losses(routing, config))
 
 

@@ -10,13 +10,12 @@ from jax import P, lax
 from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import as_array
-from blaze_jax.compiled_once import compiled_once
 from blaze_jax.dispatch import Grouped, check_ids, group_by_expert, int32_experts
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, placed, token_axes
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
-from blaze_jax.reverse_mode import REVERSE_MODE_ONLY, differentiated_once
 from blaze_jax.router import Router, check_router
 from blaze_jax.token_rounding import round_token_counts
+from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once, differentiated_once
 from pallas_kernels.compat import reverse_mode_token
 from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule, accumulator_dtype
 from pallas_kernels.family import Kernels
@@ -194,12 +193,13 @@ def _route_where_tokens_are(
     of_token = token_axes(logits)
     split = of_token if given.treats_tokens_apart(options["router"]) else ()
 
-    def route_here(by_token, shared):
-        logits, given = by_token
-        routing, _ = _route(logits, given, shared, axes=(*axes, *split), **options)
+    def route_here(logits, given, selection_bias):
+        routing, _ = _route(logits, given, selection_bias, axes=(*axes, *split), **options)
         return routing  # what is grouped here are one device's pairs
 
-    routing = per_device(route_here, mesh, split, (logits, given), selection_bias, routing_specs)
+    by_token = P(split or None)
+    specs = (by_token, by_token, P()), routing_specs(by_token)
+    routing = per_device(route_here, mesh, *specs, logits, given, selection_bias, explicit=mesh)
     experts, weights = placed((routing.experts, routing.weights), P(of_token or None), mesh)
     return routing._replace(experts=experts, weights=weights), None
 
