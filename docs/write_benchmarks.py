@@ -61,18 +61,27 @@ def of_kind(kind: str, results: Sequence[Result]) -> list[Record]:
     return [record for result in results for record in result["records"] if record["kind"] == kind]
 
 
+TIMED = {"sustained": "back to back, in turns", "compare": "single runs, each on an emptied L2 cache"}
+"""How layers were timed, by the kind of record: as they serve in training, and kernels alone."""
+
+
 def summary(results: Sequence[Result]) -> str:
-    """The first size that was compared, a row for each layer: what a reader should know first."""
-    result = next(result for result in results if of_kind("compare", [result]))
-    record = of_kind("compare", [result])[0]
-    rows: list[Row] = [("layer", "forward / with backward, ms", "time to ours", "kept for the backward pass, MiB")]
-    for layer in record["layers"]:
-        if layer["status"] == "ok":
-            times = f"{milliseconds(layer[FORWARD]['us'])} / {milliseconds(layer[BOTH]['us'])}"
-            rows.append((label(layer), times, f"{layer[BOTH]['ratio_to_ours']:.1f}×", f"{layer['saved_mib']:,.0f}"))
-    sizes = "{num_tokens:,} tokens of width {model_width:,}, {experts_per_token} of {num_experts} experts of width "
-    sizes = (sizes + "{expert_width:,}").format(**record["sizes"])
-    return "\n".join([*markdown(rows), "", f"{sizes}, {record['dtype']}; {source(result)}."])
+    """The first size that was compared, a row for each layer and way to time it: what a reader should know first."""
+    sizes = of_kind("compare", results)[0]["sizes"]
+    rows: list[Row] = [("layer", "timed", "forward / with backward, ms", "time to ours", "kept, MiB")]
+    sources = []
+    for kind, how in TIMED.items():
+        found = [(record, r) for r in results for record in of_kind(kind, [r]) if record["sizes"] == sizes]
+        for record, result in found[-1:]:  # as last measured
+            sources.append(f"{how}: {source(result)}")
+            for layer in record["layers"]:
+                if layer["status"] == "ok":
+                    times = f"{milliseconds(layer[FORWARD]['us'])} / {milliseconds(layer[BOTH]['us'])}"
+                    kept = f"{layer['saved_mib']:,.0f}" if "saved_mib" in layer else ""
+                    rows.append((label(layer), how, times, f"{layer[BOTH]['ratio_to_ours']:.1f}×", kept))
+    about = "{num_tokens:,} tokens of width {model_width:,}, {experts_per_token} of {num_experts} experts of width "
+    about = (about + "{expert_width:,}").format(**sizes)
+    return "\n".join([*markdown(rows), "", f"{about}, bfloat16. {'; '.join(sources)}.".replace(". b", ". B", 1)])
 
 
 def _name(sizes: dict[str, int]) -> str:

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from blaze_jax.benchmark.layers import compare, measure_memory
 from blaze_jax.benchmark.mesh import Case, expected_efficiency, measure_mesh, parse_mesh, parse_variant
 from blaze_jax.benchmark.own_process import ProcessError, run_apart
-from blaze_jax.benchmark.peers import PEERS
+from blaze_jax.benchmark.peers import PEERS, SONICMOE
 from blaze_jax.benchmark.rates import measure_kernels
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment, read_results, succeeded
 from blaze_jax.benchmark.sizes import GPU_SIZES, PRESETS, Sizes
@@ -28,6 +29,7 @@ from blaze_jax.benchmark.studies import (
     measure_routing,
     measure_scaling,
 )
+from blaze_jax.benchmark.sustained import measure_sustained
 from blaze_jax.benchmark.tables import flatness, terminal
 from blaze_jax.implementation import FAMILIES, demanded_family
 from blaze_jax.progress import counted, write
@@ -40,6 +42,7 @@ each run on an emptied L2 cache. On other platforms they are wall times, and the
 RECORDING = """Results are printed, and kept only where --json says so. The documents show what is in docs/results:
 record with --json docs/results/NAME.json, then write tables and figures with `python -m docs.write_benchmarks`."""
 
+_TALKATIVE = ("layers", "sustained")
 _SETTINGS = ("config", "preset", "tokens", "dtype", "family")
 _SMALL = (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))
 _ROUTED = ((24576, 128, 8), (32768, 128, 8), (65536, 16, 4), (262144, 256, 8), (1048576, 64, 4), (2097152, 4, 1))
@@ -66,6 +69,7 @@ class Study(NamedTuple):
 
 STUDIES = {
     "layers": Study(compare, GPU_SIZES, _SMALL),
+    "sustained": Study(measure_sustained, GPU_SIZES[:6], _SMALL),
     "kernels": Study(measure_kernels, GPU_SIZES, _SMALL),
     "routing": Study(
         measure_routing, [Routed(*sizes) for sizes in _ROUTED], [Routed(2048, 32, 4), Routed(4096, 8, 2)], ["family"]
@@ -108,7 +112,15 @@ def _options() -> dict[str, dict[str, Any]]:
         "family": {"choices": tuple(FAMILIES), "help": "our kernels for GPUs (those of the GPU)"},
         "implementation": {"choices": ("mosaic_gpu", "xla"), "help": "our kernels (the best that can run)"},
         "repeats": _number(20, "N", "timed runs, taking turns"),
-        "peers": {"nargs": "*", "choices": PEERS, "default": list(PEERS), "metavar": "PEER", "help": _PEERS_HELP},
+        "peers": {
+            "nargs": "*",
+            "choices": (*PEERS, SONICMOE),
+            "default": list(PEERS),
+            "metavar": "PEER",
+            "help": _PEERS_HELP,
+        },
+        "turns": _number(5, "N", "turns of each call"),
+        "turn_seconds": _number(0.5, "S", "a turn lasts at least that long, and a third of it before is not counted"),
         "limit_seconds": _number(20.0, "S", "a peer's call that takes longer is not timed"),
         "same_experts": {"action": "store_true", "help": "route all tokens to the same K experts"},
         "float32_weights": {"action": "store_true", "help": "time our layer with float32 weights, too"},
@@ -120,7 +132,7 @@ def _options() -> dict[str, dict[str, Any]]:
     }
 
 
-_PEERS_HELP = f"{', '.join(PEERS)} (all)"
+_PEERS_HELP = f"{', '.join(PEERS)} (all); {SONICMOE}, back to back only"
 _VARIANT_HELP = "fields of Parallelism, such as exchange=permute,chunks=2; repeatable (default)"
 
 
@@ -196,6 +208,8 @@ def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, An
     family = values.get("family")
     if study.absent and (missing := missing_compiler()):
         raise NotImplementedError(f"{command} cannot run: {missing}")
+    if SONICMOE in values.get("peers", ()):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
     about = run_apart(environment) if command == "mesh" else environment()  # its cases have the devices to themselves
     on_gpu = about["platform"] == "gpu" or study.absent
     about["device"] += (
@@ -211,7 +225,7 @@ def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, An
     with demanded_family(family):
         for case, say in counted(_cases(arguments, study, on_gpu)):
             say(str(case))
-            file.add(measure(case, dtype, say=say) if command == "layers" else measure(case, dtype))
+            file.add(measure(case, dtype, say=say) if command in _TALKATIVE else measure(case, dtype))
             write(f"{case}, {dtype.name}\n{terminal(records[-1])}")
     if command == "scaling" and (text := flatness(records)):
         print(f"  {text}")

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from blaze_jax.benchmark.memory import MIB, MemoryPlan, plan_of, saved_bytes
-from blaze_jax.benchmark.peers import AMPERE, PORTABLE, Layer, UnavailableError, estimate, peer_variants
+from blaze_jax.benchmark.peers import AMPERE, PORTABLE, SONICMOE, Layer, UnavailableError, estimate, peer_variants
 from blaze_jax.benchmark.rates import CeilingCalls
 from blaze_jax.benchmark.results import OURS, Record, head
 from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, abstract_inputs, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.sonicmoe import sonicmoe_calls
 from blaze_jax.benchmark.timing import Call, seconds_of, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import choose_implementation, kernels_of
@@ -81,6 +82,41 @@ class Candidate:
         return record | {"status": self.status}
 
 
+def candidates_for(
+    sizes: Sizes,
+    dtype,
+    *,
+    peers: Sequence[str],
+    implementation,
+    limit_seconds: float,
+    same_experts: bool = False,
+    float32_weights: bool = False,
+    say: Callable[[str], object],
+) -> tuple[list[Candidate], CeilingCalls]:
+    """Our layer and its peers, both passes compiled and run; the arguments are those of `compare`."""
+    inputs = expert_inputs(sizes, dtype, same_experts=same_experts)
+    ceiling_calls = CeilingCalls(dtype)
+    rough = ceiling_calls.rates(time_calls(ceiling_calls.calls, repeats=3))
+    limits = Limits(limit_seconds, rough.tflops, memory_limit())
+    implementation = choose_implementation(implementation, inputs[0], inputs[1:4], ())
+    ours = Candidate(OURS, implementation, partial(expert_ffn, implementation=implementation), inputs)
+    layers = [ours]
+    if float32_weights:
+        wide = (inputs[0], *(w.astype(jnp.float32) for w in inputs[1:4]), *inputs[4:])
+        layers.append(Candidate(f"{OURS}, float32 weights", implementation, ours.layer, wide))
+    for candidate in layers:
+        say(f"compiling {candidate.name}")
+        candidate.prepare(BOTH, sizes, limits)
+    same = {PORTABLE: xla, AMPERE: ampere}
+    for name in peers:
+        if same.get(name) is not kernels_of(implementation, dtype=inputs[0].dtype):
+            say(f"compiling {name}")
+            layers.append(_best_variant(name, inputs, sizes, limits))
+    for candidate in layers:
+        candidate.prepare(FORWARD, sizes, limits)
+    return layers, ceiling_calls
+
+
 def compare(
     sizes: Sizes,
     dtype,
@@ -106,26 +142,16 @@ def compare(
       float32_weights: time our layer also with weights in float32, which it casts, and whose gradients are float32.
       say: is told what comes next.
     """
-    inputs = expert_inputs(sizes, dtype, same_experts=same_experts)
-    ceiling_calls = CeilingCalls(dtype)
-    rough = ceiling_calls.rates(time_calls(ceiling_calls.calls, repeats=3))
-    limits = Limits(limit_seconds, rough.tflops, memory_limit())
-    implementation = choose_implementation(implementation, inputs[0], inputs[1:4], ())
-    ours = Candidate(OURS, implementation, partial(expert_ffn, implementation=implementation), inputs)
-    layers = [ours]
-    if float32_weights:
-        wide = (inputs[0], *(w.astype(jnp.float32) for w in inputs[1:4]), *inputs[4:])
-        layers.append(Candidate(f"{OURS}, float32 weights", implementation, ours.layer, wide))
-    for candidate in layers:
-        say(f"compiling {candidate.name}")
-        candidate.prepare(BOTH, sizes, limits)
-    same = {PORTABLE: xla, AMPERE: ampere}
-    for name in peers:
-        if same.get(name) is not kernels_of(implementation, dtype=inputs[0].dtype):
-            say(f"compiling {name}")
-            layers.append(_best_variant(name, inputs, sizes, limits))
-    for candidate in layers:
-        candidate.prepare(FORWARD, sizes, limits)
+    layers, ceiling_calls = candidates_for(
+        sizes,
+        dtype,
+        peers=[name for name in peers if name != SONICMOE],
+        implementation=implementation,
+        limit_seconds=limit_seconds,
+        same_experts=same_experts,
+        float32_weights=float32_weights,
+        say=say,
+    )
     records, ceilings = {candidate.name: candidate.record() for candidate in layers}, {}
     for phase, factor in PASSES.items():
         say(phase)
@@ -220,6 +246,8 @@ def _variants(name: str, inputs: tuple, *, for_gpu: bool | None = None) -> list[
 
 def _best_variant(name: str, inputs: tuple, sizes: Sizes, limits: Limits) -> Candidate:
     """A peer's fastest backend, by a run of forward+backward; one that says what failed if none of several runs."""
+    if name == SONICMOE:
+        return _sonicmoe(inputs)
     variants = _variants(name, inputs)
     for candidate in variants:
         candidate.prepare(BOTH, sizes, limits)
@@ -227,6 +255,20 @@ def _best_variant(name: str, inputs: tuple, sizes: Sizes, limits: Limits) -> Can
     if len(variants) > 1 and BOTH not in best.calls:
         return Candidate(name, "", status="; ".join(f"{c.backend}: {c.status}" for c in variants))
     return best
+
+
+def _sonicmoe(inputs: tuple) -> Candidate:
+    candidate = Candidate(SONICMOE, "")
+    try:
+        candidate.backend, candidate.calls = sonicmoe_calls(*inputs)
+        for call in candidate.calls.values():
+            jax.block_until_ready(call())
+    except UnavailableError as error:
+        candidate.fail(str(error))
+    except Exception as error:  # whatever a peer raises is what there is to report
+        candidate.calls = {}
+        candidate.fail(_failure("does not run", "", error))
+    return candidate
 
 
 def _of(num_bytes: float, limits: Limits) -> str:

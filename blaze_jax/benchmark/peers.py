@@ -26,6 +26,9 @@ RAGGED_DOT = "sort + lax.ragged_dot"
 DENSE_DISPATCH = "dense dispatch"
 PORTABLE = "blaze_jax (xla)"
 AMPERE = "blaze_jax (ampere)"
+SONICMOE = "SonicMoE"
+"""A peer in PyTorch, which is timed only where it is named, and back to back only."""
+
 PEERS = (TOKAMAX, RAGGED_DOT, DENSE_DISPATCH, AMPERE, PORTABLE)
 
 GROUP_TOKENS = 1024
@@ -98,8 +101,10 @@ def peer_variants(name: str, *, for_gpu: bool | None = None) -> Mapping[str, Lay
     """The forms of a peer to choose the fastest of, by name of the backend; for this platform, or for one with a GPU.
 
     Raises:
-      UnavailableError: it is not installed, or there is no GPU for it.
+      UnavailableError: it is not installed, there is no GPU for it, or it is no layer of jax.
     """
+    if name == SONICMOE:
+        raise UnavailableError("SonicMoE is timed back to back alone: python -m blaze_jax.benchmark sustained")
     if name == RAGGED_DOT:
         return {"XLA": sorted_layer(jax.lax.ragged_dot)}
     if name == DENSE_DISPATCH:

@@ -15,7 +15,7 @@ from blaze_jax.benchmark.results import OURS, Record, published, source, succeed
 from blaze_jax.benchmark.sizes import BOTH, Sizes
 from blaze_jax.benchmark.tables import FLAT_FROM, FLAT_WITHIN, label, reason
 
-BLUE, PALE, GREY, RED = "#2563a8", "#d6dbe3", "#94a3b8", "#d1495b"
+BLUE, PALE_BLUE, PALE, GREY, RED = "#2563a8", "#a8c1de", "#d6dbe3", "#94a3b8", "#d1495b"
 _TEXT_GREY = "#6b7280"
 _OUR_KERNELS = "moe_"
 _COLUMNS = 2
@@ -73,12 +73,12 @@ def draw_one(result: dict[str, Any], path: Path) -> None:
 type Drawer = Callable[[Sequence[Record]], Figure]
 
 _DRAWERS: list[tuple[str, str, Drawer]] = []
-"""A kind of record, the name of a file, and what draws it."""
+"""Kinds of records, the name of a file, and what draws it."""
 
 
-def _figure(kind: str, file: str) -> Callable[[Drawer], Drawer]:
+def _figure(kinds: str, file: str) -> Callable[[Drawer], Drawer]:
     def register(drawer: Drawer) -> Drawer:
-        _DRAWERS.append((kind, file, drawer))
+        _DRAWERS.append((kinds, file, drawer))
         return drawer
 
     return register
@@ -86,10 +86,15 @@ def _figure(kind: str, file: str) -> Callable[[Drawer], Drawer]:
 
 def _figures(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Figure]]:
     """The figures and the names of their files."""
-    for kind, name, drawer in _DRAWERS:
-        if found := [(record, result) for result in results for record in result["records"] if record["kind"] == kind]:
+    for kinds, name, drawer in _DRAWERS:
+        if found := [
+            (record, result) for result in results for record in result["records"] if record["kind"] in kinds.split()
+        ]:
             figure = drawer([record for record, _ in found])
-            figure.text(0.995, 0.004, source(found[0][1]), ha="right", va="bottom", fontsize=8, color=_TEXT_GREY)
+            sources = {record["kind"]: source(result) for record, result in found}
+            figure.text(
+                0.995, 0.004, "; ".join(sources.values()), ha="right", va="bottom", fontsize=8, color=_TEXT_GREY
+            )
             yield name, figure
 
 
@@ -166,7 +171,7 @@ def _sizes(record: Record) -> str:
 
 
 def _of_layers(title: str, records: Sequence[Record], value: Callable, ceilings: Sequence[float] = ()) -> Figure:
-    """A bar for each layer of a record, and for each other run at the same sizes that has a value."""
+    """A bar for each layer of a record, and pale ones for those of other runs at the same sizes that have a value."""
     panels = {}
     for record in records:
         bars = panels[_sizes(record)] = []
@@ -179,13 +184,33 @@ def _of_layers(title: str, records: Sequence[Record], value: Callable, ceilings:
     return _panels(f"{title} (pale: figures of other runs)", panels, ceilings)
 
 
-@_figure("compare", "speed.png")
+@_figure("compare sustained", "speed.png")
 def _speed(records: Sequence[Record]) -> Figure:
-    def tflops(record: Record, row: Record) -> float | None:
-        return 3 * Sizes(**record["sizes"]).forward_flops / row[BOTH]["us"] / 1e6 if BOTH in row else None
-
-    ceilings = [record["ceilings"][BOTH]["tflops"] for record in records]
-    return _of_layers("Forward + backward, TFLOP/s", records, tflops, ceilings)
+    """A panel for each configuration, as last measured: layers back to back and, pale, those timed alone only."""
+    by_size: dict[str, dict[str, Record]] = {}
+    for record in records:
+        by_size.setdefault(_sizes(record), {})[record["kind"]] = record
+    panels, ceilings = {}, []
+    for name, found in by_size.items():
+        bars, drawn = panels.setdefault(name, []), set()
+        for kind, own, others in (("sustained", BLUE, GREY), ("compare", PALE_BLUE, PALE)):
+            for row in found[kind]["layers"] if kind in found else ():
+                if row["layer"] in drawn:
+                    continue
+                drawn.add(row["layer"])
+                color = own if row["layer"].startswith(OURS) else others
+                tflops = (
+                    3 * Sizes(**found[kind]["sizes"]).forward_flops / row[BOTH]["us"] / 1e6 if BOTH in row else None
+                )
+                bars.append(
+                    one_piece(OURS if row["layer"] == OURS else label(row), tflops, color, reason(row["status"]))
+                )
+        sustained = found.get("sustained")
+        ceilings.append(
+            sustained.get("sustained_tflops", 0.0) if sustained else found["compare"]["ceilings"][BOTH]["tflops"]
+        )
+    title = "Forward + backward, TFLOP/s: back to back, in turns (pale: single runs, each on an emptied L2 cache)"
+    return _panels(title, panels, ceilings)
 
 
 @_figure("compare", "memory.png")

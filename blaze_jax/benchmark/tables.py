@@ -101,6 +101,21 @@ def _comparison(record: Record) -> Iterator[Row]:
         yield label(layer), forward + milliseconds(both["us"]), *rates, memory, ratio
 
 
+@_rows("sustained", "layer | forward, ms | time to ours | both, ms | time to ours | TFLOP/s | MHz | W")
+def _sustained(record: Record) -> Iterator[Row]:
+    for layer in record["layers"]:
+        if BOTH not in layer:
+            yield label(layer), reason(layer["status"]), *[""] * 6
+            continue
+        cells = []
+        for name in (FORWARD, BOTH):
+            ratio = layer.get(name, {}).get("ratio_to_ours")
+            cells += [milliseconds(layer[name]["us"]) if name in layer else reason(layer["status"])]
+            cells += [f"{ratio:.2f}×" if ratio else ""]
+        both = layer[BOTH]
+        yield label(layer), *cells, f"{both['tflops']:.3g}", _number(both, "mhz", "?"), _number(both, "watts", "?")
+
+
 @_rows("memory", "layer | saved, MiB | temporaries, MiB | with results, MiB")
 def _memory(record: Record) -> Iterator[Row]:
     for layer in record["layers"]:
@@ -255,6 +270,8 @@ def _aligned(*rows: Row) -> Iterator[str]:
 
 def _ceilings(record: Record) -> Iterator[str]:
     """The device's rates, of each pass if they were timed apart."""
+    if record["kind"] == "sustained" and record.get("sustained_tflops"):
+        yield f"dense matmul {record['sustained_tflops']:.4g} TFLOP/s back to back"
     found = record.get("ceilings", {})
     for rates in [found] if "gbs" in found else found.values():
         one_expert = rates.get("one_expert_tflops")
