@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from blaze_jax.benchmark.plots import draw
-from blaze_jax.benchmark.results import Record, read_results, source
-from blaze_jax.benchmark.sizes import BOTH, FORWARD, GPU_SIZES
+from blaze_jax.benchmark.results import Record, read_results, source, succeeded
+from blaze_jax.benchmark.sizes import GPU_SIZES, PASSES
 from blaze_jax.benchmark.studies import DECIDERS
-from blaze_jax.benchmark.tables import Row, flatness, label, markdown, milliseconds, table
+from blaze_jax.benchmark.tables import Row, both_ms, cell, flatness, label, markdown, merged, table
 
 START = "<!-- results: {}, written by `python -m docs.write_benchmarks`, do not edit -->"
 END = "<!-- end of results -->"
@@ -61,27 +61,22 @@ def of_kind(kind: str, results: Sequence[Result]) -> list[Record]:
     return [record for result in results for record in result["records"] if record["kind"] == kind]
 
 
-TIMED = {"sustained": "back to back, in turns", "compare": "single runs, each on an emptied L2 cache"}
-"""How layers were timed, by the kind of record: as they serve in training, and kernels alone."""
-
-
 def summary(results: Sequence[Result]) -> str:
-    """The first size that was compared, a row for each layer and way to time it: what a reader should know first."""
-    sizes = of_kind("compare", results)[0]["sizes"]
-    rows: list[Row] = [("layer", "timed", "forward / with backward, ms", "time to ours", "kept, MiB")]
-    sources = []
-    for kind, how in TIMED.items():
-        found = [(record, r) for r in results for record in of_kind(kind, [r]) if record["sizes"] == sizes]
-        for record, result in found[-1:]:  # as last measured
-            sources.append(f"{how}: {source(result)}")
-            for layer in record["layers"]:
-                if layer["status"] == "ok":
-                    times = f"{milliseconds(layer[FORWARD]['us'])} / {milliseconds(layer[BOTH]['us'])}"
-                    kept = f"{layer['saved_mib']:,.0f}" if "saved_mib" in layer else ""
-                    rows.append((label(layer), how, times, f"{layer[BOTH]['ratio_to_ours']:.1f}×", kept))
-    about = "{num_tokens:,} tokens of width {model_width:,}, {experts_per_token} of {num_experts} experts of width "
-    about = (about + "{expert_width:,}").format(**sizes)
-    return "\n".join([*markdown(rows), "", f"{about}, bfloat16. {'; '.join(sources)}.".replace(". b", ". B", 1)])
+    """The first of the default sizes, a row for each layer: what a reader should know first."""
+    sizes = GPU_SIZES[0]
+    shown = [r for r in results if any(record["sizes"] == sizes._asdict() for record in of_kind("compare", [r]))]
+    pair = "forward / with backward, ms"
+    rows: list[Row] = [("layer", f"back to back: {pair}", "to ours", f"single runs: {pair}", "to ours", "kept, MiB")]
+    for layer in merged(of_kind("compare", shown))[sizes].values():
+        if succeeded(layer):
+            single = [layer[name] for name in PASSES]
+            long_runs = [timed.get("sustained", {}) for timed in single]
+            cells = [(both_ms(runs), cell(runs[1], "ratio_to_ours", ".1f", "×")) for runs in (long_runs, single)]
+            rows.append((label(layer), *cells[0], *cells[1], cell(layer, "saved_mib", ",.0f")))
+    about = (
+        f"{sizes[0]:,} tokens of width {sizes[1]:,}, {sizes[4]} of {sizes[3]} experts of width {sizes[2]:,}, bfloat16"
+    )
+    return "\n".join([*markdown(rows), "", f"{about}; {source(*shown)}."])
 
 
 def _name(sizes: dict[str, int]) -> str:

@@ -29,7 +29,6 @@ from blaze_jax.benchmark.studies import (
     measure_routing,
     measure_scaling,
 )
-from blaze_jax.benchmark.sustained import measure_sustained
 from blaze_jax.benchmark.tables import flatness, terminal
 from blaze_jax.implementation import FAMILIES, demanded_family
 from blaze_jax.progress import counted, write
@@ -42,7 +41,6 @@ each run on an emptied L2 cache. On other platforms they are wall times, and the
 RECORDING = """Results are printed, and kept only where --json says so. The documents show what is in docs/results:
 record with --json docs/results/NAME.json, then write tables and figures with `python -m docs.write_benchmarks`."""
 
-_TALKATIVE = ("layers", "sustained")
 _SETTINGS = ("config", "preset", "tokens", "dtype", "family")
 _SMALL = (Sizes(4096, 512, 512, 16, 2), Sizes(2048, 256, 128, 32, 4))
 _ROUTED = ((24576, 128, 8), (32768, 128, 8), (65536, 16, 4), (262144, 256, 8), (1048576, 64, 4), (2097152, 4, 1))
@@ -69,7 +67,6 @@ class Study(NamedTuple):
 
 STUDIES = {
     "layers": Study(compare, GPU_SIZES, _SMALL),
-    "sustained": Study(measure_sustained, GPU_SIZES[:6], _SMALL),
     "kernels": Study(measure_kernels, GPU_SIZES, _SMALL),
     "routing": Study(
         measure_routing, [Routed(*sizes) for sizes in _ROUTED], [Routed(2048, 32, 4), Routed(4096, 8, 2)], ["family"]
@@ -119,8 +116,8 @@ def _options() -> dict[str, dict[str, Any]]:
             "metavar": "PEER",
             "help": _PEERS_HELP,
         },
-        "turns": _number(5, "N", "turns of each call"),
-        "turn_seconds": _number(0.5, "S", "a turn lasts at least that long, and a third of it before is not counted"),
+        "turns": _number(5, "N", "turns of each pass back to back"),
+        "turn_seconds": _number(0.5, "S", "of a turn at least, after a third of it that is not counted"),
         "limit_seconds": _number(20.0, "S", "a peer's call that takes longer is not timed"),
         "same_experts": {"action": "store_true", "help": "route all tokens to the same K experts"},
         "float32_weights": {"action": "store_true", "help": "time our layer with float32 weights, too"},
@@ -132,7 +129,7 @@ def _options() -> dict[str, dict[str, Any]]:
     }
 
 
-_PEERS_HELP = f"{', '.join(PEERS)} (all); {SONICMOE}, back to back only"
+_PEERS_HELP = f"{', '.join(PEERS)} (all); {SONICMOE} if it is named"
 _VARIANT_HELP = "fields of Parallelism, such as exchange=permute,chunks=2; repeatable (default)"
 
 
@@ -225,7 +222,7 @@ def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, An
     with demanded_family(family):
         for case, say in counted(_cases(arguments, study, on_gpu)):
             say(str(case))
-            file.add(measure(case, dtype, say=say) if command in _TALKATIVE else measure(case, dtype))
+            file.add(measure(case, dtype, say=say) if command == "layers" else measure(case, dtype))
             write(f"{case}, {dtype.name}\n{terminal(records[-1])}")
     if command == "scaling" and (text := flatness(records)):
         print(f"  {text}")

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from blaze_jax.benchmark.back_to_back import take_turns
 from blaze_jax.benchmark.memory import MIB, MemoryPlan, plan_of, saved_bytes
 from blaze_jax.benchmark.peers import AMPERE, PORTABLE, SONICMOE, Layer, UnavailableError, estimate, peer_variants
-from blaze_jax.benchmark.rates import CeilingCalls
+from blaze_jax.benchmark.rates import DENSE, CeilingCalls
 from blaze_jax.benchmark.results import OURS, Record, head
 from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, abstract_inputs, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.sonicmoe import sonicmoe_calls
@@ -42,7 +43,18 @@ H200 = Limits(num_bytes=141 * 10**9, absent=True)
 
 @dataclass
 class Candidate:
-    """A layer on its way into a record; `status` is "ok", or what went wrong first."""
+    """A layer on its way into a record.
+
+    Attributes:
+      name: its own, or the peer's.
+      backend: which of a peer's it is.
+      layer: a function of jax; None for what cannot be had, and for what is given by its calls.
+      inputs: the layer's arguments.
+      status: "ok", or what went wrong first.
+      calls: a function without arguments for each pass that can run.
+      first_us: microseconds of its first run.
+      plan: XLA's, of both passes.
+    """
 
     name: str
     backend: str
@@ -51,18 +63,18 @@ class Candidate:
     status: str = "ok"
     calls: dict[str, Call] = field(default_factory=dict)
     first_us: dict[str, float] = field(default_factory=dict)
-    plans: dict[str, MemoryPlan | None] = field(default_factory=dict)
+    plan: MemoryPlan | None = None
 
     def prepare(self, phase: str, sizes: Sizes, limits: Limits) -> None:
         """Compiles a pass and, unless that is for an absent GPU, runs it twice."""
-        if self.layer is None:
-            return
         try:
-            call, self.plans[phase] = compile_pass(self, phase, sizes, limits)
-            if not limits.absent:
-                self.first_us[phase] = first_run(call, limits.seconds) * 1e6
-                self.calls[phase] = call
+            if self.layer is not None:
+                self.calls[phase], plan = compile_pass(self, phase, sizes, limits)
+                self.plan = plan if phase == BOTH else self.plan
+            if phase in self.calls and not limits.absent:
+                self.first_us[phase] = first_run(self.calls[phase], limits.seconds) * 1e6
         except UnavailableError as error:
+            self.calls.pop(phase, None)
             self.fail(str(error))
 
     def fail(self, status: str) -> None:
@@ -77,23 +89,44 @@ class Candidate:
                 record["saved_mib"] = saved_bytes(self.layer, *self.inputs) / MIB
         except Exception as error:  # whatever a peer raises is what there is to report
             self.fail(_failure("does not trace", "", error))
-        if plan := self.plans.get(BOTH):
-            record |= {"temporaries_mib": plan.temporaries / MIB, "peak_mib": plan.peak / MIB}
+        if self.plan is not None:
+            record |= {"temporaries_mib": self.plan.temporaries / MIB, "peak_mib": self.plan.peak / MIB}
         return record | {"status": self.status}
 
 
-def candidates_for(
+def compare(
     sizes: Sizes,
     dtype,
     *,
     peers: Sequence[str],
-    implementation,
-    limit_seconds: float,
+    repeats: int,
+    turns: int = 5,
+    turn_seconds: float = 0.5,
+    implementation=None,
+    limit_seconds: float = 20.0,
     same_experts: bool = False,
     float32_weights: bool = False,
-    say: Callable[[str], object],
-) -> tuple[list[Candidate], CeilingCalls]:
-    """Our layer and its peers, both passes compiled and run; the arguments are those of `compare`."""
+    say: Callable[[str], object] = lambda message: None,
+) -> Record:
+    """Times our layer and its peers in turns, in single runs and back to back, and tells their memory.
+
+    A single run follows an emptied L2 cache, and is timed by its kernels. Back to back is how layers serve in training,
+    at the clock and the power of a long run, by wall time: it counts what the host takes to launch, where that is
+    longer. What takes longer than a turn has no such time.
+
+    Args:
+      sizes: the layer's.
+      dtype: the tokens' and expert weights'.
+      peers: which of `PEERS`, or SonicMoE, to compare with ours; of each, its fastest backend by one run.
+      repeats: timed runs of each pass; three of what takes more than a quarter of a second.
+      turns: turns of each pass back to back.
+      turn_seconds: seconds of a turn at least, after a third of it that is not counted.
+      implementation: our layer's.
+      limit_seconds: a call estimated, or seen, to take longer is reported and not timed.
+      same_experts: route all tokens to the same K experts, not at random.
+      float32_weights: time our layer also with weights in float32, which it casts, and whose gradients are float32.
+      say: is told what comes next.
+    """
     inputs = expert_inputs(sizes, dtype, same_experts=same_experts)
     ceiling_calls = CeilingCalls(dtype)
     rough = ceiling_calls.rates(time_calls(ceiling_calls.calls, repeats=3))
@@ -114,63 +147,35 @@ def candidates_for(
             layers.append(_best_variant(name, inputs, sizes, limits))
     for candidate in layers:
         candidate.prepare(FORWARD, sizes, limits)
-    return layers, ceiling_calls
-
-
-def compare(
-    sizes: Sizes,
-    dtype,
-    *,
-    peers: Sequence[str],
-    repeats: int,
-    implementation=None,
-    limit_seconds: float = 20.0,
-    same_experts: bool = False,
-    float32_weights: bool = False,
-    say: Callable[[str], object] = lambda message: None,
-) -> Record:
-    """Times our layer and its peers in turns, forward and forward+backward, and tells their memory.
-
-    Args:
-      sizes: the layer's.
-      dtype: the tokens' and expert weights'.
-      peers: which of `PEERS` to compare with ours; of each, its fastest backend by one run.
-      repeats: timed runs of each pass; three of what takes more than a quarter of a second.
-      implementation: our layer's.
-      limit_seconds: a call estimated, or seen, to take longer is reported and not timed.
-      same_experts: route all tokens to the same K experts, not at random.
-      float32_weights: time our layer also with weights in float32, which it casts, and whose gradients are float32.
-      say: is told what comes next.
-    """
-    layers, ceiling_calls = candidates_for(
-        sizes,
-        dtype,
-        peers=[name for name in peers if name != SONICMOE],
-        implementation=implementation,
-        limit_seconds=limit_seconds,
-        same_experts=same_experts,
-        float32_weights=float32_weights,
-        say=say,
-    )
-    records, ceilings = {candidate.name: candidate.record() for candidate in layers}, {}
+    rows, ceilings = {candidate.name: candidate.record() for candidate in layers}, {}
     for phase, factor in PASSES.items():
         say(phase)
         ready = {c.name: c for c in layers if phase in c.calls}
-        slow = [name for name, c in ready.items() if c.first_us[phase] >= _SLOW_US]
-        fast = {name: c.calls[phase] for name, c in ready.items() if name not in slow}
-        timings = time_calls(fast | ceiling_calls.calls, repeats=repeats)
-        for name in slow:
+        apart = [name for name, c in ready.items() if c.layer is None or c.first_us[phase] >= _SLOW_US]
+        together = {name: c.calls[phase] for name, c in ready.items() if name not in apart}
+        timings = time_calls(together | ceiling_calls.calls, repeats=repeats)
+        for name in apart:
             timings |= time_calls({name: ready[name].calls[phase]}, repeats=_SLOW_REPEATS)
         ceilings[phase] = ceiling_calls.rates(timings)
         for name in ready:
-            record = ceilings[phase].pass_record(timings[name], factor * sizes.forward_flops)
-            if OURS in timings:
-                record["ratio_to_ours"] = timings[name].us / timings[OURS].us
-            records[name][phase] = record
+            rows[name][phase] = ceilings[phase].pass_record(timings[name], factor * sizes.forward_flops)
+    say("back to back")
+    short = [(c, phase) for c in layers for phase in c.calls if c.first_us[phase] < turn_seconds * 1e6]
+    calls = {(c.name, phase): c.calls[phase] for c, phase in short}
+    times = take_turns(calls | {(DENSE, DENSE): ceiling_calls.calls[DENSE]}, turns=turns, seconds=turn_seconds)
+    dense = ceiling_calls.dense_tflops(times.pop((DENSE, DENSE))["us"])
+    for (name, phase), run in times.items():
+        rows[name][phase]["sustained"] = run | {"tflops": PASSES[phase] * sizes.forward_flops / run["us"] / 1e6}
+    for phase in PASSES:
+        for row in rows.values():
+            timed, our_time = row.get(phase, {}), rows[OURS].get(phase, {})
+            for of, ours in ((timed, our_time), (timed.get("sustained"), our_time.get("sustained"))):
+                if of and ours:
+                    of["ratio_to_ours"] = of["us"] / ours["us"]
     return head("compare", sizes, dtype) | {
         "same_experts": same_experts,
-        "ceilings": {phase: c._asdict() for phase, c in ceilings.items()},
-        "layers": list(records.values()),
+        "ceilings": {phase: c._asdict() | {"sustained_tflops": dense} for phase, c in ceilings.items()},
+        "layers": list(rows.values()),
     }
 
 
@@ -221,12 +226,13 @@ def first_run(call: Call, limit_seconds: float) -> float:
       UnavailableError: it fails or takes too long.
     """
     seconds = 0.0
-    try:
-        for _ in range(2):  # the first may have to allocate
-            if (seconds := seconds_of(call)) > limit_seconds:
-                raise UnavailableError(f"stopped: one call took {seconds:.0f} s")
-    except jax.errors.JaxRuntimeError as error:
-        raise UnavailableError(_failure("does not run", "", error)) from error
+    for _ in range(2):  # the first may have to allocate
+        try:
+            seconds = seconds_of(call)
+        except Exception as error:  # whatever a peer raises is what there is to report
+            raise UnavailableError(_failure("does not run", "", error)) from error
+        if seconds > limit_seconds:
+            raise UnavailableError(f"stopped: one call took {seconds:.0f} s")
     return seconds
 
 
@@ -238,6 +244,11 @@ def memory_limit() -> float:
 def _variants(name: str, inputs: tuple, *, for_gpu: bool | None = None) -> list[Candidate]:
     """A candidate for each backend of a peer, or one that says why there is none here."""
     try:
+        if name == SONICMOE and for_gpu:
+            raise UnavailableError("XLA has no plan of what PyTorch does")
+        if name == SONICMOE:
+            version, calls = sonicmoe_calls(*inputs)
+            return [Candidate(name, version, inputs=inputs, calls=calls)]
         found = peer_variants(name, for_gpu=for_gpu)
     except UnavailableError as error:
         return [Candidate(name, "", status=str(error))]
@@ -246,8 +257,6 @@ def _variants(name: str, inputs: tuple, *, for_gpu: bool | None = None) -> list[
 
 def _best_variant(name: str, inputs: tuple, sizes: Sizes, limits: Limits) -> Candidate:
     """A peer's fastest backend, by a run of forward+backward; one that says what failed if none of several runs."""
-    if name == SONICMOE:
-        return _sonicmoe(inputs)
     variants = _variants(name, inputs)
     for candidate in variants:
         candidate.prepare(BOTH, sizes, limits)
@@ -255,20 +264,6 @@ def _best_variant(name: str, inputs: tuple, sizes: Sizes, limits: Limits) -> Can
     if len(variants) > 1 and BOTH not in best.calls:
         return Candidate(name, "", status="; ".join(f"{c.backend}: {c.status}" for c in variants))
     return best
-
-
-def _sonicmoe(inputs: tuple) -> Candidate:
-    candidate = Candidate(SONICMOE, "")
-    try:
-        candidate.backend, candidate.calls = sonicmoe_calls(*inputs)
-        for call in candidate.calls.values():
-            jax.block_until_ready(call())
-    except UnavailableError as error:
-        candidate.fail(str(error))
-    except Exception as error:  # whatever a peer raises is what there is to report
-        candidate.calls = {}
-        candidate.fail(_failure("does not run", "", error))
-    return candidate
 
 
 def _of(num_bytes: float, limits: Limits) -> str:

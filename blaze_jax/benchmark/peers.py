@@ -27,7 +27,7 @@ DENSE_DISPATCH = "dense dispatch"
 PORTABLE = "blaze_jax (xla)"
 AMPERE = "blaze_jax (ampere)"
 SONICMOE = "SonicMoE"
-"""A peer in PyTorch, which is timed only where it is named, and back to back only."""
+"""A peer in PyTorch, which is timed only where it is named."""
 
 PEERS = (TOKAMAX, RAGGED_DOT, DENSE_DISPATCH, AMPERE, PORTABLE)
 
@@ -101,10 +101,8 @@ def peer_variants(name: str, *, for_gpu: bool | None = None) -> Mapping[str, Lay
     """The forms of a peer to choose the fastest of, by name of the backend; for this platform, or for one with a GPU.
 
     Raises:
-      UnavailableError: it is not installed, there is no GPU for it, or it is no layer of jax.
+      UnavailableError: it is not installed, or there is no GPU for it.
     """
-    if name == SONICMOE:
-        raise UnavailableError("SonicMoE is timed back to back alone: python -m blaze_jax.benchmark sustained")
     if name == RAGGED_DOT:
         return {"XLA": sorted_layer(jax.lax.ragged_dot)}
     if name == DENSE_DISPATCH:

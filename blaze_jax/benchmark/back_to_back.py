@@ -1,20 +1,16 @@
-"""Our layer and its peers back to back, in turns, at the clock and the power of a long run, as in training."""
+"""Calls back to back, in turns, at the clock and the power that a GPU has in a long run, as in training."""
 
 import ctypes
 import math
 import os
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
-from blaze_jax.benchmark.layers import candidates_for
-from blaze_jax.benchmark.rates import DENSE
-from blaze_jax.benchmark.results import OURS, Record, head
-from blaze_jax.benchmark.sizes import PASSES, Sizes
 from blaze_jax.benchmark.timing import Call, seconds_of
 
 _SAMPLE_SECONDS = 0.02
@@ -22,52 +18,6 @@ _SM_CLOCK = 1
 
 type Gauge = Callable[[], tuple[float, float] | None]
 """Reads the clock of the multiprocessors, in MHz, and the power, in watts; None where the driver does not tell."""
-
-
-def measure_sustained(
-    sizes: Sizes,
-    dtype,
-    *,
-    peers: Sequence[str],
-    turns: int,
-    turn_seconds: float,
-    implementation=None,
-    limit_seconds: float = 20.0,
-    say: Callable[[str], object] = lambda message: None,
-) -> Record:
-    """Times our layer and its peers back to back, in turns, forward and forward+backward, with the clock and the power.
-
-    Times are wall times per call: what the host takes to launch counts where it is longer than the kernels. The dense
-    product of the ceilings takes turns with the layers.
-
-    Args:
-      sizes: the layer's.
-      dtype: the tokens' and expert weights'.
-      peers: which to compare with ours, SonicMoE among them if it is named; of each, its fastest backend by one run.
-      turns: of each call; the medians over them are recorded.
-      turn_seconds: how long a turn lasts at least, after a third of it that is not counted.
-      implementation: our layer's.
-      limit_seconds: a call estimated, or seen, to take longer is reported and not timed.
-      say: is told what comes next.
-    """
-    layers, ceiling_calls = candidates_for(
-        sizes, dtype, peers=peers, implementation=implementation, limit_seconds=limit_seconds, say=say
-    )
-    say("back to back")
-    calls = {(layer.name, name): call for layer in layers for name, call in layer.calls.items()}
-    times = take_turns(calls | {(DENSE, DENSE): ceiling_calls.calls[DENSE]}, turns=turns, seconds=turn_seconds)
-    rows = []
-    for layer in layers:
-        row = layer.record()
-        for name in layer.calls:
-            timed = times[layer.name, name]
-            row[name] = timed | {"tflops": PASSES[name] * sizes.forward_flops / timed["us"] / 1e6}
-            if (OURS, name) in times:
-                row[name]["ratio_to_ours"] = timed["us"] / times[OURS, name]["us"]
-        rows.append(row)
-    dense = ceiling_calls.dense_tflops(times[DENSE, DENSE]["us"])
-    record = head("sustained", sizes, dtype) | {"turns": turns, "turn_seconds": turn_seconds}
-    return record | {"sustained_tflops": dense, "layers": rows}
 
 
 def take_turns[K](

@@ -7,11 +7,12 @@ from unittest.mock import MagicMock
 import jax.numpy as jnp
 import pytest
 
-from blaze_jax.benchmark import layers, sustained
+from blaze_jax.benchmark import layers
+from blaze_jax.benchmark.back_to_back import take_turns
+from blaze_jax.benchmark.layers import compare
 from blaze_jax.benchmark.peers import DENSE_DISPATCH, SONICMOE
-from blaze_jax.benchmark.sizes import BOTH, FORWARD, Sizes
+from blaze_jax.benchmark.sizes import PASSES, Sizes
 from blaze_jax.benchmark.sonicmoe import TILES, _try_fewer
-from blaze_jax.benchmark.sustained import measure_sustained, take_turns
 from blaze_jax.benchmark.tables import terminal
 
 SIZES = Sizes(16, 8, 4, 3, 2)
@@ -55,40 +56,38 @@ def stand_in(missing=""):
     return modules, import_module
 
 
-def measure(**options):
-    settings = {"peers": [DENSE_DISPATCH, SONICMOE], "turns": 2, "turn_seconds": 0.01}
-    return measure_sustained(SIZES, jnp.dtype("float32"), **settings | options)
+def measured(monkeypatch, import_module):
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    monkeypatch.setattr(layers, "take_turns", lambda calls, turns, **_: take_turns(calls, turns=turns, seconds=0.01))
+    return compare(SIZES, jnp.dtype("float32"), peers=[DENSE_DISPATCH, SONICMOE], repeats=1, turns=2)
 
 
 def test_the_record_has_ratios_and_what_the_table_shows(monkeypatch):
     modules, import_module = stand_in()
-    monkeypatch.setattr(importlib, "import_module", import_module)
-    record = measure()
-    assert (record["kind"], record["turns"], record["turn_seconds"]) == ("sustained", 2, 0.01)
+    record = measured(monkeypatch, import_module)
     ours, dense, sonic = record["layers"]
     assert (sonic["layer"], sonic["backend"]) == (SONICMOE, "0.1, torch 2.0")
     for row in (ours, dense, sonic):
         assert row["status"] == "ok"
-        for name in (FORWARD, BOTH):
-            assert len(row[name]["samples_us"]) == 2
-            assert row[name]["ratio_to_ours"] == pytest.approx(row[name]["us"] / ours[name]["us"])
-    assert ours[BOTH]["tflops"] == pytest.approx(3 * SIZES.forward_flops / ours[BOTH]["us"] / 1e6)
+        for name, factor in PASSES.items():
+            run, our_run = row[name]["sustained"], ours[name]["sustained"]
+            assert len(run["samples_us"]) == 2
+            assert run["ratio_to_ours"] == pytest.approx(run["us"] / our_run["us"])
+            assert run["tflops"] == pytest.approx(factor * SIZES.forward_flops / run["us"] / 1e6)
     shown = terminal(record)
     assert "SonicMoE (0.1, torch 2.0)" in shown
-    assert "TFLOP/s back to back" in shown
+    assert "back to back), copy" in shown
     assert modules["torch"].cuda.synchronize.called  # jax waits for what PyTorch computes
 
 
 def test_a_peer_that_is_not_there_or_fails_has_a_reason(monkeypatch):
-    modules, import_module = stand_in(missing="sonicmoe.functional")
-    monkeypatch.setattr(importlib, "import_module", import_module)
-    assert measure(peers=[SONICMOE])["layers"][1]["status"].startswith("SonicMoE cannot be imported: No module named")
+    _, import_module = stand_in(missing="sonicmoe.functional")
+    (*_, sonic) = measured(monkeypatch, import_module)["layers"]
+    assert sonic["status"].startswith("SonicMoE cannot be imported: No module named")
     modules, import_module = stand_in()
     modules["torch"].autograd.grad.side_effect = RuntimeError("RESOURCE_EXHAUSTED: or so")
-    monkeypatch.setattr(importlib, "import_module", import_module)
-    record = measure(peers=[SONICMOE])
-    assert record["layers"][1]["status"].startswith("out of memory: RuntimeError")
-    assert FORWARD not in record["layers"][1]
+    (*_, sonic) = measured(monkeypatch, import_module)["layers"]
+    assert sonic["status"].startswith("out of memory: RuntimeError")
 
 
 def test_its_tuner_tries_fewer_tiles_where_they_can_serve():
@@ -107,7 +106,3 @@ def test_its_tuner_tries_fewer_tiles_where_they_can_serve():
         _try_fewer(autotuner)
     assert Autotuner().prune_configs([good, other, config(*min(TILES), swap_ab=True)]) == [good]
     assert Autotuner().prune_configs([other]) == [other]
-
-
-def test_without_a_gpu_there_is_no_gauge():
-    assert sustained.gpu_gauge() is None or layers.jax.default_backend() == "gpu"
