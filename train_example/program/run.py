@@ -28,7 +28,7 @@ from train_example.program.devices import parallelism, state_shardings
 from train_example.program.metrics import MetricsLog, progress_bar, show
 from train_example.program.model import first_state, make_model
 from train_example.program.results import generate, plot
-from train_example.public_models.tokens import TokenStream
+from train_example.public_models.tokens import token_stream
 from train_example.public_models.weights import save_model
 from train_example.step import TrainState, Tree
 
@@ -161,7 +161,7 @@ def make_corpus(config: TrainConfig) -> Corpus:
     """The text of a run, in bytes, or in the tokens of the model that it starts from."""
     stream, vocabulary = open_text(config.data), config.model.vocabulary
     if config.checkpoint:
-        stream = TokenStream(stream, config.checkpoint, vocabulary)
+        stream = token_stream(stream, config.checkpoint, vocabulary)
     return Corpus(stream, config.sequence_length, vocabulary)
 
 
@@ -221,7 +221,7 @@ def _train(setup: Setup, log: MetricsLog) -> TrainState:
 def _introduction(setup: Setup) -> str:
     config, corpus, stream = setup.config, setup.corpus, setup.corpus.stream
     start = f"from step {setup.first_step} " if setup.first_step else ""
-    documents = f"{stream.documents:,} document{'s' if stream.documents > 1 else ''}"
+    documents = f"{len(stream.documents):,} document{'s' if len(stream.documents) > 1 else ''}"
     lines = [
         f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters in {config.dtype} arithmetic",
         f"text: {documents}, {len(stream):,} {stream.unit}, the last {corpus.held_out_units:,} of them held out",
@@ -230,7 +230,7 @@ def _introduction(setup: Setup) -> str:
     if (scheduled := config.schedule_steps or config.steps) != config.steps:
         after = ", then a tenth of its peak" if scheduled < config.steps else ""
         lines.append(f"learning rate: that of a run of {scheduled} steps{after} (--schedule-steps)")
-    if isinstance(stream, TokenStream) and stream.end is None:
+    if stream.unit == "tokens" and stream.end is None:
         lines.insert(2, "no end token: the model's files name none, so each document begins right after another")
     return "\n".join(lines)
 
