@@ -18,6 +18,7 @@ import blaze_jax
 from blaze_jax import Activation, MoE, MoEConfig, Parallelism, build_dispatch, expert_ffn, init, moe, route
 from blaze_jax.implementation import demanded_family
 from blaze_jax.layer_observer import observed_layers
+from tests.over_devices import make_mesh
 
 CONFIG = MoEConfig(num_experts=4, experts_per_token=2, expert_width=8, shared_width=8, z_loss_weight=0.1)
 WIDTH = 16
@@ -29,103 +30,85 @@ def problem(config=CONFIG):
     return x, init(jax.random.key(1), config, WIDTH)
 
 
-def loss_of(x, params, **options):
-    y, routing = moe(x, params, CONFIG, train=True, **options)
-    return (y**2).sum() + sum(routing.weighted_losses.values())
-
-
-def functional(**options):
-    x, params = problem()
-    return partial(moe, x, params, CONFIG, **options), partial(jax.grad(partial(loss_of, **options), (0, 1)), x, params)
+def layer(arguments, **options):
+    y, routing = moe(*arguments, CONFIG, train=True, **options)
+    return y, routing.weighted_losses
 
 
 def of_experts():
     x, p = problem()
-    routing = route(x.reshape(-1, WIDTH) @ p["w_router"], 2)
-    weights = (p["w_gate"], p["w_up"], p["w_down"])
+    x = x.reshape(-1, WIDTH)
+    routing = route(x @ p["w_router"], 2)
+    names = ("w_gate", "w_up", "w_down")
 
-    def run(x, weights):
-        return expert_ffn(x.reshape(-1, WIDTH), *weights, routing.weights, routing.experts)
+    def run(arguments):
+        x, params = arguments
+        return expert_ffn(x, *(params[name] for name in names), routing.weights, routing.experts)
 
-    return partial(run, x, weights), partial(jax.grad(lambda *a: (run(*a) ** 2).sum(), (0, 1)), x, weights)
+    return run, (x, {name: p[name] for name in names})
 
 
 def of_routing():
-    logits = jax.random.normal(jax.random.key(0), (16, 8))
-
     def run(logits):
         routing = route(logits, 2)
         build_dispatch(routing.experts, 8)
-        return routing
+        return routing.weights, routing.z_loss
 
-    return partial(run, logits), partial(jax.grad(lambda logits: run(logits).weights[:, 0].sum()), logits)
+    return run, jax.random.normal(jax.random.key(0), (16, 8))
 
 
 def linen():
     x, _ = problem()
-    layer = MoE(CONFIG)
-    params = nn.unbox(layer.init(jax.random.key(0), x))["params"]
-
-    def loss(params):
-        y, sown = layer.apply({"params": params}, x, train=True, mutable=["losses"])
-        return (y**2).sum() + sum(map(jnp.sum, jax.tree.leaves(sown)))
-
-    return partial(layer.apply, {"params": params}, x, train=False), partial(jax.grad(loss), params)
+    module = MoE(CONFIG)
+    params = nn.unbox(module.init(jax.random.key(0), x))["params"]
+    return lambda params: module.apply({"params": params}, x, train=True, mutable=["losses"]), params
 
 
 def of_nnx():
     x, _ = problem()
-    layer = blaze_jax.nnx.MoE(WIDTH, CONFIG, rngs=nnx.Rngs(0))
-    return partial(layer, x, train=False), partial(nnx.grad(lambda layer: (layer(x, train=False) ** 2).sum()), layer)
-
-
-def other_experts():
-    return functional(experts=partial(expert_ffn))
+    return lambda module: module(x, train=False), blaze_jax.nnx.MoE(WIDTH, CONFIG, rngs=nnx.Rngs(0))
 
 
 def batched():
     x, params = problem()
-    forward = jax.vmap(lambda x: moe(x, params, CONFIG)[0])
-    return partial(forward, x), partial(jax.grad(lambda x: (forward(x) ** 2).sum()), x)
+    return jax.vmap(lambda x: layer((x, params))), x
 
 
-def rematerialised():
+def over_mesh(kind, **roles):
+    mesh = make_mesh({"data": 2, "expert": 2}, kind)
     x, params = problem()
-    run = jax.checkpoint(loss_of)
-    return partial(run, x, params), partial(jax.grad(run, (0, 1)), x, params)
+    placed = jax.device_put((x, params), (NamedSharding(mesh, P("data")), NamedSharding(mesh, P())))
+    return partial(layer, parallel=Parallelism(mesh, **roles) if roles else None), placed
 
 
-def over_mesh(kind, roles):
-    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
-    x, params = problem()
-    place = partial(jax.device_put, device=NamedSharding(mesh, P()))
-    x, params = jax.device_put(x, NamedSharding(mesh, P("data"))), jax.tree.map(place, params)
-    options = {"parallel": Parallelism(mesh, **roles)} if roles else {}
-
-    gradient = jax.grad(partial(loss_of, **options), (0, 1))
-
-    def with_mesh():  # without it, jax itself cannot seed a gradient on an explicit mesh
-        with jax.set_mesh(mesh):
-            return gradient(x, params)
-
-    explicit = kind == AxisType.Explicit
-    return partial(moe, x, params, CONFIG, **options), with_mesh if explicit else partial(gradient, x, params)
-
-
+ROLES = {"data": "data", "expert": "expert"}
 CALLS = {
-    "moe": functional,
+    "moe": lambda: (layer, problem()),
     "expert_ffn": of_experts,
     "route": of_routing,
     "linen": linen,
     "nnx": of_nnx,
-    "other_experts": other_experts,
+    "other_experts": lambda: (partial(layer, experts=partial(expert_ffn)), problem()),
     "vmap": batched,
-    "checkpoint": rematerialised,
-    "automatic_mesh": partial(over_mesh, AxisType.Auto, {}),
-    "explicit_mesh": partial(over_mesh, AxisType.Explicit, {}),
-    "parallel": partial(over_mesh, AxisType.Auto, {"data": "data", "expert": "expert"}),
-    "parallel_explicit": partial(over_mesh, AxisType.Explicit, {"data": "data", "expert": "expert"}),
+    "checkpoint": lambda: (jax.checkpoint(layer), problem()),
+    "automatic_mesh": partial(over_mesh, AxisType.Auto),
+    "explicit_mesh": partial(over_mesh, AxisType.Explicit),
+    "parallel": partial(over_mesh, AxisType.Auto, **ROLES),
+    "parallel_explicit": partial(over_mesh, AxisType.Explicit, **ROLES),
 }
+
+
+def calls(name) -> list:
+    """The function, and its gradient to all that it is given."""
+    run, argument = CALLS[name]()
+    differentiate = nnx.grad if name == "nnx" else jax.grad
+    gradient = differentiate(lambda argument: sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(run(argument))))
+
+    def with_mesh():  # without it, jax itself cannot seed a gradient on an explicit mesh
+        with jax.set_mesh(argument[0].sharding.mesh):
+            return gradient(argument)
+
+    return [partial(run, argument), with_mesh if "explicit" in name else partial(gradient, argument)]
 
 
 @pytest.fixture
@@ -148,7 +131,7 @@ def compiled(caplog):
 @pytest.mark.default_cases("moe", "route", "linen", "nnx", "other_experts", "parallel_explicit")
 @pytest.mark.parametrize("name", CALLS)
 def test_only_the_first_call_compiles(name, compiled):
-    for call in CALLS[name]():
+    for call in calls(name):
         first = call()  # which another test may have compiled
         compiled()
         again = call()
@@ -165,7 +148,7 @@ def seconds(call):
 @pytest.mark.default_cases("nnx", "expert_ffn", "linen")
 @pytest.mark.parametrize("name", ["moe", "nnx", "linen", "expert_ffn", "parallel"])
 def test_takes_ten_jitted_calls_and_ten_milliseconds_at_most(name):
-    for call in CALLS[name]():
+    for call in calls(name):
         jitted = call if name == "nnx" else jax.jit(call)  # whose gradient takes a module
         call(), jitted()
         best = best_jitted = float("inf")
@@ -178,27 +161,25 @@ def test_takes_ten_jitted_calls_and_ten_milliseconds_at_most(name):
 
 @pytest.mark.skipif(not MAPS.exists(), reason="counts memory mappings as Linux tells them")
 def test_thousands_of_calls_keep_nothing():
-    forward, gradient = functional()
+    forward, gradient = calls("moe")
     forward(), gradient()
     before = len(MAPS.read_bytes().splitlines())
-    for _ in range(2000):
-        y, _ = forward()
-    for _ in range(50):
-        dx, _ = gradient()
-    jax.block_until_ready((y, dx))
+    for call, times in ((forward, 2000), (gradient, 50)):
+        for _ in range(times):
+            last = call()
+        jax.block_until_ready(last)
     assert len(MAPS.read_bytes().splitlines()) <= before + 20  # of other threads, whose memory comes and goes
 
 
 def test_a_closed_over_array_of_other_experts_is_not_kept():
     """Other experts are not compiled by the layer: what they close over may change."""
-    x, params = problem()
+    config = MoEConfig(num_experts=4, experts_per_token=2, expert_width=8)
+    x, params = problem(config)
     factors = [jnp.float32(1)]
 
     def experts(x, *arguments, **options):
         return factors[0] * expert_ffn(x, *arguments, **options)
 
-    config = MoEConfig(num_experts=4, experts_per_token=2, expert_width=8)
-    params = {name: params[name] for name in config.parameters(WIDTH)}
     once, _ = moe(x, params, config, experts=experts)
     factors[0] = jnp.float32(3)
     thrice, _ = moe(x, params, config, experts=experts)
@@ -232,16 +213,12 @@ def test_observers_are_told_of_every_call():
 
 def test_what_is_demanded_around_a_call_counts():
     """The kernels demanded are no argument, but a program with others is another one."""
-    x, params = problem()
-    logits = jnp.zeros((16, 4))
-    texts = []
+    x, p = problem()
+    routing = route(jnp.zeros((16, 4)), 2)
+    arrays = (x.reshape(-1, WIDTH), p["w_gate"], p["w_up"], p["w_down"])
+    bfloat16, texts = [array.astype(jnp.bfloat16) for array in arrays], set()
     for family in ("hopper", "ampere"):
+        call = partial(expert_ffn, implementation="mosaic_gpu")  # which jax has not traced
         with demanded_family(family):
-            call = partial(expert_ffn, implementation="mosaic_gpu")
-            bfloat16 = [
-                a.astype(jnp.bfloat16)
-                for a in (x.reshape(-1, WIDTH), *(params[f"w_{n}"] for n in ("gate", "up", "down")))
-            ]
-            routing = route(logits, 2)
-            texts.append(str(jax.make_jaxpr(call)(*bfloat16, routing.weights, routing.experts)))
-    assert texts[0] != texts[1]
+            texts.add(str(jax.make_jaxpr(call)(*bfloat16, routing.weights, routing.experts)))
+    assert len(texts) == 2
