@@ -180,7 +180,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_weight_gradients", "own[i % len(own)] = _sum(own[i % len(own)], gradients)", "own[i % len(own)] = gradients", "pieces"),
     ("up_projection", 'in_place={"into": "written"}', "in_place={}", "parts"),
     ("_rotations", "return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))", "return tuple(_rotated(tokens, self.group, shift) for shift in range(self.devices))[::-1]", "meshes"),
-    ("experts_here", "unknown = experts >= num_experts * self.expert_devices", "unknown = experts < 0", "meshes"),
+    ("experts_here", "unknown = experts >= num_experts * self.expert_devices", "unknown = experts < 0", "parallelism"),
     ("compute_experts", "jnp.where(lax.axis_index(tensor) == 0, shards.b_down, 0)", "shards.b_down", "meshes"),
     ("turns", "turns = lax.pmax(vary_over(turns, axes), tuple(sorted(axes)))", "turns = lax.pmin(vary_over(turns, axes), tuple(sorted(axes)))", "meshes"),
     ("_gradients_of_turns", "rows, dys, down, gradients)", "rows, dys, down)", "meshes"),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -25,8 +26,8 @@ class Way(NamedTuple):
 
     Attributes:
       axes: how many devices there are along each axis; those named like a role of `Parallelism` have it.
-      kind: "auto" or "explicit" axes, "mixed" if the first one alone is explicit; "check_vma", or without such a check
-        "shard_map", if the call is inside of one over all axes.
+      kind: "auto" or "explicit" axes, "mixed" if the first one alone is explicit; "unset" for automatic ones of which
+        the arrays alone tell; "check_vma", or without such a check "shard_map", if the call is inside of one over all.
       options: for `Parallelism`, beside the roles; None if there is none: `axis_name` then says inside of what.
       x: how the tokens are split; None leaves them where they are.
       params: how the parameters are, by name or all of them.
@@ -89,7 +90,7 @@ def over_devices(way: Way, params, x, config: MoEConfig):
     mesh = make_mesh(way.axes, *kinds.get(way.kind, ()))
     parallel = None if way.options is None else Parallelism(**roles(way.axes) | way.options)
     run = partial(loss, config=config, parallel=parallel)
-    with jax.set_mesh(mesh):
+    with nullcontext() if way.kind == "unset" else jax.set_mesh(mesh):
         if way.kind in INSIDE:
             axes, specs = tuple(way.axes), P()
             if parallel:

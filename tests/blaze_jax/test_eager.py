@@ -2,10 +2,10 @@
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,20 +14,18 @@ from flax import nnx
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
-import blaze_jax
-from blaze_jax import Activation, MoE, MoEConfig, Parallelism, build_dispatch, expert_ffn, init, moe, route
+from blaze_jax import Activation, MoE, MoEConfig, Parallelism, build_dispatch, expert_ffn, moe, route
 from blaze_jax.implementation import demanded_family
 from blaze_jax.layer_observer import observed_layers
+from tests.expert_problems import apply, make_problem
+from tests.layers import nnx_module, random_parameters, random_tokens
 from tests.over_devices import make_mesh
+from tests.routings import random_experts
 
 CONFIG = MoEConfig(num_experts=4, experts_per_token=2, expert_width=8, shared_width=8, z_loss_weight=0.1)
-WIDTH = 16
+X, PARAMS = random_tokens(8, 2), random_parameters(CONFIG)
+EXPERTS = make_problem(random_experts(16, 2, range(4)), 4, d=16, n=8)
 MAPS = Path("/proc/self/maps")
-
-
-def problem(config=CONFIG):
-    x = jax.random.normal(jax.random.key(0), (8, 2, WIDTH))
-    return x, init(jax.random.key(1), config, WIDTH)
 
 
 def layer(arguments, **options):
@@ -35,62 +33,36 @@ def layer(arguments, **options):
     return y, routing.weighted_losses
 
 
-def of_experts():
-    x, p = problem()
-    x = x.reshape(-1, WIDTH)
-    routing = route(x @ p["w_router"], 2)
-    names = ("w_gate", "w_up", "w_down")
-
-    def run(arguments):
-        x, params = arguments
-        return expert_ffn(x, *(params[name] for name in names), routing.weights, routing.experts)
-
-    return run, (x, {name: p[name] for name in names})
+def of_experts(arguments):
+    return apply(expert_ffn, *arguments, EXPERTS.experts)
 
 
-def of_routing():
-    def run(logits):
-        routing = route(logits, 2)
-        build_dispatch(routing.experts, 8)
-        return routing.weights, routing.z_loss
-
-    return run, jax.random.normal(jax.random.key(0), (16, 8))
+def of_routing(logits):
+    routing = route(logits, 2)
+    build_dispatch(routing.experts, 10)
+    return routing.weights, routing.z_loss
 
 
-def linen():
-    x, _ = problem()
-    module = MoE(CONFIG)
-    params = nn.unbox(module.init(jax.random.key(0), x))["params"]
-    return lambda params: module.apply({"params": params}, x, train=True, mutable=["losses"]), params
-
-
-def of_nnx():
-    x, _ = problem()
-    return lambda module: module(x, train=False), blaze_jax.nnx.MoE(WIDTH, CONFIG, rngs=nnx.Rngs(0))
-
-
-def batched():
-    x, params = problem()
-    return jax.vmap(lambda x: layer((x, params))), x
+def linen(params):
+    return MoE(CONFIG).apply({"params": params}, X, train=True, mutable=["losses"])
 
 
 def over_mesh(kind, **roles):
     mesh = make_mesh({"data": 2, "expert": 2}, kind)
-    x, params = problem()
-    placed = jax.device_put((x, params), (NamedSharding(mesh, P("data")), NamedSharding(mesh, P())))
+    placed = jax.device_put((X, PARAMS), (NamedSharding(mesh, P("data")), NamedSharding(mesh, P())))
     return partial(layer, parallel=Parallelism(mesh, **roles) if roles else None), placed
 
 
 ROLES = {"data": "data", "expert": "expert"}
 CALLS = {
-    "moe": lambda: (layer, problem()),
-    "expert_ffn": of_experts,
-    "route": of_routing,
-    "linen": linen,
-    "nnx": of_nnx,
-    "other_experts": lambda: (partial(layer, experts=partial(expert_ffn)), problem()),
-    "vmap": batched,
-    "checkpoint": lambda: (jax.checkpoint(layer), problem()),
+    "moe": lambda: (layer, (X, PARAMS)),
+    "expert_ffn": lambda: (of_experts, EXPERTS[:3]),
+    "route": lambda: (of_routing, X.reshape(-1, X.shape[-1])),
+    "linen": lambda: (linen, PARAMS),
+    "nnx": lambda: (lambda module: module(X, train=False), nnx_module(PARAMS, CONFIG)),
+    "other_experts": lambda: (partial(layer, experts=partial(expert_ffn)), (X, PARAMS)),
+    "vmap": lambda: (jax.vmap(lambda x: layer((x, PARAMS))), X),
+    "checkpoint": lambda: (jax.checkpoint(layer), (X, PARAMS)),
     "automatic_mesh": partial(over_mesh, AxisType.Auto),
     "explicit_mesh": partial(over_mesh, AxisType.Explicit),
     "parallel": partial(over_mesh, AxisType.Auto, **ROLES),
@@ -174,23 +146,20 @@ def test_thousands_of_calls_keep_nothing():
 def test_a_closed_over_array_of_other_experts_is_not_kept():
     """Other experts are not compiled by the layer: what they close over may change."""
     config = MoEConfig(num_experts=4, experts_per_token=2, expert_width=8)
-    x, params = problem(config)
-    factors = [jnp.float32(1)]
+    params, factors = random_parameters(config), [jnp.float32(1)]
 
     def experts(x, *arguments, **options):
         return factors[0] * expert_ffn(x, *arguments, **options)
 
-    once, _ = moe(x, params, config, experts=experts)
+    once, _ = moe(X, params, config, experts=experts)
     factors[0] = jnp.float32(3)
-    thrice, _ = moe(x, params, config, experts=experts)
+    thrice, _ = moe(X, params, config, experts=experts)
     np.testing.assert_array_equal(np.asarray(thrice), 3 * np.asarray(once))
 
 
 def test_an_equal_activation_serves_again_and_another_does_not(compiled):
-    x, params = problem()
-
     def run(function):
-        return moe(x, params, MoEConfig(**{**vars(CONFIG), "activation": Activation("mine", function, gated=True)}))[0]
+        return moe(X, PARAMS, replace(CONFIG, activation=Activation("mine", function, gated=True)))[0]
 
     def product(gate, up):
         return gate * up
@@ -203,22 +172,18 @@ def test_an_equal_activation_serves_again_and_another_does_not(compiled):
 
 
 def test_observers_are_told_of_every_call():
-    x, params = problem()
-    moe(x, params, CONFIG)
+    moe(X, PARAMS, CONFIG)
     with observed_layers() as seen:
-        moe(x, params, CONFIG)
-        moe(x, params, CONFIG)
+        moe(X, PARAMS, CONFIG)
+        moe(X, PARAMS, CONFIG)
     assert len(seen) == 2
 
 
 def test_what_is_demanded_around_a_call_counts():
     """The kernels demanded are no argument, but a program with others is another one."""
-    x, p = problem()
-    routing = route(jnp.zeros((16, 4)), 2)
-    arrays = (x.reshape(-1, WIDTH), p["w_gate"], p["w_up"], p["w_down"])
-    bfloat16, texts = [array.astype(jnp.bfloat16) for array in arrays], set()
+    arguments, texts = EXPERTS.cast("bfloat16")[:4], set()
     for family in ("hopper", "ampere"):
-        call = partial(expert_ffn, implementation="mosaic_gpu")  # which jax has not traced
+        call = partial(apply, expert_ffn, implementation="mosaic_gpu")  # which jax has not traced
         with demanded_family(family):
-            texts.add(str(jax.make_jaxpr(call)(*bfloat16, routing.weights, routing.experts)))
+            texts.add(str(jax.make_jaxpr(call)(*arguments)))
     assert len(texts) == 2

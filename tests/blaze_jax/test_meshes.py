@@ -11,17 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
-from blaze_jax import MoE, MoEConfig, Parallelism, Router, build_dispatch, expert_ffn, moe, route, update_selection_bias
+from blaze_jax import MoEConfig, Parallelism, Router, build_dispatch, expert_ffn, moe, route
 from blaze_jax.checks import warn_once
 from blaze_jax.layer_observer import observed_layers
-from blaze_jax.nnx import AuxiliaryLoss
 from blaze_jax.routing import Routing
 from tests.expert_problems import apply, make_problem
-from tests.layers import CONFIGS, WIDTH, layer, nnx_module, random_parameters, random_tokens
+from tests.layers import CONFIGS, WIDTH, layer, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 from tests.over_devices import Way, assert_as_one_device, make_mesh, on_one_device, over_devices, put, spec_of
 from tests.routings import random_experts
@@ -55,6 +53,7 @@ PLACED = {  # and how many of the 32 tokens are a device's
     "automatic, along the sequence": (Way(EIGHT, x=P(None, ("data", "model"))), CONFIGS["plain"], 4),
     "automatic, not placed": (Way(EIGHT), CONFIGS["plain"], 4),
     "automatic, rounded": (Way(EIGHT, x=SPLIT, params=WHOLE), CONFIGS["rounded"], 4),
+    "automatic, not set": (Way(EIGHT, "unset", x=SPLIT), CONFIGS["plain"], 4),
     "beside explicit axes": (Way(EIGHT, "mixed", x=SPLIT, params=WHOLE), CONFIGS["plain"], 4),
     "beside explicit axes, with roles": (Way({"data": 4, "expert": 2}, "mixed", {}, SPLIT, WHOLE), SMALL, 4),
     "explicit": (Way(FOUR, "explicit", None, SPLIT, WHOLE), CONFIGS["everything"], 8),
@@ -94,6 +93,7 @@ WITH_ROLES = {  # or inside of jax.shard_map: ways of parallelism and of meshes,
     "tokens not divided": (Way({"fsdp": 2, "expert": 4}, "explicit", {}), FULL, 13),
     "limited": (Way({"data": 2, "expert": 2}, "auto", {}), replace(SMALL, router=LIMITED), 39),
     "rounded": (Way({"data": 2, "expert": 2}, "auto", {}), replace(SMALL, router=ROUNDED), 39),
+    "padded, not set": (Way(EIGHT, "unset", params=WHOLE), SMALL, 5),
     **{
         f"axis_name of {len(axes)}, {kind}": (Way(axes, kind), SWIGLU, 32)
         for axes in (FOUR, SQUARE)
@@ -115,24 +115,12 @@ def test_roles_and_axis_names_give_the_numbers_of_one_device(name):
     assert_as_one_device(*WITH_ROLES[name])
 
 
-@pytest.mark.parametrize(
-    ("kind", "tokens", "x", "params", "per_device"),
-    [
-        (AxisType.Auto, 8, SPLIT, NOWHERE, 2),
-        (AxisType.Auto, 5, NOWHERE, WHOLE, 2),  # so that a device has padding
-        (AxisType.Explicit, 8, SPLIT, NOWHERE, 2),
-    ],
-    ids=str,
-)
 @pytest.mark.slow
-def test_without_a_mesh_set_it_is_that_of_the_arrays(kind, tokens, x, params, per_device):
-    mesh, config, all_tokens = make_mesh(FOUR, kind), CONFIGS["plain"], random_tokens(tokens)
-    values = random_parameters(config)
-    with observed_layers() as layers:
-        y, _ = layer(put(all_tokens, x, mesh), put(values, params, mesh), config)
-    assert {traced.num_tokens for traced in layers} == {per_device}
-    assert_close(np.asarray(y), np.asarray(layer(all_tokens, values, config)[0]))
-    assert kind == AxisType.Auto or spec_of(y) == P("data", None)
+def test_without_a_mesh_set_an_explicit_one_is_that_of_the_tokens():
+    x, params = random_tokens(8), random_parameters(CONFIGS["plain"])
+    y, _ = layer(put(x, SPLIT, make_mesh(FOUR, AxisType.Explicit)), params, CONFIGS["plain"])
+    assert spec_of(y) == P("data", None)
+    assert_close(np.asarray(y), np.asarray(layer(x, params, CONFIGS["plain"])[0]))
 
 
 @pytest.mark.parametrize(
@@ -309,27 +297,6 @@ def test_dropped_share_is_that_of_all_devices():
     experts, tokens_per_expert, dropped_share = sharded(logits)
     assert_close(dropped_share, np.mean(np.asarray(experts) == -1))
     assert_same_bits(tokens_per_expert, np.bincount(experts[experts >= 0], minlength=6).astype(np.int32))
-
-
-@pytest.mark.parametrize("form", ["linen", "nnx"])
-@pytest.mark.slow
-def test_selection_bias_of_every_device_is_that_of_all_tokens(form):
-    params, x, bias = random_parameters(SWIGLU), random_tokens(32), jnp.zeros(6)
-    _, routing = layer(x, params, SWIGLU, selection_bias=bias)
-    expected = update_selection_bias(bias, routing.demand, SWIGLU.bias_update_rate)
-
-    # What each device has: the spec of the bias promises nothing.
-    @partial(jax.shard_map, mesh=make_mesh(FOUR), in_specs=(P(), SPLIT), out_specs=SPLIT, check_vma=False)
-    def step(params, x):
-        if form == "linen":
-            run = partial(MoE(SWIGLU, axis_name="data").apply, train=True, mutable=["losses", "router_state"])
-            _, state = run({"params": params, "router_state": {"selection_bias": bias}}, x)
-            return state["router_state"]["selection_bias"][None]
-        module = nnx_module(params, SWIGLU, axis_name="data")
-        nnx.capture(module, AuxiliaryLoss)(x, train=True)
-        return module.selection_bias[...][None]
-
-    assert_same_bits(np.asarray(jax.jit(step)(params, x)), np.tile(expected, (4, 1)))
 
 
 def test_one_devices_losses_are_warned_of():

@@ -32,6 +32,7 @@ from tests.layers import (
     unboxed,
 )
 from tests.numerics import assert_close, assert_same_bits
+from tests.over_devices import make_mesh
 
 MODULES = ("linen", "nnx")
 over_modules = pytest.mark.parametrize("module", MODULES)
@@ -91,9 +92,9 @@ def test_same_bits_as_the_function(module, name, leading, dtype):
     assert_same_bits(out, expected)
 
 
-def collected_by_linen(config, x, bias, train):
+def collected_by_linen(config, x, bias, train, **options):
     variables = {"params": random_parameters(config), "router_state": {"selection_bias": bias}}
-    _, state = jax.jit(partial(MoE(config).apply, train=train, mutable=COLLECTIONS))(variables, x)
+    _, state = jax.jit(partial(MoE(config, **options).apply, train=train, mutable=COLLECTIONS))(variables, x)
     losses, watched = ({n: value for n, (value,) in state[kind].items()} for kind in COLLECTIONS[:2])
     return losses, watched, state["router_state"]["selection_bias"]
 
@@ -103,8 +104,8 @@ def collect(module, x, train):
     return nnx.capture(module, AuxiliaryLoss, nnx.Intermediate)(x, train=train)
 
 
-def collected_by_nnx(config, x, bias, train):
-    module = nnx_module(random_parameters(config), config)
+def collected_by_nnx(config, x, bias, train, **options):
+    module = nnx_module(random_parameters(config), config, **options)
     module.selection_bias[...] = bias
     _, *sown = collect(module, x, train=train)
     losses, watched = ({name: jax.tree.leaves(value)[0] for name, value in kind.items()} for kind in sown)
@@ -135,6 +136,20 @@ def test_frozen_selection_bias(module):
     _, watched, after = COLLECTED[module](config, random_tokens(30), frozen, True)
     assert watched["tokens_per_expert"].tolist() == [30, 30, 0, 0, 0, 0]
     assert_same_bits(after, frozen)
+
+
+@over_modules
+@pytest.mark.slow
+def test_selection_bias_of_every_device_is_that_of_all_tokens(module):
+    x, bias, split = random_tokens(32), jnp.zeros(6), jax.P("data")
+    _, routing = layer(x, random_parameters(EVERYTHING), EVERYTHING, selection_bias=bias)
+    expected = update_selection_bias(bias, routing.demand, EVERYTHING.bias_update_rate)
+
+    def after(x):  # what each device has: the spec of the bias promises nothing
+        return COLLECTED[module](EVERYTHING, x, bias, True, axis_name="data")[2][None]
+
+    sharded = jax.shard_map(after, mesh=make_mesh({"data": 4}), in_specs=split, out_specs=split, check_vma=False)
+    assert_same_bits(np.asarray(jax.jit(sharded)(x)), np.tile(expected, (4, 1)))
 
 
 @pytest.mark.parametrize(
