@@ -69,14 +69,15 @@ def axes_of(entry) -> tuple[str, ...]:
 def gradients_of(run):
     """A function of parameters and tokens: loss with output and routing beside it, and the gradients to both.
 
-    Each token's routing weights count differently, so that gradients notice in which order they come.
+    The entropy counts, too, and each token's routing weights otherwise: gradients notice in which order they come.
     """
 
-    def in_order(params, x):
+    def total(params, x):
         value, (y, routing) = run(params, x)
-        return value + (routing.weights.T @ jnp.linspace(0, 1, len(routing.weights))).sum(), (y, routing)
+        in_order = routing.weights.T @ jnp.linspace(0, 1, len(routing.weights))
+        return value + routing.entropy + in_order.sum(), (y, routing)
 
-    return jax.value_and_grad(in_order, argnums=(0, 1), has_aux=True)
+    return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
 
 
 @partial(jax.jit, static_argnums=2)
