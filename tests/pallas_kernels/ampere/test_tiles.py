@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
-from pallas_kernels.ampere.operands import PIECE_ROWS, Pieces
-from pallas_kernels.ampere.tile import Tile
+from pallas_kernels.ampere.operands import PIECE_ROWS, Pieces, Tile
 from pallas_kernels.tuning.parameters import MmaTuning, mma_heuristic
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, product
