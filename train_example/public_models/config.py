@@ -60,7 +60,11 @@ def public_config(folder: str | Path) -> ModelConfig:
         raise UserError(f"--checkpoint {folder} is a model of {public.family}, must be one of {', '.join(FAMILIES)}")
     rotation = fields.get("rope_parameters") or {}
     try:
-        _check(fields, rotation, f"--checkpoint {folder}: {path.name} has")
+        where = f"--checkpoint {folder}: {path.name} has"
+        _check_values(fields, _MUST_BE, {*_USED.split(), *_WITHOUT_EFFECT.split()}, where)
+        _check_values(rotation, _ROTATION_MUST_BE, {"rope_theta"}, f"{where} rope_parameters's")
+        if any(kind != _FULL for kind in fields.get("layer_types") or []):
+            raise UserError(f"{where} layer_types={fields['layer_types']}, must be {_FULL} in every layer")
         heads = int(fields["num_attention_heads"])
         positions = fields.get("max_position_embeddings")
         return ModelConfig(
@@ -88,15 +92,8 @@ def public_config(folder: str | Path) -> ModelConfig:
         raise UserError(f"--checkpoint {folder}: {path.name} lacks or misstates a field: {error!r}") from error
 
 
-def _check(fields: Mapping[str, Any], rotation: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for what would change the mathematics."""
-    _check_values(fields, _MUST_BE, {*_USED.split(), *_WITHOUT_EFFECT.split()}, where)
-    _check_values(rotation, _ROTATION_MUST_BE, {"rope_theta"}, f"{where} rope_parameters's")
-    if any(kind != _FULL for kind in fields.get("layer_types") or []):
-        raise UserError(f"{where} layer_types={fields['layer_types']}, must be {_FULL} in every layer")
-
-
 def _check_values(fields: Mapping[str, Any], must_be: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Raises UserError for what would change the mathematics."""
     for name, value in fields.items():
         if name in must_be:
             if value != must_be[name] and value is not None:
