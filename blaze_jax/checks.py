@@ -2,6 +2,7 @@
 
 import reprlib
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from numbers import Integral, Real
 
@@ -32,6 +33,13 @@ def check_booleans(**arguments: object) -> None:
 def check_dtypes(**arguments: DTypeLike | None) -> None:
     """Raises ValueError naming the first argument that is no floating dtype; None passes."""
     _check(arguments, _is_floating, "a floating dtype or its name, such as jnp.bfloat16 or 'bfloat16'")
+
+
+def check_fields(fields: object, rules: Mapping[str, tuple[bool, str]]) -> None:
+    """Raises ValueError naming the first attribute whose rule does not hold, its value and the rule."""
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            raise ValueError(f"{name}={getattr(fields, name)!r} must be {rule}")
 
 
 def as_array(name: str, value: object) -> Array:

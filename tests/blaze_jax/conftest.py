@@ -34,4 +34,4 @@ def kernels(request):
 @pytest.fixture
 def traced_anew(monkeypatch):
     """Every call of the layer is traced by itself, with what a test has changed in the library."""
-    monkeypatch.setattr("blaze_jax.compiled_once.are_observers", lambda: True)
+    monkeypatch.setattr("blaze_jax.transformations.are_observers", lambda: True)
