@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
@@ -69,7 +69,7 @@ def devices_of(
     if not mesh.axis_names:
         mesh = (parallel and parallel.mesh) or next(iter(meshes_of(x, params)), mesh)
     split = token_axes(x)
-    free = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    free = set(mesh.auto_axes)
     if parallel is None and free:
         may_split = may_split and not mesh.manual_axes and not has_symbolic_sizes((x, params))
         free = set(mesh.axis_names) if may_split else set()
@@ -111,15 +111,15 @@ def run_layer(
         devices = Devices()
         params = {name: placed(a, P(), explicit) if name.startswith(_DENSE) else a for name, a in params.items()}
 
-    run = _Program(config, axis_names(axis_name), devices.axes, parallel, specs, experts)
+    program = _Program(config, axis_names(axis_name), devices.axes, parallel, specs, experts)
     in_order = given_all or not config.router.treats_tokens_apart()
     tokens = flatten_tokens(x, explicit, in_order)
     if devices.mesh is not None:
-        y, routing = _over_mesh(run, devices, tokens, params, selection_bias)
+        y, routing = _over_mesh(program, devices, tokens, params, selection_bias)
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
         tokens = vary_over(tokens, frozenset(devices.axes))
-        y, routing = run(tokens.shape[0] * lax.axis_size(devices.axes), tokens, params, selection_bias)
+        y, routing = program.layer(tokens.shape[0] * lax.axis_size(devices.axes), tokens, params, selection_bias)
     chosen, weights = tokens_in_order((routing.experts, routing.weights), x, explicit, in_order)
     losses = auxiliary_losses(routing, config)
     routing = routing._replace(experts=chosen, weights=weights, weighted_losses=losses)
@@ -127,9 +127,9 @@ def run_layer(
 
 
 def _over_mesh(
-    run: "_Program", devices: Devices, tokens: Float[Array, "T d"], params, selection_bias
+    program: "_Program", devices: Devices, tokens: Float[Array, "T d"], params, selection_bias
 ) -> tuple[Float[Array, "T d"], Routing]:
-    """`run(T, tokens, params, selection_bias)` on each device of the mesh, of its own tokens and parameters."""
+    """`program.layer` on each device of the mesh, of its own tokens and parameters."""
     mesh, axes, explicit = devices
     assert mesh is not None
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
@@ -141,10 +141,10 @@ def _over_mesh(
         tokens = jnp.pad(placed(tokens, whole, explicit), ((0, padding), (0, 0)))
     if selection_bias is not None:
         selection_bias = as_array("selection_bias", selection_bias)
-    specs = (by_token, dict(run.specs), whole), (by_token, routing_specs(by_token))
+    specs = (by_token, dict(program.specs), whole), (by_token, routing_specs(by_token))
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     arguments = tokens, params, selection_bias
-    y, routing = per_device(partial(run, num_tokens), mesh, *specs, *arguments, explicit=explicit, axes=free)
+    y, routing = per_device(partial(program.layer, num_tokens), mesh, *specs, *arguments, explicit=explicit, axes=free)
     if not padding:
         return y, routing
     y, chosen, weights = (placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
@@ -175,7 +175,7 @@ class _Program:
     specs: Mapping[str, P]
     experts: Callable[..., Array]
 
-    def __call__(
+    def layer(
         self, num_tokens: int, tokens: Float[Array, "T d"], shards: Mapping[str, Array], selection_bias
     ) -> tuple[Float[Array, "T d"], Routing]:
         """The output of this device's tokens with its parts of the parameters, and what the router decided.

@@ -19,7 +19,7 @@ from jax import lax
 from blaze_jax.benchmark.sizes import Sizes, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.timing import Timing, time_calls
 from blaze_jax.experts import expert_ffn
-from blaze_jax.token_sums import block_width
+from blaze_jax.schedule import block_width
 from pallas_kernels.tuning import tried
 from pallas_kernels.tuning.parameters import (
     KINDS,
