@@ -1,5 +1,6 @@
 """The text: streams, splits, batches."""
 
+import os
 import resource
 
 import numpy as np
@@ -60,6 +61,19 @@ def test_folder_may_hold_more_files_than_a_process_may_open(tmp_path):
 
 def batch(corpus, seed, step, size):
     return corpus.windows(corpus.batch_starts(seed, step, size))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda file: os.truncate(file, 4000), lambda file: os.truncate(file, 6000), os.unlink]
+)
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, change):
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode() * 5000)
+    text = open_text(str(tmp_path))
+    assert bytes(text.read(4999, 5002)) == b"a" + b"b" * 5000 + b"c"
+    change(tmp_path / "b")
+    with pytest.raises(UserError, match=r"--data .*/b (has another size than when it was opened|cannot be read)"):
+        text.read(4999, 5002)
 
 
 def test_batch_is_a_function_of_seed_and_step():

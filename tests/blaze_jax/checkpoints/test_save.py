@@ -265,7 +265,7 @@ def test_processes_wait_for_the_lock(tmp_path):
 @pytest.mark.default_cases("*")
 @pytest.mark.parametrize("files", range(8))
 def test_a_writer_that_is_stopped_leaves_the_folder_whole_and_may_try_again(tmp_path, files):
-    """It writes the layer, the index, and the files without the layer, each with its folder: less and less is undone."""
+    """It writes the layer, the index, and the files without the layer, each with its folder."""
     folder, layer = copied("qwen3_moe", tmp_path), halved(load("qwen3_moe"))
     before = tensors_of(folder)
     effects = [None] * files + [KeyboardInterrupt]
