@@ -157,7 +157,8 @@ def finish_router(experts_shape, experts: ColumnSums, logs: ColumnSums, counts, 
     def balance(expert, so_far):
         count = experts.read(count_sums, expert)
         demand[expert] = count
-        return [multiply_add(count.to_float(), experts.read(probability_sums, expert, floating=True), so_far)]
+        probability = experts.read(probability_sums, expert, floating=True)
+        return [multiply_add(count.to_float(), probability, so_far)]
 
     (mine,) = loop(thread, num_experts, threads, balance, [Float(0.0)])
     mine = combine_lanes(add, mine, WARP)

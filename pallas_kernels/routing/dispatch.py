@@ -125,11 +125,6 @@ def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Arr
         for expert in indices(simt.thread(), num_experts, THREADS):
             counts[simt.block() * num_experts + expert] = histogram[expert]
 
-    return simt.kernel(
-        body,
-        name="moe_dispatch_count",
-        outputs=[jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32)],
-        blocks=blocks,
-        warpgroups=WARPGROUPS,
-        shared=[num_experts + 1],
-    )(experts)[0]
+    outputs, shared = [jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32)], [num_experts + 1]
+    options = {"blocks": blocks, "warpgroups": WARPGROUPS, "shared": shared}
+    return simt.kernel(body, name="moe_dispatch_count", outputs=outputs, **options)(experts)[0]

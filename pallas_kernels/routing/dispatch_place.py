@@ -72,15 +72,10 @@ def place(
         with when(block.equals(blocks)):
             finish_router(experts_shape, column_sums, log_sums, counts, sums, routed, shared_by_sums)
 
-    launched = simt.kernel(
-        run,
-        name="moe_dispatch_place",
-        outputs=(body.outputs, routed),
-        blocks=blocks + (sums is not None),
-        warpgroups=WARPGROUPS,
-        shared=(body.shared_words, shared_by_sums),
-    )
-    return launched(experts, counts, sums)
+    options = {"outputs": (body.outputs, routed), "shared": (body.shared_words, shared_by_sums)}
+    options |= {"blocks": blocks + (sums is not None), "warpgroups": WARPGROUPS}
+    dispatch, routed = simt.kernel(run, name="moe_dispatch_place", **options)(experts, counts, sums)
+    return dispatch, routed
 
 
 def _int32(*shape) -> Any:
