@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import as_array, warn_once
-from blaze_jax.compiled_once import compiled_once
 from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_experts
 from blaze_jax.exchange import HERE, Transport, gathered
 from blaze_jax.experts_vjp import INDEX_NAME, experts_output
@@ -25,7 +24,7 @@ from blaze_jax.implementation import Implementation, choose_implementation, kern
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.plan import ROW_MULTIPLE, Parameters, Plan, Save, Tokens, token_ranges
-from blaze_jax.reverse_mode import REVERSE_MODE_ONLY
+from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes, when_lowered_unsplit
 from pallas_kernels.contract import accumulator_dtype
 from pallas_kernels.family import Kernels
@@ -164,7 +163,8 @@ def _compute_where_tokens_are(tokens, params: Parameters, grouped: Grouped | Non
     mesh = explicit_mesh(tokens, params)
     if mesh is None:
         return _compute(tokens, params, grouped, **options)
-    return per_device(partial(_compute, **options), mesh, token_axes(*tokens), tokens, params, lambda spec: spec)
+    by_token = P(token_axes(*tokens) or None)
+    return per_device(partial(_compute, **options), mesh, (by_token, P()), by_token, tokens, params, explicit=mesh)
 
 
 MOST_BLOCKS = 8
@@ -193,16 +193,17 @@ def _compute(
     biases = params.up_biases if params.b_down is None else (*params.up_biases, params.b_down)
     implementation = choose_implementation(implementation, x, (*params.up_weights, params.w_down), biases)
     kernels = kernels_of(implementation, dtype=x.dtype)
-    tell_observers(TracedLayer.of(x, params.up_weights, params.w_down, experts, activation, save, implementation))
+    num_experts, width, model_width = params.w_down.shape
+    sizes = x.shape[0], model_width, width, num_experts, experts.shape[1]
+    dtypes = x.dtype.name, params.up_weights[0].dtype.name
+    tell_observers(TracedLayer(*sizes, *dtypes, activation, save, implementation))
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
-    num_experts = params.w_down.shape[0]
     experts = int32_experts(experts, num_experts * transport.expert_devices)
 
     ranges = None
     if transport is HERE:
         experts = when_lowered_unsplit(_warn_of_unsplit, experts)
-        row_bytes = params.w_down.shape[1] * x.dtype.itemsize
-        ranges = token_ranges(experts.shape[0], experts.shape[1], num_experts, row_bytes)
+        ranges = token_ranges(experts.shape[0], experts.shape[1], num_experts, width * x.dtype.itemsize)
     transport = _as_they_arrive(transport, kernels, num_experts)
 
     def chunk(x, weights, experts) -> Tokens:

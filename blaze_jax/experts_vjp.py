@@ -27,9 +27,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens
-from blaze_jax.reverse_mode import differentiated_once
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, with_turns
 from blaze_jax.token_sums import token_sums
+from blaze_jax.transformations import differentiated_once
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, accumulator_dtype, place_values
 
 PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 from jaxtyping import Array
 
 from blaze_jax.checks import warn_once
@@ -139,8 +138,3 @@ def takes_parts(kernels: Kernels, num_groups: int) -> bool:
 def takes_blocks(kernels: Kernels) -> bool:
     """Whether these kernels compute the rows of a block of experts as its parameters arrive."""
     return kernels.overlaps and kernels.of_experts is not None
-
-
-def one_by_one(kernels: Kernels, function: Callable) -> Callable:
-    """`function` of arrays, which under `vmap` gets one example after another unless these kernels take batches."""
-    return function if kernels.transformable else sequential_vmap(function)

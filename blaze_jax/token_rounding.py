@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from blaze_jax.implementation import one_by_one
+from blaze_jax.transformations import one_by_one
 from pallas_kernels import xla
 from pallas_kernels.contract import EMPTY_SLOT
 from pallas_kernels.family import Kernels
