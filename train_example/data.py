@@ -102,10 +102,8 @@ class Corpus:
 
     def windows(self, starts: Int[np.ndarray, "*B"]) -> Integer[np.ndarray, "*B S+1"]:
         """A sequence and the byte after it from each start."""
-        length = self.sequence_length + 1
-        return np.stack([self.stream.read(start, length) for start in starts.ravel().tolist()]).reshape(
-            *starts.shape, length
-        )
+        windows = [self.stream.read(start, self.sequence_length + 1) for start in starts.ravel().tolist()]
+        return np.stack(windows).reshape(*starts.shape, -1)
 
 
 def open_text(path: str | None) -> Stream:
