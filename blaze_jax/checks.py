@@ -2,7 +2,8 @@
 
 import reprlib
 import warnings
-from functools import cache
+from collections.abc import Mapping
+from functools import lru_cache
 from numbers import Integral, Real
 
 import jax
@@ -32,6 +33,13 @@ def check_booleans(**arguments: object) -> None:
 def check_dtypes(**arguments: DTypeLike | None) -> None:
     """Raises ValueError naming the first argument that is no floating dtype; None passes."""
     _check(arguments, _is_floating, "a floating dtype or its name, such as jnp.bfloat16 or 'bfloat16'")
+
+
+def check_fields(fields: object, rules: Mapping[str, tuple[bool, str]]) -> None:
+    """Raises ValueError naming the first attribute whose rule does not hold, its value and the rule."""
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            raise ValueError(f"{name}={getattr(fields, name)!r} must be {rule}")
 
 
 def as_array(name: str, value: object) -> Array:
@@ -66,7 +74,7 @@ def _check(arguments: dict, holds, rule: str) -> None:
             raise ValueError(f"{name}={value!r} must be {rule}")
 
 
-@cache
+@lru_cache(4096)  # a message may hold sizes, of which a long run can have any number
 def warn_once(message: str) -> None:
     """Warns of `message`, the first time that it is given in this process."""
     warnings.warn(message, stacklevel=2)

@@ -12,9 +12,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from blaze_jax.checks import as_array, check_integers
-from blaze_jax.compiled_once import compiled_once
 from blaze_jax.explicit_mesh import explicit_mesh, per_device
-from blaze_jax.implementation import Implementation, choose_dispatch_implementation, kernels_of, one_by_one
+from blaze_jax.implementation import Implementation, choose_dispatch_implementation, kernels_of
+from blaze_jax.transformations import compiled_once, one_by_one
 from pallas_kernels.compat import has_symbolic_sizes
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
 from pallas_kernels.family import Kernels
@@ -42,14 +42,19 @@ def check_experts(experts: Array, num_experts: int) -> None:
         raise ValueError(f"experts has K={experts.shape[1]} slots a token, must be from 1 to E={num_experts}")
     if not has_symbolic_sizes(experts) and math.prod(experts.shape) > _MAX_PAIRS:
         raise ValueError(f"experts of shape {experts.shape} has more pairs than {_MAX_PAIRS}, int32 cannot number them")
+    check_ids("experts", experts, num_experts)
+
+
+def check_ids(name: str, experts: Int[Array, "..."], num_experts: int) -> None:
+    """Raises ValueError if an expert id is out of range, where values are known."""
     if isinstance(experts, Tracer):
         return
     values = np.asarray(experts)
     wrong = (values < EMPTY_SLOT) | (values >= num_experts)
     if wrong.any():
-        token, slot = np.argwhere(wrong)[0]
+        place = tuple(map(int, np.argwhere(wrong)[0]))
         raise ValueError(
-            f"experts[{token}, {slot}] = {values[token, slot]} must be an expert id from 0 to {num_experts - 1}, "
+            f"{name}[{', '.join(map(str, place))}] = {values[place]} must be an expert id from 0 to {num_experts - 1}, "
             f"or {EMPTY_SLOT} for an empty slot"
         )
 
@@ -88,14 +93,14 @@ def build_dispatch(
 
 @compiled_once("num_experts", "row_alignment", "implementation")
 def _built(experts, *, num_experts: int, row_alignment: int, implementation: Implementation | None) -> Dispatch:
-    def build(experts, _=None) -> Dispatch:
+    def build(experts) -> Dispatch:
         ids = int32_experts(experts, num_experts)
         kernels = kernels_of(choose_dispatch_implementation(implementation, ids, num_experts), ids.shape[0])
         dispatch = group_by_expert(kernels, ids, num_experts, row_alignment=row_alignment, spare_rows=0)
         return dispatch._replace(token_expert_indices=ids, tiles=None)
 
     mesh = explicit_mesh(experts)
-    return build(experts) if mesh is None else per_device(build, mesh, (), experts, None, lambda _: P())
+    return build(experts) if mesh is None else per_device(build, mesh, (P(),), P(), experts, explicit=mesh)
 
 
 def group_by_expert(kernels: Kernels, experts: Int[Array, "T K"], num_experts: int, **alignment: int) -> Dispatch:

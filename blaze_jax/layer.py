@@ -2,21 +2,23 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import P
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import as_array, check_dtypes, shown, warn_once
-from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.exchange import own_part
 from blaze_jax.experts import expert_ffn, layer_form
 from blaze_jax.layer_program import auxiliary_losses, run_layer
-from blaze_jax.parallelism import Parallelism, is_inside_shard_map
-from blaze_jax.routing import AxisName, Routing
+from blaze_jax.parallelism import Parallelism, is_inside_shard_map, mesh_of
+from blaze_jax.routing import AxisName, GivenRouting, Routing
+from blaze_jax.transformations import compiled_once
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 
@@ -52,13 +54,51 @@ def init(
       ValueError: `config` is no MoEConfig, `width` no positive int, or `dtype` not floating.
     """
     check_dtypes(dtype=dtype)
-    parameters = check_config(config).parameters(width, use_bias=use_bias)
-    initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
+    initializers = {"kernel": kernel_init, "bias": bias_init, "router": router_init}
+    parameters = new_parameters(config, width, use_bias=use_bias, dtype=dtype, **initializers)
     keys = jax.random.split(key, len(parameters))
-    return {
-        name: initial_value(initializers[parameter.kind], key, parameter, dtype)
-        for key, (name, parameter) in zip(keys, parameters.items(), strict=True)
-    }
+    return {name: p.draw(key) for key, (name, p) in zip(keys, parameters.items(), strict=True)}
+
+
+class NewParameter(NamedTuple):
+    """A parameter that is to be initialised.
+
+    Attributes:
+      axes: a logical name per axis.
+      spec: how it is to be split over the mesh of a `Parallelism`; None without one, and inside `jax.shard_map`.
+      draw: makes the value of a key; inside `jax.shard_map` over the axes of a `Parallelism`, this device's part of it.
+    """
+
+    axes: tuple[str, ...]
+    spec: P | None
+    draw: Callable[[Array], Array]
+
+
+def new_parameters(
+    config: MoEConfig,
+    width: int,
+    parallel: Parallelism | None = None,
+    *,
+    use_bias: bool,
+    dtype: DTypeLike,
+    **initializers: Callable,
+) -> dict[str, NewParameter]:
+    """The parameters of `config.parameters(width)`, by name; `initializers` has one of each kind.
+
+    Raises:
+      ValueError: the mesh lacks an axis, or the devices along one do not divide what it splits.
+    """
+    parameters = check_config(config).parameters(width, use_bias=use_bias)
+    inside = parallel is not None and is_inside_shard_map(parallel)
+    specs = {}
+    if parallel is not None and (inside or mesh_of(parallel)):
+        specs = parallel.specs(config, width, use_bias=use_bias)
+    new = {}
+    for name, parameter in parameters.items():
+        spec, part = (None, specs[name]) if inside else (specs.get(name), P())
+        draw = partial(initial_value, initializers[parameter.kind], parameter=parameter, dtype=dtype, part=part)
+        new[name] = NewParameter(parameter.axes, spec, draw)
+    return new
 
 
 def moe(
@@ -68,6 +108,8 @@ def moe(
     *,
     selection_bias: Float[Array, " E"] | None = None,
     train: bool = False,
+    mask: Bool[Array, "..."] | None = None,
+    expert_ids: Int[Array, "... slots"] | None = None,
     axis_name: AxisName = None,
     parallel: Parallelism | None = None,
     experts: Callable[..., Array] = expert_ffn,
@@ -82,6 +124,10 @@ def moe(
       config: the layer.
       selection_bias: added to the scores for selection only; given if and only if `config.has_selection_bias`.
       train: whether token rounding applies; evaluation uses the plain choice.
+      mask: True for real tokens. The others, as padding, go nowhere and cost no rows: their output and gradient are 0,
+        whatever they hold, and they count in no loss, statistic, capacity or rounding.
+      expert_ids: the experts of every token, -1 for none, chosen earlier or elsewhere: the router only weighs them, see
+        `route`. With `routing.experts.reshape(*x.shape[:-1], -1)` of an earlier call, this one replays it.
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
         statistics are then those of all their devices; () if each device means only its own. With None, a training
         step inside `jax.shard_map` warns.
@@ -97,8 +143,8 @@ def moe(
       flattened into T. Add `sum(routing.weighted_losses.values())` to the training loss.
 
     Raises:
-      ValueError: `params` or `selection_bias` do not match the configuration, `x` is not a floating array, or the mesh
-        does not fit: what an axis splits must be a multiple of its devices.
+      ValueError: `params`, `selection_bias`, `mask` or `expert_ids` do not match the configuration or each other, `x`
+        is not a floating array, or the mesh does not fit: what an axis splits must be a multiple of its devices.
     """
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -112,7 +158,8 @@ def moe(
         _warn_inside_shard_map()
     run = run_layer if layer_form(experts) is None else _run_compiled
     options = {"axis_name": axis_name, "parallel": parallel, "experts": experts}
-    return run(x, params, selection_bias, config=config, train=train, **options)
+    given = GivenRouting(mask, expert_ids).checked(x.shape[:-1], config.num_experts)
+    return run(x, params, selection_bias, given, config=config, train=train, **options)
 
 
 _run_compiled = compiled_once("config", "train", "axis_name", "parallel", "experts")(run_layer)
@@ -142,17 +189,8 @@ def skipped(x: Float[Array, "... d"], config: MoEConfig) -> tuple[Float[Array, "
     wide, tokens = accumulator_dtype(x.dtype), math.prod(x.shape[:-1])
     zero, counts = jnp.zeros((), wide), jnp.zeros(config.num_experts, jnp.int32)
     slots = (tokens, config.experts_per_token)
-    routing = Routing(
-        experts=jnp.full(slots, EMPTY_SLOT, jnp.int32),
-        weights=jnp.zeros(slots, wide),
-        tokens_per_expert=counts,
-        demand=counts,
-        dropped_share=zero,
-        load_balancing_loss=zero,
-        z_loss=zero,
-        entropy=zero,
-        weighted_losses={},
-    )
+    experts, weights = jnp.full(slots, EMPTY_SLOT, jnp.int32), jnp.zeros(slots, wide)
+    routing = Routing(experts, weights, counts, counts, zero, zero, zero, zero, {})
     return jnp.zeros_like(x), routing._replace(weighted_losses=auxiliary_losses(routing, config))
 
 

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from jaxtyping import Array
-
 from blaze_jax.activations import Activation
 
 
@@ -23,21 +21,6 @@ class TracedLayer(NamedTuple):
     activation: Activation
     save: str
     implementation: str
-
-    @classmethod
-    def of(
-        cls,
-        x: Array,
-        up_weights: tuple[Array, ...],
-        w_down: Array,
-        experts: Array,
-        activation: Activation,
-        save: str,
-        implementation: str,
-    ) -> "TracedLayer":
-        num_experts, n, d = w_down.shape
-        sizes = (x.shape[0], d, n, num_experts, experts.shape[1])
-        return cls(*sizes, x.dtype.name, up_weights[0].dtype.name, activation, save, implementation)
 
     @property
     def product_flops(self) -> int:

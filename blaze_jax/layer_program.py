@@ -1,25 +1,24 @@
 """The layer's program: the router, the experts and the shared experts, here or on each device of a mesh.
 
 Tokens are split as `axis_name` says, a `Parallelism`, or the mesh that they are on. `devices_of` makes of all these the
-axes of one `jax.shard_map`, or none; `_layer` runs in it, or here. Over devices, each routes and keeps its own tokens,
-wherever their experts are.
+axes of one `jax.shard_map`, or none; `_Program` runs in it, or here. Over devices, each routes and keeps its own
+tokens, wherever their experts are.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
 from blaze_jax.checks import as_array
-from blaze_jax.compiled_once import compiled_once
 from blaze_jax.config import MoEConfig
 from blaze_jax.dispatch import Grouped
 from blaze_jax.exchange import gather_shards
@@ -28,14 +27,15 @@ from blaze_jax.explicit_mesh import (
     explicit_mesh,
     flatten_tokens,
     meshes_of,
+    per_device,
     placed,
     restore_shape,
     token_axes,
     tokens_in_order,
 )
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
-from blaze_jax.router import Router
-from blaze_jax.routing import AxisName, Routing, axis_names, route_and_group, router_logits, routing_specs
+from blaze_jax.routing import AxisName, GivenRouting, Routing, axis_names, route_and_group, router_logits, routing_specs
+from blaze_jax.transformations import compiled_once
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
@@ -69,7 +69,7 @@ def devices_of(
     if not mesh.axis_names:
         mesh = (parallel and parallel.mesh) or next(iter(meshes_of(x, params)), mesh)
     split = token_axes(x)
-    free = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    free = set(mesh.auto_axes)
     if parallel is None and free:
         may_split = may_split and not mesh.manual_axes and not has_symbolic_sizes((x, params))
         free = set(mesh.axis_names) if may_split else set()
@@ -88,6 +88,7 @@ def run_layer(
     x: Float[Array, "... d"],
     params: Mapping[str, Array],
     selection_bias,
+    given: GivenRouting,
     *,
     config: MoEConfig,
     train: bool,
@@ -99,7 +100,7 @@ def run_layer(
 
     `experts` without a form for layers are given all tokens, and run as they are: they may close over arrays.
     """
-    router = config.router.for_phase(train)
+    config = replace(config, router=config.router.for_phase(train))
     given_all = layer_form(experts) is None
     devices = devices_of(x, params, parallel, may_split=axis_name is None and not given_all)
     explicit = devices.explicit
@@ -111,51 +112,55 @@ def run_layer(
         devices = Devices()
         params = {name: placed(a, P(), explicit) if name.startswith(_DENSE) else a for name, a in params.items()}
 
-    run = partial(_layer, config, router, axis_names(axis_name), devices.axes, parallel, specs, experts)
-    in_order = given_all or not router.treats_tokens_apart()
-    tokens = flatten_tokens(x, explicit, in_order)
+    program = _Program(config, axis_names(axis_name), devices.axes, parallel, specs, experts)
+    in_order = given_all or not given.treats_tokens_apart(config.router)
+    by_token = flatten_tokens(x, explicit, in_order), _flattened(given, x, explicit, in_order)
     if devices.mesh is not None:
-        y, routing = _over_mesh(run, devices.mesh, devices.axes, explicit, specs, tokens, params, selection_bias)
+        y, routing = _over_mesh(program, devices, by_token, params, selection_bias)
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
-        tokens = vary_over(tokens, frozenset(devices.axes))
-        y, routing = run(tokens.shape[0] * lax.axis_size(devices.axes), tokens, params, selection_bias)
+        by_token = vary_over(by_token, frozenset(devices.axes))
+        y, routing = program.layer(by_token[0].shape[0] * lax.axis_size(devices.axes), by_token, params, selection_bias)
     chosen, weights = tokens_in_order((routing.experts, routing.weights), x, explicit, in_order)
     losses = auxiliary_losses(routing, config)
     routing = routing._replace(experts=chosen, weights=weights, weighted_losses=losses)
     return restore_shape(y, x, explicit, in_order), routing
 
 
+def _flattened(given: GivenRouting, x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool):
+    """What is given of the tokens of `flatten_tokens(x, ...)`, split as they are."""
+
+    def flat(array):
+        by_token = array if array.ndim == x.ndim else array[..., None]
+        split = (*jax.typeof(x).sharding.spec[:-1], None) if mesh is not None else ()
+        return flatten_tokens(placed(by_token, P(*split), mesh), mesh, in_order).reshape(-1, *array.shape[x.ndim - 1 :])
+
+    return jax.tree.map(flat, given)
+
+
 def _over_mesh(
-    run: Callable,
-    mesh: Mesh | AbstractMesh,
-    axes: tuple[str, ...],
-    explicit: AbstractMesh | None,
-    specs: Mapping[str, P],
-    tokens: Float[Array, "T d"],
-    params,
-    selection_bias,
+    program: "_Program", devices: Devices, by_token: tuple[Array, GivenRouting], params, selection_bias
 ) -> tuple[Float[Array, "T d"], Routing]:
-    """`run(T, tokens, params, selection_bias)` on each device of the mesh, of its own tokens and parameters."""
+    """`program.layer` on each device of the mesh, of its own tokens and parameters."""
+    mesh, axes, explicit = devices
+    assert mesh is not None
+    tokens, given = by_token
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
-    whole, by_token = P(), P(axes or None)
+    whole, split = P(), P(axes or None)
     padding = 0
     if axes != token_axes(tokens):  # which divide them
         padding = -num_tokens % number or (0 if num_tokens else number)
     if padding:
-        tokens = jnp.pad(placed(tokens, whole, explicit), ((0, padding), (0, 0)))
-    over_devices = jax.shard_map(
-        partial(run, num_tokens),
-        mesh=mesh,
-        in_specs=(by_token, dict(specs), whole),
-        out_specs=(by_token, routing_specs(by_token)),
-        axis_names=set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes),
-        check_vma=False,  # with it jax 0.12 cannot differentiate the error function of a GELU
-    )
-    params = {name: placed(array, specs[name], explicit) for name, array in params.items()}
-    bias = None if selection_bias is None else placed(as_array("selection_bias", selection_bias), whole, explicit)
-    # Not compiled, it would run call by call, and take minutes.
-    y, routing = jax.jit(over_devices)(placed(tokens, by_token, explicit), params, bias)
+        tokens, (mask, ids) = placed((tokens, given), whole, explicit)
+        mask = mask if mask is None else jnp.pad(mask, (0, padding))
+        ids = ids if ids is None else jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)
+        tokens, given = jnp.pad(tokens, ((0, padding), (0, 0))), GivenRouting(mask, ids)
+    if selection_bias is not None:
+        selection_bias = as_array("selection_bias", selection_bias)
+    specs = (split, dict(program.specs), whole), (split, routing_specs(split))
+    free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    arguments = (tokens, given), params, selection_bias
+    y, routing = per_device(partial(program.layer, num_tokens), mesh, *specs, *arguments, explicit=explicit, axes=free)
     if not padding:
         return y, routing
     y, chosen, weights = (placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
@@ -166,90 +171,87 @@ _DENSE = ("w_router", "b_router", "shared_")
 """How the names of parameters begin that every token needs."""
 
 
-def _layer(
-    config: MoEConfig,
-    router: Router,
-    outer_axes: tuple[str, ...],
-    axes: tuple[str, ...],
-    parallel: Parallelism | None,
-    specs: Mapping[str, P],
-    experts: Callable[..., Array],
-    num_tokens: int,
-    tokens: Float[Array, "T d"],
-    shards: Mapping[str, Array],
-    selection_bias,
-) -> tuple[Float[Array, "T d"], Routing]:
-    """The output of this device's tokens, and what the router decided.
+@dataclass(frozen=True)
+class _Program:
+    """What one device does with its tokens.
 
-    Args:
-      config: the layer.
-      router: its router, in this phase.
+    Attributes:
+      config: the layer, with the router of this phase.
       outer_axes: mesh axes of the caller, over which losses and statistics are summed, too.
       axes: mesh axes that split the tokens.
       parallel: the roles of axes; None if they split tokens alone.
       specs: how each parameter is split.
       experts: what computes the experts, see `moe`.
-      num_tokens: all devices' tokens that count; those past them are padding.
-      tokens: this device's.
-      shards: its parts of the parameters.
-      selection_bias: that of the router, or None.
     """
 
-    def dense(*prefixes: str) -> dict[str, Array]:
-        own = {name: shard for name, shard in shards.items() if name.startswith(prefixes)}
-        whole = {name: gather_shards(shard, specs[name], axes) for name, shard in own.items()}
-        return vary_over(whole, varying_axes(tokens))
+    config: MoEConfig
+    outer_axes: tuple[str, ...]
+    axes: tuple[str, ...]
+    parallel: Parallelism | None
+    specs: Mapping[str, P]
+    experts: Callable[..., Array]
 
-    of_router = {"experts_per_token": config.experts_per_token, "router": router, "selection_bias": selection_bias}
-    route = partial(route_and_group, implementation=config.implementation, **of_router)
-    options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
-    with jax.named_scope("router"):  # profilers show these names
-        logits = router_logits(tokens, dense("w_router", "b_router"))
-        routing, grouped = _route(route, router, outer_axes, axes, num_tokens, logits)
-    with jax.named_scope("experts"):
-        if compute := layer_form(experts):
-            options |= {"grouped": grouped, "parallel": parallel, "specs": specs}
-            y = compute(tokens, shards, routing.weights, routing.experts, **options)
-        else:
-            weights = (shards.get("w_gate"), shards["w_up"], shards["w_down"])
-            biases = {name: shards.get(name) for name in ("b_gate", "b_up", "b_down")}
-            y = experts(tokens, *weights, routing.weights, routing.experts, **biases, **options)
-    if config.shared_width:
-        with jax.named_scope("shared_experts"):
-            y = y + shared_experts(tokens, dense("shared_"), config=config)
-    return y, routing
+    def layer(
+        self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], selection_bias
+    ) -> tuple[Float[Array, "T d"], Routing]:
+        """The output of this device's tokens with its parts of the parameters, and what the router decided.
 
+        `num_tokens` of all devices count; those past them are padding.
+        """
+        config, (tokens, given) = self.config, by_token
+        if given.mask is not None:  # whatever padding holds, a NaN too, must not reach a gradient
+            tokens = jnp.where(given.mask[:, None], tokens, 0)
 
-def _route(
-    route: Callable,
-    router: Router,
-    outer_axes: tuple[str, ...],
-    axes: tuple[str, ...],
-    num_tokens: int,
-    logits: Float[Array, "T E"],
-) -> tuple[Routing, Grouped | None]:
-    """This device's tokens routed, with the losses and statistics of all; and its own pairs grouped, if they are."""
-    own = logits.shape[0]
-    if not axes:
-        return route(logits, axis_name=outer_axes)
-    first, devices = lax.axis_index(axes) * own, lax.axis_size(axes)
-    if router.treats_tokens_apart():
-        if num_tokens != own * devices:
-            counts = first + jnp.arange(own, dtype=jnp.int32) < num_tokens
-            logits = jnp.where(counts[:, None], logits, -jnp.inf)
-        return route(logits, axis_name=(*outer_axes, *axes))
-    # Capacity and rounding look at all tokens: every device then routes them all.
-    routing, _ = route(lax.all_gather(logits, axes, tiled=True)[:num_tokens], axis_name=outer_axes)
-    padding = ((0, own * devices - num_tokens), (0, 0))
-    chosen = jnp.pad(routing.experts, padding, constant_values=EMPTY_SLOT)
-    chosen, weights = (lax.dynamic_slice_in_dim(a, first, own) for a in (chosen, jnp.pad(routing.weights, padding)))
+        def dense(*prefixes: str) -> dict[str, Array]:
+            own = {name: shard for name, shard in shards.items() if name.startswith(prefixes)}
+            whole = {name: gather_shards(shard, self.specs[name], self.axes) for name, shard in own.items()}
+            return vary_over(whole, varying_axes(tokens))
 
-    def as_on_all(array):  # where jax's check has to see that it is
-        if not varying_axes(array):
-            return array
-        return (lax.pmean if jnp.issubdtype(array.dtype, jnp.floating) else lax.pmax)(array, axes)
+        options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
+        with jax.named_scope("router"):  # profilers show these names
+            logits = router_logits(tokens, dense("w_router", "b_router"))
+            routing, grouped = self._route(num_tokens, logits, given, selection_bias)
+        with jax.named_scope("experts"):
+            if compute := layer_form(self.experts):
+                options |= {"grouped": grouped, "parallel": self.parallel, "specs": self.specs}
+                y = compute(tokens, shards, routing.weights, routing.experts, **options)
+            else:
+                weights = (shards.get("w_gate"), shards["w_up"], shards["w_down"])
+                biases = {name: shards.get(name) for name in ("b_gate", "b_up", "b_down")}
+                y = self.experts(tokens, *weights, routing.weights, routing.experts, **biases, **options)
+        if config.shared_width:
+            with jax.named_scope("shared_experts"):
+                y = y + shared_experts(tokens, dense("shared_"), config=config)
+        return y if given.mask is None else jnp.where(given.mask[:, None], y, 0), routing
 
-    return jax.tree.map(as_on_all, routing)._replace(experts=chosen, weights=weights), None
+    def _route(
+        self, num_tokens: int, logits: Float[Array, "T E"], given: GivenRouting, selection_bias
+    ) -> tuple[Routing, Grouped | None]:
+        """This device's tokens routed, with losses and statistics of all; and its own pairs grouped, if they are."""
+        config, axes, own = self.config, self.axes, logits.shape[0]
+        options = {"selection_bias": selection_bias, "implementation": config.implementation}
+        route = partial(route_and_group, experts_per_token=config.experts_per_token, router=config.router, **options)
+        if not axes:
+            return route(logits, axis_name=self.outer_axes, given=given)
+        first, devices = lax.axis_index(axes) * own, lax.axis_size(axes)
+        if given.treats_tokens_apart(config.router):
+            if num_tokens != own * devices:
+                counts = first + jnp.arange(own, dtype=jnp.int32) < num_tokens
+                logits = jnp.where(counts[:, None], logits, -jnp.inf)
+            return route(logits, axis_name=(*self.outer_axes, *axes), given=given)
+        # Capacity and rounding look at all tokens: every device then routes them all.
+        gathered = jax.tree.map(lambda a: lax.all_gather(a, axes, tiled=True)[:num_tokens], (logits, given))
+        routing, _ = route(gathered[0], axis_name=self.outer_axes, given=gathered[1])
+        padding = ((0, own * devices - num_tokens), (0, 0))
+        chosen = jnp.pad(routing.experts, padding, constant_values=EMPTY_SLOT)
+        chosen, weights = (lax.dynamic_slice_in_dim(a, first, own) for a in (chosen, jnp.pad(routing.weights, padding)))
+
+        def as_on_all(array):  # where jax's check has to see that it is
+            if not varying_axes(array):
+                return array
+            return (lax.pmean if jnp.issubdtype(array.dtype, jnp.floating) else lax.pmax)(array, axes)
+
+        return jax.tree.map(as_on_all, routing)._replace(experts=chosen, weights=weights), None
 
 
 def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Array, ""]]:

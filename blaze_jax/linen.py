@@ -8,22 +8,21 @@ from flax import struct
 from jax import P
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import check_dtypes
-from blaze_jax.config import MoEConfig, check_config
+from blaze_jax.config import MoEConfig
+from blaze_jax.exchange import Axes
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
+from blaze_jax.layer import as_tokens, new_parameters, statistics
 from blaze_jax.modules import (
-    bias_of_step,
+    call_layer,
     check_train,
-    placement_of,
-    remember,
     warn_of_frozen_bias,
     warn_of_lost_losses,
     warn_of_missing_train,
 )
-from blaze_jax.parallelism import Axes, Parallelism
+from blaze_jax.parallelism import Parallelism
 from blaze_jax.routing import AxisName
 
 
@@ -59,6 +58,11 @@ class MoE(nn.Module):
       `config.bias_update_rate`. Keep what `apply` returns of it; in `nn.scan`, `variable_axes={"router_state": 0}`.
     - "intermediates": load statistics.
 
+    The collection "routing" records and replays the choice of experts, `(..., slots)` int32. Where it is mutable, the
+    last call of an `apply` leaves its choice there; where it is given and not mutable, that choice is taken again, and
+    only weighed anew: `y, recorded = apply(variables, x, mutable=["routing"])`, and then
+    `apply({**variables, **recorded}, x)`. In `nn.scan`, `variable_axes={"routing": 0}`.
+
     Attributes:
       config: the layer.
       dtype: in which it computes, and of the output; None for the common dtype of the input and the experts'
@@ -90,7 +94,13 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "... d"], train: bool | None = None, *, skip: bool = False
+        self,
+        x: Float[Array, "... d"],
+        train: bool | None = None,
+        *,
+        skip: bool = False,
+        mask: Bool[Array, "..."] | None = None,
+        expert_ids: Int[Array, "... slots"] | None = None,
     ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
@@ -101,59 +111,51 @@ class MoE(nn.Module):
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nn.cond` and
         `nn.switch` it stands in the branches without the layer, since all must report the same.
+
+        `mask` is True for real tokens, and `expert_ids` are experts chosen earlier, see `blaze_jax.moe`. Without them,
+        those of the collection "routing" are taken.
         """
         check_dtypes(dtype=self.dtype, param_dtype=self.param_dtype)
         x = as_tokens(x)
         train = check_train(self.train if train is None else train)
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}
+        sizes = {"use_bias": self.use_bias, "dtype": self.param_dtype}
+        new = new_parameters(self.config, x.shape[-1], self.parallel, **sizes, **initializers)
         params = {}
-        parameters = check_config(self.config).parameters(x.shape[-1], use_bias=self.use_bias)
-        parts, specs = placement_of(self.parallel, self.config, x.shape[-1], use_bias=self.use_bias)
-        for name, parameter in parameters.items():
+        for name, parameter in new.items():
 
-            def init(key, name=name, parameter=parameter):
-                part, spec = parts.get(name, P()), specs.get(name, P())
-                value = initial_value(initializers[parameter.kind], key, parameter, self.param_dtype, part)
-                return Partitioned(value, parameter.axes, mesh_axes=tuple(zip(parameter.axes, spec, strict=False)))
+            def init(key, parameter=parameter):
+                mesh_axes = tuple(zip(parameter.axes, parameter.spec or (), strict=False))
+                return Partitioned(parameter.draw(key), parameter.axes, mesh_axes=mesh_axes)
 
             # What is there need not be drawn: flax would trace a draw to compare shapes, which the layer does itself.
             there = self.has_variable("params", name)
             params[name] = nn.unbox(self.get_variable("params", name)) if there else self.param(name, init)
 
-        moves = bool(train and self.config.bias_update_rate and not skip)
-        state, step = None, None
+        state = bias = None
         if self.config.has_selection_bias:
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
-            step = bias_of_step(self if moves else None, state.value)
-        x = in_common_dtype(x, self.dtype, params)
-        if skip:
-            y, routing = skipped(x, self.config)
-        else:
-            y, routing = moe(
-                x,
-                params,
-                self.config,
-                selection_bias=step and step.start,
-                train=bool(train),
-                axis_name=self.axis_name,
-                parallel=self.parallel,
-                experts=self.experts,
-            )
+            bias = state.value
+        records = self.is_mutable_collection("routing") and not self.is_initializing()
+        if expert_ids is None and not records and self.has_variable("routing", "experts"):
+            expert_ids = self.get_variable("routing", "experts")
+        options = {"train": train, "skip": skip, "mask": mask, "expert_ids": expert_ids}
+        y, routing, moved = call_layer(self, params, x, bias, lasts=self, **options)
 
         if self.is_initializing():  # or the first losses would stay in the variables that init returns
             return y
         warn_of_missing_train(train, self.config)
+        if records:
+            self.put_variable("routing", "experts", routing.experts.reshape(*x.shape[:-1], -1))
         sown = [self.sow("losses", name, loss) for name, loss in routing.weighted_losses.items()]
         if not all(sown):
             remedy = "apply with mutable=['losses'] (in nn.scan also variable_axes={'losses': 0})"
             warn_of_lost_losses(train, routing, remedy)
         for name, value in statistics(routing).items():
             self.sow("intermediates", name, value)
-        if state is not None and step is not None and moves:
+        if state is not None and moved is not None:
             if self.is_mutable_collection("router_state"):
-                step = step.after(routing.demand, self.config.bias_update_rate)
-                state.value = step.moved
-                remember(self, step)
+                state.value = moved
             else:
                 warn_of_frozen_bias("apply with mutable=['router_state'] (in nn.scan also variable_axes)")
         return y

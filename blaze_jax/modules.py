@@ -1,22 +1,18 @@
-"""What the modules of linen and nnx share: whether they train, where parameters live, and calls in one step.
+"""What the modules of linen and nnx share: the call of the layer, and what they tell of training.
 
-Parameters are split over the devices of a mesh as a `Parallelism` says, from the start. A module that is called several
-times in a step moves its selection bias once, by the demand of all the calls.
+A module that is called several times in a step moves its selection bias once, by the demand of all the calls.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 from weakref import finalize
 
-import jax
 import numpy as np
-from jax import P
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.checks import warn_once
 from blaze_jax.config import MoEConfig
-from blaze_jax.parallelism import Parallelism, is_inside_shard_map
+from blaze_jax.layer import in_common_dtype, moe, skipped
 from blaze_jax.routing import Routing, update_selection_bias
 
 
@@ -58,39 +54,6 @@ def warn_of_frozen_bias(remedy: str) -> None:
     warn_once(f"the MoE layer's selection_bias does not move in training, because it is not mutable: {remedy}")
 
 
-class Placement(NamedTuple):
-    """How the parameters of a module are split, by name.
-
-    Attributes:
-      parts: inside `jax.shard_map` over the axes of a `Parallelism`, where each device makes its part; empty elsewhere.
-      specs: elsewhere, over the mesh of the `Parallelism` or that of `jax.set_mesh`; empty without one.
-    """
-
-    parts: Mapping[str, P]
-    specs: Mapping[str, P]
-
-
-def placement_of(
-    parallel: Parallelism | None, config: MoEConfig, model_width: int, *, use_bias: bool = False
-) -> Placement:
-    """Where the parameters of `config.parameters(model_width)` belong.
-
-    Raises:
-      ValueError: the mesh lacks an axis, or the devices along one do not divide what it splits.
-    """
-    inside = parallel is not None and is_inside_shard_map(parallel)
-    if parallel is None or not (inside or mesh_of(parallel)):
-        return Placement({}, {})
-    specs = parallel.specs(config, model_width, use_bias=use_bias)
-    return Placement(specs, {}) if inside else Placement({}, specs)
-
-
-def mesh_of(parallel: Parallelism) -> Mesh | AbstractMesh | None:
-    """The mesh that it was given, or that of `jax.set_mesh`; None without one."""
-    mesh = parallel.mesh or jax.sharding.get_abstract_mesh()
-    return mesh if mesh.axis_names else None
-
-
 class BiasOfStep(NamedTuple):
     """The selection bias of a module in a training step.
 
@@ -114,16 +77,44 @@ _STEPS: dict[int, BiasOfStep] = {}
 """By the `id` of modules that last no longer than a step: those that linen binds, and those of nnx in a trace."""
 
 
-def bias_of_step(module, bias: Float[Array, " E"]) -> BiasOfStep:
-    """The step whose calls of the module, if there is one, have left just that array; else it begins here."""
-    step = _STEPS.get(id(module))
-    return step if step is not None and step.moved is bias else BiasOfStep(bias, 0, bias)
+def call_layer(
+    module,
+    params: Mapping[str, Array],
+    x: Float[Array, "... d"],
+    bias,
+    *,
+    train: bool | None,
+    skip: bool,
+    lasts,
+    **given,
+) -> tuple[Float[Array, "... d"], Routing, Float[Array, " E"] | None]:
+    """The output of a module with these fields, the routing, and its selection bias if the call has moved it.
 
-
-def remember(module, step: BiasOfStep) -> None:
-    """Keeps the step for further calls of the module, if there is one."""
-    if module is None:
-        return
-    if id(module) not in _STEPS:
-        finalize(module, _STEPS.pop, id(module), None)
-    _STEPS[id(module)] = step
+    Args:
+      module: has the fields `config`, `dtype`, `axis_name`, `parallel` and `experts`.
+      params: its parameters.
+      x: tokens.
+      bias: its selection bias; None without one.
+      train: whether it is training.
+      skip: whether nothing is to be computed.
+      lasts: the object that lasts for a step, for several calls of which the bias moves once; None without one.
+      **given: `mask` and `expert_ids`, see `moe`.
+    """
+    config: MoEConfig = module.config
+    x = in_common_dtype(x, module.dtype, params)
+    if skip:
+        return *skipped(x, config), None
+    moves = train and config.bias_update_rate
+    step = _STEPS.get(id(lasts)) if moves else None
+    if step is None or step.moved is not bias:  # calls of a step have left just that array, or it begins here
+        step = BiasOfStep(bias, 0, bias)
+    options = {name: getattr(module, name) for name in ("axis_name", "parallel", "experts")} | given
+    y, routing = moe(x, params, config, selection_bias=step.start, train=bool(train), **options)
+    if bias is None or not moves:
+        return y, routing, None
+    step = step.after(routing.demand, config.bias_update_rate)
+    if lasts is not None:
+        if id(lasts) not in _STEPS:
+            finalize(lasts, _STEPS.pop, id(lasts), None)
+        _STEPS[id(lasts)] = step
+    return y, routing, step.moved

@@ -5,30 +5,25 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import check_dtypes
-from blaze_jax.config import MoEConfig, Parameter, check_config
+from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import as_tokens, in_common_dtype, initial_value, moe, skipped, statistics
-from blaze_jax.modules import (
-    bias_of_step,
-    check_train,
-    mesh_of,
-    placement_of,
-    remember,
-    warn_of_lost_losses,
-    warn_of_missing_train,
-)
-from blaze_jax.parallelism import Parallelism
+from blaze_jax.layer import NewParameter, as_tokens, new_parameters, statistics
+from blaze_jax.modules import call_layer, check_train, warn_of_lost_losses, warn_of_missing_train
+from blaze_jax.parallelism import Parallelism, mesh_of
 from blaze_jax.routing import AxisName
 from pallas_kernels.compat import is_traced
 
 
 class AuxiliaryLoss(nnx.Variable):
     """A weighted loss the layer asks to be added to the training loss; collect it with `nnx.capture`."""
+
+
+class ChosenExperts(nnx.Variable):
+    """The experts of each token of a call, `(..., slots)` int32; collect them with `nnx.capture` to replay them."""
 
 
 class RouterState(nnx.Variable):
@@ -90,14 +85,12 @@ class MoE(nnx.Module):
         self.deterministic = None if train is None else not train  # the name that `train()` and `eval()` look for
         self.axis_name = axis_name
         self.parallel = parallel
-        parameters = config.parameters(model_width, use_bias=use_bias)
-        self.parameter_names = tuple(parameters)
+        sizes = {"use_bias": use_bias, "dtype": param_dtype}
         initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
-        parts, specs = placement_of(parallel, config, model_width, use_bias=use_bias)
+        parameters = new_parameters(config, model_width, parallel, **sizes, **initializers)
+        self.parameter_names = tuple(parameters)
         for name, parameter in parameters.items():
-            initializer, part = initializers[parameter.kind], parts.get(name, P())
-            value = initial_value(initializer, rngs.params(), parameter, param_dtype, part)
-            setattr(self, name, nnx.Param(value, **_sharding(parameter, parallel, specs.get(name))))
+            setattr(self, name, nnx.Param(parameter.draw(rngs.params()), **_sharding(parameter, parallel)))
         if config.has_selection_bias:
             self.selection_bias = RouterState(jnp.zeros(config.num_experts, jnp.float32))
 
@@ -111,7 +104,13 @@ class MoE(nnx.Module):
             self.deterministic = deterministic
 
     def __call__(
-        self, x: Float[Array, "... d"], train: bool | None = None, *, skip: bool = False
+        self,
+        x: Float[Array, "... d"],
+        train: bool | None = None,
+        *,
+        skip: bool = False,
+        mask: Bool[Array, "..."] | None = None,
+        expert_ids: Int[Array, "... slots"] | None = None,
     ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
@@ -122,29 +121,19 @@ class MoE(nnx.Module):
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nnx.cond`
         and `nnx.switch` it stands in the branches without the layer, since all must report the same.
+
+        `mask` is True for real tokens, and `expert_ids` are experts chosen earlier, see `blaze_jax.moe`.
+        `nnx.capture(model, blaze_jax.nnx.ChosenExperts)` records those of a call.
         """
         if train is None and self.deterministic is not None:
             train = not self.deterministic
         train = check_train(train)
         warn_of_missing_train(train, self.config)
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
-        x = in_common_dtype(as_tokens(x), self.dtype, params)
-        moves = bool(train and self.config.bias_update_rate and not skip)
-        of_trace = self if moves and is_traced() else None  # what jax does not trace outlives the step
-        step = bias_of_step(of_trace, self.selection_bias[...]) if self.config.has_selection_bias else None
-        if skip:
-            y, routing = skipped(x, self.config)
-        else:
-            y, routing = moe(
-                x,
-                params,
-                self.config,
-                selection_bias=step and step.start,
-                train=bool(train),
-                axis_name=self.axis_name,
-                parallel=self.parallel,
-                experts=self.experts,
-            )
+        bias = self.selection_bias[...] if self.config.has_selection_bias else None
+        lasts = self if is_traced() else None  # what jax does not trace outlives the step
+        x, options = as_tokens(x), {"train": train, "skip": skip, "mask": mask, "expert_ids": expert_ids}
+        y, routing, moved = call_layer(self, params, x, bias, lasts=lasts, **options)
 
         losses = routing.weighted_losses.items()
         sown = [self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]
@@ -154,20 +143,20 @@ class MoE(nnx.Module):
                 "nnx.bridge.to_linen wraps one,"
             )
             warn_of_lost_losses(train, routing, remedy)
+        chosen = routing.experts.reshape(*x.shape[:-1], -1)
+        self.sow(ChosenExperts, "chosen_experts", chosen, capture_noop=True)
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)
-        if step is not None and moves:
-            step = step.after(routing.demand, self.config.bias_update_rate)
-            self.selection_bias[...] = step.moved
-            remember(of_trace, step)
+        if moved is not None:
+            self.selection_bias[...] = moved
         return y
 
 
-def _sharding(parameter: Parameter, parallel: Parallelism | None, spec: P | None) -> dict[str, Any]:
+def _sharding(parameter: NewParameter, parallel: Parallelism | None) -> dict[str, Any]:
     """The metadata that tells Flax where the parameter is placed, and an optimizer's moments of it."""
-    if parallel is None or spec is None:  # which mesh axes the logical names mean is the user's to say
+    if parallel is None or parameter.spec is None:  # which mesh axes the logical names mean is the user's to say
         return {"out_sharding": parameter.axes, "eager_sharding": False}
     mesh = mesh_of(parallel)
     of_one_kind = mesh is not None and len(set(mesh.axis_types)) == 1  # Flax places nothing on a mesh of mixed axes
     own = {} if parallel.mesh is None else {"mesh": parallel.mesh}
-    return {"out_sharding": tuple(spec), "eager_sharding": of_one_kind, **own}
+    return {"out_sharding": tuple(parameter.spec), "eager_sharding": of_one_kind, **own}

@@ -3,18 +3,15 @@
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import get_args
 
 import jax
 from jax import P
 from jax.sharding import AbstractMesh, Mesh
 
-from blaze_jax.checks import check_booleans, check_integers, check_numbers
+from blaze_jax.checks import check_booleans, check_fields, check_integers, check_numbers
 from blaze_jax.config import MoEConfig, Parameter
-from blaze_jax.exchange import Exchange
-
-type Axes = str | tuple[str, ...]
+from blaze_jax.exchange import Axes, Exchange, names_of
 
 ROLES = ("data", "fsdp", "expert", "tensor")
 """The roles that a mesh axis may have."""
@@ -66,16 +63,17 @@ class Parallelism:
         if not self.axes or len(set(self.axes)) < len(self.axes):
             roles = ", ".join(f"{role}={getattr(self, role)}" for role in ROLES)
             raise ValueError(f"{roles}: at least one mesh axis must have a role, and none two")
-        if self.exchange not in (None, *get_args(Exchange)):
-            raise ValueError(f"exchange={self.exchange!r} must be None or one of {', '.join(get_args(Exchange))}")
         check_integers(chunks=self.chunks)
-        if self.chunks < 1:
-            raise ValueError(f"chunks={self.chunks} must be at least 1")
         if self.row_budget is not None:
             check_numbers(row_budget=self.row_budget)
-            if not 0 < self.row_budget < math.inf:
-                raise ValueError(f"row_budget={self.row_budget} must be above 0 and finite, or None")
         check_booleans(keep_gathered=self.keep_gathered)
+        exchanges, budget = get_args(Exchange), self.row_budget
+        rules = {
+            "exchange": (self.exchange in (None, *exchanges), f"None or one of {', '.join(exchanges)}"),
+            "chunks": (self.chunks >= 1, "at least 1"),
+            "row_budget": (budget is None or 0 < budget < math.inf, "above 0 and finite, or None"),
+        }
+        check_fields(self, rules)
 
     def exchange_for(self, experts_per_token: int, devices: int) -> Exchange:
         """How tokens travel in a group of so many devices."""
@@ -114,37 +112,45 @@ class Parallelism:
           ValueError: the mesh lacks an axis, or the devices along one do not divide what it splits.
         """
         sizes = self.sizes() if sizes is None else sizes
-        fsdp, expert, tensor = (
-            _Part(axes, math.prod(sizes[a] for a in axes)) for axes in map(self.axes_of, ("fsdp", "expert", "tensor"))
-        )
-        expert.check("expert", "num_experts", config.num_experts)
-        tensor.check("tensor", "expert_width", config.expert_width)
+        fsdp, expert, tensor = map(self.axes_of, ("fsdp", "expert", "tensor"))
+
+        def check(role: str, name: str, size: int) -> None:
+            axes = self.axes_of(role)
+            if size % _devices(axes, sizes):
+                along = f"{_devices(axes, sizes)} devices along {' and '.join(map(repr, axes))}, the {role} axis"
+                raise ValueError(f"{name}={size} must be a multiple of the {along}")
+
+        check("expert", "num_experts", config.num_experts)
+        check("tensor", "expert_width", config.expert_width)
         parts = {"expert": expert, "expert_mlp": tensor, "embed": fsdp}
-        if config.num_experts % (fsdp.devices * expert.devices) == 0:
-            parts |= {"expert": expert.with_(fsdp), "embed": _Part((), 1)}
+        if config.num_experts % _devices((*expert, *fsdp), sizes) == 0:
+            parts |= {"expert": (*expert, *fsdp), "embed": ()}
         else:
-            fsdp.check("fsdp", "model_width", model_width)
-        return {
-            name: P(*(parts[axis].axes or None for axis in parameter.axes))
-            if is_of_experts(parameter)
-            else self.dense_spec(parameter.shape, sizes)
-            for name, parameter in config.parameters(model_width, use_bias=use_bias).items()
-        }
+            check("fsdp", "model_width", model_width)
+        specs = {}
+        for name, parameter in config.parameters(model_width, use_bias=use_bias).items():
+            if parameter.axes[0] == "expert" and len(parameter.axes) > 1:  # each expert has its own
+                specs[name] = P(*(parts[axis] or None for axis in parameter.axes))
+            else:
+                specs[name] = self.dense_spec(parameter.shape, sizes)
+        return specs
 
     def shards(self, config: MoEConfig, model_width: int, *, use_bias: bool = False) -> dict[str, Parameter]:
         """`config.parameters`, with the shapes that one device has."""
         sizes = self.sizes()
         specs = self.specs(config, model_width, use_bias=use_bias, sizes=sizes)
-        return {
-            name: parameter._replace(shape=tuple(map(partial(_share, sizes), parameter.shape, specs[name])))
-            for name, parameter in config.parameters(model_width, use_bias=use_bias).items()
-        }
+        parameters = config.parameters(model_width, use_bias=use_bias)
+        for name, parameter in parameters.items():
+            parts = zip(parameter.shape, specs[name], strict=True)
+            shape = tuple(size // _devices(names_of(axes), sizes) for size, axes in parts)
+            parameters[name] = parameter._replace(shape=shape)
+        return parameters
 
     def dense_spec(self, shape: tuple[int, ...], sizes: Mapping[str, int] | None = None) -> P:
         """How an array of which every token needs all is split at rest: over as many devices as divide a dimension."""
         sizes = self.sizes() if sizes is None else sizes
         for axes in ((*self.axes_of("fsdp"), *self.group), self.axes_of("fsdp")):
-            devices = math.prod(sizes[axis] for axis in axes)
+            devices = _devices(axes, sizes)
             for dimension, size in enumerate(shape):
                 if devices > 1 and size % devices == 0:
                     return P(*[None] * dimension, axes, *[None] * (len(shape) - dimension - 1))
@@ -156,7 +162,7 @@ class Parallelism:
         Raises:
           ValueError: there is no mesh, or it lacks an axis.
         """
-        mesh = mesh or self.mesh or jax.sharding.get_abstract_mesh()
+        mesh = mesh or mesh_of(self) or jax.sharding.get_abstract_mesh()
         if missing := [axis for axis in self.axes if axis not in mesh.axis_names]:
             has = f"the mesh has {', '.join(map(repr, mesh.axis_names))}" if mesh.axis_names else "there is no mesh"
             raise ValueError(
@@ -166,22 +172,10 @@ class Parallelism:
         return {axis: mesh.shape[axis] for axis in self.axes}
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Mesh axes and the devices along them."""
-
-    axes: tuple[str, ...]
-    devices: int
-
-    def with_(self, other: "_Part") -> "_Part":
-        return _Part((*self.axes, *other.axes), self.devices * other.devices)
-
-    def check(self, role: str, name: str, size: int) -> None:
-        if size % self.devices:
-            axes = " and ".join(map(repr, self.axes))
-            raise ValueError(
-                f"{name}={size} must be a multiple of the {self.devices} devices along {axes}, the {role} axis"
-            )
+def mesh_of(parallel: Parallelism) -> Mesh | AbstractMesh | None:
+    """The mesh that it was given, or that of `jax.set_mesh`; None without one."""
+    mesh = parallel.mesh or jax.sharding.get_abstract_mesh()
+    return mesh if mesh.axis_names else None
 
 
 def is_inside_shard_map(parallel: Parallelism) -> bool:
@@ -205,15 +199,5 @@ def transport_options() -> dict[str, str]:
     return {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"} if jax.process_count() == 1 else {}
 
 
-def _share(sizes: Mapping[str, int], size: int, axes: Axes | None) -> int:
-    return size // math.prod(sizes[axis] for axis in names_of(axes))
-
-
-def names_of(axes: Axes | None) -> tuple[str, ...]:
-    """One axis, several or none as a tuple."""
-    return (axes,) if isinstance(axes, str) else axes or ()
-
-
-def is_of_experts(parameter: Parameter) -> bool:
-    """Whether the parameter is of the routed experts: each has its own."""
-    return parameter.axes[0] == "expert" and len(parameter.axes) > 1
+def _devices(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in axes)

@@ -7,7 +7,7 @@ from typing import get_args
 
 from jax.core import min_dim
 
-from blaze_jax.checks import check_integers, check_numbers, shown, warn_once
+from blaze_jax.checks import check_fields, check_integers, check_numbers, shown, warn_once
 from blaze_jax.token_rounding import TokenRounding
 from pallas_kernels.compat import InconclusiveDimensionOperation
 from pallas_kernels.contract import Rule, Scoring
@@ -70,8 +70,7 @@ class Router:
             "rounding_tile": (self.rounding_tile >= 1, "at least 1"),
             "rounding_slots": (self.rounding_slots >= 0, "at least 0"),
         }
-        for name, (holds, rule) in rules.items():
-            self._require(holds, name, rule)
+        check_fields(self, rules)
         deciders = {name: getattr(self, name) for name in ("expert_capacity", "capacity_factor", "token_rounding")}
         given = [f"{name}={value!r}" for name, value in deciders.items() if value is not None]
         if len(given) > 1:
@@ -86,19 +85,15 @@ class Router:
             raise ValueError(f"{experts_per_token=} must be from 1 to {num_experts=}")
         learns = "where experts_per_token=1: every weight would be a constant 1, and the router would not learn"
         alone = experts_per_token == 1
-        self._require(not (alone and self.normalize_weights), "normalize_weights", f"None or False {learns}")
-        self._require(not (alone and self.scoring == "softmax_selected"), "scoring", f"softmax or sigmoid {learns}")
-        self._require(num_experts % self.num_groups == 0, "num_groups", f"a divisor of {num_experts=}")
         choice = num_experts // self.num_groups * self.groups_per_token
-        self._require(
-            experts_per_token <= choice,
-            "groups_per_token",
-            f"enough to choose {experts_per_token=} from {choice} experts",
-        )
-
-    def _require(self, holds: bool, name: str, rule: str) -> None:
-        if not holds:
-            raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
+        enough = f"enough to choose {experts_per_token=} from {choice} experts"
+        rules = {
+            "normalize_weights": (not (alone and self.normalize_weights), f"None or False {learns}"),
+            "scoring": (not (alone and self.scoring == "softmax_selected"), f"softmax or sigmoid {learns}"),
+            "num_groups": (num_experts % self.num_groups == 0, f"a divisor of {num_experts=}"),
+            "groups_per_token": (experts_per_token <= choice, enough),
+        }
+        check_fields(self, rules)
 
     def rule(self, experts_per_token: int) -> Rule:
         """The part of the options that the kernels carry out."""

@@ -27,7 +27,7 @@ from blaze_jax.benchmark.timing import Timing, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import FAMILIES, demanded_family
 from blaze_jax.progress import counted, write
-from blaze_jax.token_sums import block_width
+from blaze_jax.schedule import block_width
 from pallas_kernels.tuning import USER_FILE_VARIABLE, add_tunings, tried, user_file
 from pallas_kernels.tuning.parameters import (
     KINDS,

@@ -1,76 +1,63 @@
-"""The text: any number of bytes on disk as one stream, batches and the held-out part of it."""
+"""The text: any number of bytes on disk, or tokens, as one stream, batches and the held-out part of it."""
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Protocol
 
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Int, Integer
 
 from train_example.config import VOCABULARY, UserError
 
-type Bytes = UInt8[np.ndarray, " N"]
+type Units = Integer[np.ndarray, " N"]
 
 _MAX_HELD_OUT = 16 * 2**20
-_OPEN_FILES = 64
 
 
-class ByteStream:
-    """Arrays of bytes and files laid end to end. Files are mapped where they are read, never loaded whole.
+def _text_of_bytes(units: Sequence[int]) -> str:
+    return bytes(units).decode(errors="replace")
 
-    Args:
-      parts: the arrays and the paths of files, none empty.
+
+@dataclass
+class Stream:
+    """Documents laid end to end, as numbers. Files are read where they are asked for, never whole.
 
     Attributes:
-      unit: what the stream consists of.
-      bytes_per_unit: how many bytes of text a unit stands for.
-      documents: how many arrays and files there are.
-      parts: what lies end to end.
-      ends: where each part ends.
+      documents: arrays of numbers, and paths of files that consist of bytes and are not empty.
+      unit: what a number stands for.
+      bytes_per_unit: how many bytes of text that is, in the mean.
+      end: the number that ends each document; None where none does.
+      decode: the text of numbers, with what is no text replaced.
+      ends: where each document ends.
     """
 
-    unit = "bytes"
-    bytes_per_unit = 1.0
+    documents: Sequence[Units | Path]
+    unit: str = "bytes"
+    bytes_per_unit: float = 1.0
+    end: int | None = None
+    decode: Callable[[Sequence[int]], str] = _text_of_bytes
 
-    def __init__(self, parts: Sequence[Bytes | Path]):
-        self.parts, self.documents = parts, len(parts)
-        sizes = [part.stat().st_size if isinstance(part, Path) else part.size for part in parts]
-        self.ends: Int[np.ndarray, " parts"] = np.cumsum(sizes, dtype=np.int64)
+    def __post_init__(self):
+        sizes = [one.stat().st_size if isinstance(one, Path) else one.size for one in self.documents]
+        self.ends: Int[np.ndarray, " documents"] = np.cumsum(sizes, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def read(self, start: int, length: int) -> Bytes:
-        """A copy of the bytes from `start` to `start + length`."""
+    def read(self, start: int, length: int) -> Units:
+        """A copy of the numbers from `start` to `start + length`; UserError for a file that has changed its size."""
         pieces, stop = [], start + length
-        part = int(np.searchsorted(self.ends, start, side="right"))
+        document = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
-            source = self.parts[part]
-            array = _mapped(source) if isinstance(source, Path) else source
-            offset = start - (int(self.ends[part]) - array.size)
-            pieces.append(array[offset : offset + stop - start])
-            start += pieces[-1].size
-            part += 1
+            source, end = self.documents[document], int(self.ends[document])
+            first = int(self.ends[document - 1]) if document else 0
+            part = slice(start - first, min(stop, end) - first)
+            pieces.append(_read(source, end - first, part) if isinstance(source, Path) else source[part])
+            start = end
+            document += 1
         return np.concatenate(pieces)
-
-    def decode(self, units: Sequence[int]) -> str:
-        """The text of bytes, with what is no text replaced."""
-        return bytes(units).decode(errors="replace")
-
-
-class Stream(Protocol):
-    """Text as a sequence of numbers below a vocabulary: bytes, or tokens."""
-
-    unit: str
-    bytes_per_unit: float
-    documents: int
-
-    def __len__(self) -> int: ...
-    def read(self, start: int, length: int) -> np.ndarray: ...
-    def decode(self, units: Sequence[int]) -> str: ...
 
 
 class Corpus:
@@ -113,15 +100,13 @@ class Corpus:
     def held_out_units(self) -> int:
         return len(self.stream) - self.training_units
 
-    def windows(self, starts: Int[np.ndarray, "*B"]) -> UInt8[np.ndarray, "*B S+1"]:
+    def windows(self, starts: Int[np.ndarray, "*B"]) -> Integer[np.ndarray, "*B S+1"]:
         """A sequence and the byte after it from each start."""
-        length = self.sequence_length + 1
-        return np.stack([self.stream.read(start, length) for start in starts.ravel().tolist()]).reshape(
-            *starts.shape, length
-        )
+        windows = [self.stream.read(start, self.sequence_length + 1) for start in starts.ravel().tolist()]
+        return np.stack(windows).reshape(*starts.shape, -1)
 
 
-def open_text(path: str | None) -> ByteStream:
+def open_text(path: str | None) -> Stream:
     """A file; all files below a folder, in order of their paths, not the hidden or empty ones; or Python's own topics.
 
     Args:
@@ -132,7 +117,7 @@ def open_text(path: str | None) -> ByteStream:
     """
     if path is None:
         text = "\n".join(topics[name] for name in sorted(topics))
-        return ByteStream([np.frombuffer(text.encode(), np.uint8)])
+        return Stream([np.frombuffer(text.encode(), np.uint8)])
     root = Path(path)
     try:
         if not root.exists():
@@ -145,7 +130,7 @@ def open_text(path: str | None) -> ByteStream:
             file.open("rb").close()
     except OSError as error:
         raise UserError(f"--data cannot be read: {error.filename}: {error.strerror}") from error
-    return ByteStream(files)
+    return Stream(files)
 
 
 def _visible_files(root: Path) -> list[Path]:
@@ -156,6 +141,13 @@ def _visible_files(root: Path) -> list[Path]:
     return found
 
 
-@lru_cache(_OPEN_FILES)  # a folder may hold more files than a process may have open
-def _mapped(path: Path) -> Bytes:
-    return np.memmap(path, np.uint8, mode="r")
+def _read(path: Path, size: int, part: slice) -> Units:
+    """Bytes of a file of that size. They are not mapped: who maps a file that is cut then is killed."""
+    try:
+        if path.stat().st_size == size:
+            found = np.fromfile(path, np.uint8, part.stop - part.start, offset=part.start)
+            if found.size == part.stop - part.start:
+                return found
+    except OSError as error:
+        raise UserError(f"--data {path} cannot be read any more: {error.strerror}") from error
+    raise UserError(f"--data {path} has another size than when it was opened: let texts be as they are during a run")

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from tests.train_example.small import CONFIG, metrics, start
 from train_example.__main__ import main
+from train_example.program.checkpoints import only_run_in
 from train_example.program.presets import PRESETS
 from train_example.program.run import Interrupt
 
@@ -55,11 +57,9 @@ def finished(tmp_path_factory):
 
 
 def test_last_line_says_how_good_the_model_is(finished):
-    found = re.fullmatch(
-        r"final: held-out (\d\.\d{3}) bits/byte, unigram (\d\.\d{3}) bits/byte", finished[1].splitlines()[-1]
-    )
-    assert found
-    held_out, unigram = map(float, found.groups())
+    last = finished[1].splitlines()[-1]
+    ((held_out, unigram),) = re.findall(r"^final: held-out (\S{5}) bits/byte, unigram (\S{5}) bits/byte$", last)
+    held_out, unigram = float(held_out), float(unigram)
     assert 4 < unigram < 5.5
     assert re.search(r"^text: 1 document, [\d,]+ bytes, the last ", finished[1], re.MULTILINE)
     if sys.version_info < (3, 13):  # whose text ends less like the rest
@@ -69,8 +69,9 @@ def test_last_line_says_how_good_the_model_is(finished):
     assert held_out == pytest.approx(measured[-1], abs=1e-3)
 
 
-def test_metrics_of_every_step(finished):
-    records = metrics(finished[0])
+def test_the_folder_has_metrics_of_every_step_figure_sample_and_checkpoints(finished):
+    out, stdout = finished
+    records = metrics(out)
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert [record["step"] for record in records if "held_out" in record] == [10, 20, 30, 40]
     for record in records:
@@ -82,10 +83,6 @@ def test_metrics_of_every_step(finished):
         assert [sum(load) for load in record["load"]] == [PAIRS] * CONFIG.model.num_layers
     elapsed = [record["elapsed"] for record in records]
     assert elapsed == sorted(elapsed)
-
-
-def test_figure_sample_and_checkpoints_are_there(finished):
-    out, stdout = finished
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
     sample = (out / "sample.txt").read_text()
     assert len(sample.encode()) >= 512
@@ -98,6 +95,8 @@ def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_pat
     out = tmp_path / "run"
     process = start(out, *OPTIONS)
     wait_for_step(out, 8)
+    assert main(["--out", str(out), "--resume"]) == 2
+    assert f"{out} has a run at work, process {process.pid} on" in capsys.readouterr().err
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
@@ -145,12 +144,32 @@ def test_a_run_is_not_overwritten_or_mixed_up(finished, tmp_path, capsys, option
     assert files(finished[0]) == before
 
 
-@pytest.mark.slow
-def test_resuming_a_finished_run_reports_it_again(finished, capsys):
-    before = metrics(finished[0])
-    assert main(["--out", str(finished[0]), "--resume"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == finished[1].splitlines()[-1]
-    assert metrics(finished[0]) == before
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_not_damaged(finished, tmp_path, capsys):
+    out = shutil.copytree(finished[0], tmp_path / "run")
+    for step, name in ((40, "d"), (36, "ocdbt.process_0/d")):
+        file = next((out / "checkpoints" / str(step) / "state" / name).iterdir())
+        file.write_bytes(file.read_bytes()[:-1])
+    assert main(["--out", str(out), "--resume"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert f"checkpoint 40 in {out / 'checkpoints'} is damaged, its state/d/" in said.err
+    assert said.err.endswith("; --resume takes checkpoint 30 instead\n")
+    assert "training from step 30 to step 40" in said.out
+    assert numbers(out) == numbers(finished[0])
+    before = metrics(out)
+    assert main(["--out", str(out), "--resume"]) == 0  # it is done, and reported again
+    again = capsys.readouterr()
+    assert again.err == ""
+    assert again.out.splitlines()[-1] == said.out.splitlines()[-1] == finished[1].splitlines()[-1]
+    assert metrics(out) == before
+
+
+def test_a_second_run_in_a_folder_is_refused(finished, capsys):
+    out = finished[0]
+    with only_run_in(out):
+        assert main(["--out", str(out), "--resume"]) == 2
+    told = f"{out} has a run at work, process {os.getpid()} on {os.uname().nodename}: wait for it, or choose another"
+    assert capsys.readouterr().err == f"train_example: {told} --out\n"
 
 
 def test_damaged_checkpoint(finished, tmp_path, capsys):
