@@ -19,6 +19,8 @@ from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 Exchange = Literal["all_gather", "permute", "all_to_all"]
 
+type Axes = str | tuple[str, ...]
+
 
 class Trips(NamedTuple):
     """Which of a device's T tokens go to which of the D devices of its group, for "all_to_all".
@@ -203,8 +205,7 @@ gathered.defvjp(_gathered_forward, _gathered_backward)
 def gather_shards(shard: Array, spec: P, axes: Sequence[str]) -> Array:
     """The array of which every device has the part that `spec` says, whole along the mesh `axes`."""
     for dimension, names in enumerate(spec):
-        names = (names,) if isinstance(names, str) else names or ()
-        if mine := tuple(name for name in names if name in axes):
+        if mine := tuple(name for name in names_of(names) if name in axes):
             shard = lax.all_gather(shard, mine, axis=dimension, tiled=True)
     return shard
 
@@ -219,7 +220,12 @@ def own_part(array: Array, spec: P) -> Array:
 
 
 def _has(names, axes: Sequence[str]) -> bool:
-    return any(name in axes for name in ((names,) if isinstance(names, str) else names or ()))
+    return any(name in axes for name in names_of(names))
+
+
+def names_of(axes: Axes | None) -> tuple[str, ...]:
+    """One axis, several or none as a tuple."""
+    return (axes,) if isinstance(axes, str) else axes or ()
 
 
 def _rotated(part: Array, group: tuple[str, ...], shift: int) -> Array:

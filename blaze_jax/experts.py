@@ -20,10 +20,10 @@ from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_ex
 from blaze_jax.exchange import HERE, Transport, gathered
 from blaze_jax.experts_vjp import INDEX_NAME, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
-from blaze_jax.implementation import Implementation, choose_implementation, kernels_of, takes_blocks, takes_parts
+from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
-from blaze_jax.plan import ROW_MULTIPLE, Parameters, Plan, Save, Tokens, token_ranges
+from blaze_jax.plan import ROW_MULTIPLE, Parameters, Plan, Projection, Save, Tokens, token_ranges
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes, when_lowered_unsplit
 from pallas_kernels.contract import accumulator_dtype
@@ -125,7 +125,7 @@ def compute_experts(
     shared = parallel if parallel and (parallel.group or parallel.fsdp) else None
     if shared is None:
         _check_arguments(arrays)
-    _check_closure(act, x, shards.up_weights)
+    _check_closure(act, x, shards)
     if x.shape[0] == 0:
         return x
     options = {"activation": act, "save": save, "implementation": implementation}
@@ -133,8 +133,9 @@ def compute_experts(
         return _compute_where_tokens_are((x, weights, experts), shards, grouped, **options)
 
     tensor = shared.axes_of("tensor")
-    if tensor and shards.b_down is not None:  # devices that share an expert's width add its bias once
-        shards = shards._replace(b_down=jnp.where(lax.axis_index(tensor) == 0, shards.b_down, 0))
+    w_down, b_down = shards.down
+    if tensor and b_down is not None:  # devices that share an expert's width add its bias once
+        shards = shards._replace(down=Projection(w_down, jnp.where(lax.axis_index(tensor) == 0, b_down, 0)))
     transport = Transport(
         expert=shared.axes_of("expert"),
         tensor=tensor,
@@ -190,12 +191,13 @@ def _compute(
     """
     x, weights, experts = tokens
     params = jax.eval_shape(lambda p: transport.parameters(p, x.dtype), shards)
-    biases = params.up_biases if params.b_down is None else (*params.up_biases, params.b_down)
-    implementation = choose_implementation(implementation, x, (*params.up_weights, params.w_down), biases)
+    weights_here, biases = zip(*params.ups, params.down, strict=True)
+    biases = tuple(bias for bias in biases if bias is not None)
+    implementation = choose_implementation(implementation, x, weights_here, biases)
     kernels = kernels_of(implementation, dtype=x.dtype)
-    num_experts, width, model_width = params.w_down.shape
+    num_experts, width, model_width = weights_here[-1].shape
     sizes = x.shape[0], model_width, width, num_experts, experts.shape[1]
-    dtypes = x.dtype.name, params.up_weights[0].dtype.name
+    dtypes = x.dtype.name, weights_here[0].dtype.name
     tell_observers(TracedLayer(*sizes, *dtypes, activation, save, implementation))
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
     experts = int32_experts(experts, num_experts * transport.expert_devices)
@@ -234,12 +236,12 @@ def _compute(
 
 def _as_they_arrive(transport: Transport, kernels: Kernels, num_experts: int) -> Transport:
     """`transport`, with what arrives computed part by part and block by block, where the kernels can do so."""
-    own_first, blocks = False, 1
-    if transport.exchange == "permute" and takes_parts(kernels, num_experts * transport.devices):
-        own_first = transport.devices > 1
-    if takes_blocks(kernels) and transport.splits_experts and not transport.keep:
-        blocks = lax.axis_size(transport.fsdp)
-    return dataclasses.replace(transport, own_first=own_first, own_experts_first=1 < blocks <= MOST_BLOCKS)
+    own_first = own_experts_first = False
+    if kernels.overlaps and kernels.in_parts and transport.exchange == "permute" and transport.devices > 1:
+        own_first = kernels.dispatch_unsupported(num_experts * transport.devices) is None
+    if kernels.overlaps and kernels.of_experts and transport.splits_experts and not transport.keep:
+        own_experts_first = 1 < lax.axis_size(transport.fsdp) <= MOST_BLOCKS
+    return dataclasses.replace(transport, own_first=own_first, own_experts_first=own_experts_first)
 
 
 def _warn_of_unsplit(devices: int) -> None:
@@ -263,10 +265,10 @@ def _in_chunks(array: Array, chunks: int) -> list[Array]:
     return [array] if chunks == 1 else jnp.array_split(array, min(chunks, array.shape[0]))
 
 
-def _check_closure(activation: Activation, x, up_weights) -> None:
+def _check_closure(activation: Activation, x, params: Parameters) -> None:
     """Raises ValueError if the activation closes over a traced array: it has no gradient, and leaks from its trace."""
-    pre_activation = jax.ShapeDtypeStruct((1, up_weights[0].shape[-1]), accumulator_dtype(x.dtype))
-    traced = jax.make_jaxpr(lambda *pre: activation.function(*pre))(*(pre_activation for _ in up_weights))
+    pre_activation = jax.ShapeDtypeStruct((1, params.down.weight.shape[1]), accumulator_dtype(x.dtype))
+    traced = jax.make_jaxpr(lambda *pre: activation.function(*pre))(*(pre_activation for _ in params.ups))
     if any(isinstance(value, Tracer) for value in traced.consts):
         raise ValueError(
             f"activation {activation.name!r} closes over a traced array: its values must be constants, "
@@ -275,25 +277,17 @@ def _check_closure(activation: Activation, x, up_weights) -> None:
 
 
 def _in_order(activation: Activation, arrays: Mapping[str, Any]) -> Parameters:
-    return Parameters(*_projections(activation, arrays), arrays["w_down"], arrays.get("b_down"))
-
-
-def _projections(activation: Activation, arrays: Mapping[str, Any]):
-    """The up weights and biases that the activation takes, in its order; an ungated one takes a single pair."""
-    weights, biases = ([arrays.get(f"{kind}_{name}") for name in ("gate", "up")] for kind in "wb")
-    present = tuple(w for w in weights if w is not None)
-    if len(present) != (2 if activation.gated else 1):
+    """The projections that the activation takes, in its order; an ungated one takes a single one up."""
+    weights, biases = ({n: arrays[f"{kind}_{n}"] for n in ("gate", "up") if f"{kind}_{n}" in arrays} for kind in "wb")
+    if len(weights) != (2 if activation.gated else 1):
         need = "both w_gate and w_up" if activation.gated else "w_up alone (w_gate=None)"
-        got = (
-            " and ".join(name for name, w in zip(("w_gate", "w_up"), weights, strict=True) if w is not None)
-            or "neither"
-        )
+        got = " and ".join(f"w_{name}" for name in weights) or "neither"
         raise ValueError(f"activation {activation.name!r} takes {need}, got {got}")
-    present_biases = tuple(b for w, b in zip(weights, biases, strict=True) if w is not None and b is not None)
-    if len(present_biases) != sum(b is not None for b in biases) or len(present_biases) not in (0, len(present)):
-        got = " and ".join(name for name, b in zip(("b_gate", "b_up"), biases, strict=True) if b is not None)
+    if biases and biases.keys() != weights.keys():
+        got = " and ".join(f"b_{name}" for name in biases)
         raise ValueError(f"biases must be given for every up projection of {activation.name!r} or for none, got {got}")
-    return present, present_biases
+    ups = tuple(Projection(weight, biases.get(name)) for name, weight in weights.items())
+    return Parameters(ups, Projection(arrays["w_down"], arrays.get("b_down")))
 
 
 def _check_arguments(arrays: dict[str, Array]) -> None:

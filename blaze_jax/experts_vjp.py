@@ -16,8 +16,9 @@ gathered and y and dx scattered, each by the transpose of the other, and so are 
 budget of rows, P is kept of as many rows, and that of the others is computed again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from itertools import batched
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +27,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens
-from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, with_turns
-from blaze_jax.token_sums import token_sums
+from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases
+from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, token_sums, with_turns
 from blaze_jax.transformations import differentiated_once
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, accumulator_dtype, place_values
 
@@ -107,7 +107,7 @@ def _output(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tok
         x = after(x, tokens.weights)
     xs = transport.arrivals(tokens.trips, x)
     pre_activations, (hidden, downs) = up_projection(plan, xs, params, rows)
-    weights = _weights_of_parts(tokens, params.w_down.shape[0] * transport.blocks, len(rows.parts))
+    weights = _weights_of_parts(tokens, params.down.weight.shape[0] * transport.blocks, len(rows.parts))
 
     def begin():
         y = _down_projection(plan, hidden, (params.down, *downs), tokens, rows, weights)
@@ -147,8 +147,7 @@ def _up_projection(keep: bool, plan: Plan, xs: tuple[Array, ...], params: Parame
     for x, part in zip(xs, rows.parts, strict=True):
         for block, pieces in enumerate(plan.pieces(part, len(ups))):
             journeys = journeys.start_all((x, into), number=block * len(ups))
-            weights, biases = zip(*(*ups, *journeys.arrived)[block * len(ups) :][: len(ups)], strict=True)
-            biases = biases if params.up_biases else ()
+            weights, biases = weights_and_biases((*ups, *journeys.arrived)[block * len(ups) :][: len(ups)])
             for piece in pieces:
                 (x, into), journeys = journeys.start((x, into))
                 into = {"into": plan.kernels.up_projection(x, weights, biases, piece, **options, **into)}
@@ -166,10 +165,9 @@ def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weig
     """The output `y` of this device's tokens, a block of columns at a time, added to that of `before`."""
 
     def rows_of(hidden, part: int):
-        kernel = partial(plan.kernels.down_projection, hidden)
-        return _by_block([partial(kernel, *down, unit) for down, unit in zip(downs, rows.units[part], strict=True)])
+        return _by_block(partial(plan.kernels.down_projection, hidden), downs, rows.units[part])
 
-    sizes = {"w_down": downs[0][0], "dtype": hidden.dtype}
+    sizes = {"w_down": downs[0].weight, "dtype": hidden.dtype}
     return token_sums(plan, tokens, rows, weights, rows_of, hidden, before, **sizes)[0]
 
 
@@ -187,50 +185,51 @@ def _weights_of_parts(tokens: Tokens, num_experts: int, parts: int) -> tuple[Arr
 # Backward
 
 
-def _gradients(plan: Plan, params: Parameters, tokens: Tokens, xs, dys, pre_activations, dtypes=None):
+def _gradients(plan: Plan, params: Parameters, tokens: Tokens, xs, dys, pre_activations):
     """Gradients of a chunk of tokens, of the parameters, and of the group's routing weights.
 
-    `xs` come in as many parts as `dys`, or are this device's tokens and have to travel again. `dtypes` are those of the
-    parameters' gradients; None for the parameters' own.
+    `xs` come in as many parts as `dys`, or are this device's tokens and have to travel again.
     """
     rows, turns = plan.turns(tokens)
     if pre_activations is None:
         pre_activations, _ = _pre_activations_and_hidden(plan, xs, params, rows)
-    return _gradients_of_turns((plan, dtypes), xs, params, tokens, rows, turns, pre_activations, dys)
+    return _gradients_of_turns(plan, xs, params, tokens, rows, turns, pre_activations, dys)
 
 
 def _gradients_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, tokens: Tokens, xs, dys, kept):
-    """`_gradients`, a range of the tokens at a time. The sums of the parameters are wide, and rounded once."""
-    dtypes = jax.tree.map(lambda array: accumulator_dtype(array.dtype), params)
+    """`_gradients`, a range of the tokens at a time. The sums of the parameters are rounded once."""
 
     def step(start, dispatch, kept):
         of_range = tokens._replace(weights=ranges.of(tokens.weights, start), dispatch=dispatch)
-        dx, d_params, d_weights = _gradients(plan, params, of_range, xs, dys, kept, dtypes)
+        dx, d_params, d_weights = _gradients(plan, params, of_range, xs, dys, kept)
         return (dx, d_weights), d_params, ()
 
-    sums = jax.tree.map(lambda array, dtype: jnp.zeros(array.shape, dtype), params, dtypes)
+    sums = jax.tree.map(lambda array, dtype: jnp.zeros(array.shape, dtype), params, _dtypes(plan, params))
     (dx, d_weights), sums, _ = one_by_one(ranges, step, sums, tokens.dispatch, kept)
     return dx, jax.tree.map(lambda total, array: total.astype(array.dtype), sums, params), d_weights
 
 
+def _dtypes(plan: Plan, params: Parameters) -> Parameters:
+    """The dtypes of the parameters' gradients: their own, and wide ones where those of ranges are added up."""
+    return jax.tree.map(lambda array: accumulator_dtype(array.dtype) if plan.ranges else array.dtype, params)
+
+
 @differentiated_once
-def _gradients_of_turns(of, xs, params: Parameters, tokens: Tokens, rows: Rows, turns, pre_activations, dys):
-    plan, dtypes = of
-    dtypes = dtypes or jax.tree.map(lambda array: array.dtype, params)
+def _gradients_of_turns(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: Rows, turns, pre_activations, dys):
     down = _down_backward(plan, dys, params, tokens.weights, rows, pre_activations)
 
     def begin():
         x = xs
         if not isinstance(x, tuple):  # or x and dy would travel, and take memory, at once
             x = plan.transport.arrivals(tokens.trips, after(x, down.d_row_weights[-1]))
-        return _other_gradients(plan, dtypes, x, params, tokens, rows, dys, down), partial(further, x)
+        return _other_gradients(plan, x, params, tokens, rows, dys, down), partial(further, x)
 
     def further(xs):
         def turn(number, gradients):
             rows = plan.turn(tokens, number)
             pre_activations, _ = _pre_activations_and_hidden(plan, xs, params, rows)
             down = _down_backward(plan, dys, params, tokens.weights, rows, pre_activations, further=True)
-            return _other_gradients(plan, dtypes, xs, params, tokens, rows, dys, down, gradients)
+            return _other_gradients(plan, xs, params, tokens, rows, dys, down, gradients)
 
         return turn
 
@@ -278,60 +277,54 @@ def _down_backward(
 
 
 def _other_gradients(
-    plan: Plan, dtypes: Parameters, xs, params: Parameters, tokens: Tokens, rows: Rows, dys, down: _Down, before=None
+    plan: Plan, xs, params: Parameters, tokens: Tokens, rows: Rows, dys, down: _Down, before=(None, None, None)
 ):
     """Gradients of the tokens, the parameters and the routing weights, added to those of `before`."""
-    dx, d_params, d_weights = before or (None, None, None)
-    token_index_map, first_up = rows.all.token_index_map, plan.transport.blocks - 1
+    dx, d_params, d_weights = before
+    token_index_map, blocks = rows.all.token_index_map, plan.transport.blocks
     of_slots = reduce(jnp.add, down.d_row_weights).at[token_index_map].get(mode="fill", fill_value=0)
     of_slots = of_slots.astype(tokens.weights.dtype)
     d_weights = of_slots if d_weights is None else d_weights + of_slots
 
     def rows_of(operands, part: int):
         d_pre_activations, _, arrived = operands
-        weights = [w for w, _ in (*params.ups, *arrived)]
-        kernel, number = partial(plan.kernels.up_backward, d_pre_activations), len(params.ups)
-        return _by_block(
-            [partial(kernel, tuple(weights[i * number :][:number]), unit) for i, unit in enumerate(rows.units[part])]
-        )
+        ups = [weights_and_biases(ups)[:1] for ups in batched((*params.ups, *arrived), len(params.ups))]
+        return _by_block(partial(plan.kernels.up_backward, d_pre_activations), ups, rows.units[part])
 
     def weight_gradients(operands):
-        *operands, _ = operands
-        d_params_here, operands, arrived = _weight_gradients(
-            plan, dtypes, _joined(xs), _joined(dys), down.row_weights, rows, operands, down.journeys, d_params
-        )
-        return d_params_here, (*operands, arrived[first_up:][: first_up * len(params.ups)])
+        d_params_here, operands, arrived = _weight_gradients(plan, params, xs, dys, rows, operands[:2], down, d_params)
+        return d_params_here, (*operands, arrived[blocks - 1 :][: (blocks - 1) * len(params.ups)])
 
-    operands = down.d_pre_activations, down.weighted_hidden, down.journeys.arrived[first_up:]
-    sizes = {"w_down": params.w_down, "dtype": xs[0].dtype}
+    operands = down.d_pre_activations, down.weighted_hidden, down.journeys.arrived[blocks - 1 :]
+    sizes = {"w_down": params.down.weight, "dtype": xs[0].dtype}
     dx, d_params = token_sums(plan, tokens, rows, None, rows_of, operands, dx, meanwhile=weight_gradients, **sizes)
     return dx, d_params, d_weights
 
 
-def _weight_gradients(
-    plan: Plan, dtypes: Parameters, x, dy, row_weights, rows: Rows, operands, journeys: Journeys, before=None
-):
+def _weight_gradients(plan: Plan, params: Parameters, xs, dys, rows: Rows, operands, down: _Down, before=None):
     """Gradients of this device's parameters, `operands` once they are computed, and all arrays that have travelled.
 
     `operands` are `dP` and `g · H`. Other devices' blocks come first: their gradients leave while others are computed.
     With those of `before`, to which they are added, one matrix is computed at a time: then no others take memory.
     """
-    transport, kernels = plan.transport, plan.kernels
-    ups = [slice(None)] if before is None else [slice(i, i + 1) for i in range(len(dtypes.up_weights))]
+    transport, kernels, journeys, dtypes = plan.transport, plan.kernels, down.journeys, _dtypes(plan, params)
+    ups = [slice(None)] if before is None else [slice(i, i + 1) for i in range(len(dtypes.ups))]
+    x, dy = _joined(xs), _joined(dys)
 
-    def down(operands, rows: Dispatch) -> list[Projection]:
-        options = {"dtype": dtypes.w_down, "bias_dtype": dtypes.b_down}
-        return [kernels.down_weight_gradients(operands[1], dy, row_weights, rows, **options)]
+    def of_down(operands, rows: Dispatch) -> list[Projection]:
+        options = {"dtype": dtypes.down.weight, "bias_dtype": dtypes.down.bias}
+        return [Projection(*kernels.down_weight_gradients(operands[1], dy, down.row_weights, rows, **options))]
 
-    def up(some: slice, operands, rows: Dispatch) -> list[Projection]:
-        options = {"dtypes": dtypes.up_weights[some], "bias_dtypes": dtypes.up_biases[some]}
+    def of_ups(some: slice, operands, rows: Dispatch) -> list[Projection]:
+        of_weights, of_biases = weights_and_biases(dtypes.ups[some])
+        options = {"dtypes": of_weights, "bias_dtypes": of_biases}
         gradients, biases = kernels.up_weight_gradients(x, operands[0][some], rows, **options)
-        return list(zip(gradients, biases or (None,) * len(gradients), strict=True))
+        return list(map(Projection, gradients, biases or (None,) * len(gradients)))
 
     own: list[Projection] = []
     for block, of_block in reversed(list(enumerate(rows.blocks))):
         own = []
-        for matrices in (down, *(partial(up, some) for some in ups)):
+        for matrices in (of_down, *(partial(of_ups, some) for some in ups)):
             operands, journeys = journeys.start(operands)
             gradients = matrices(operands, of_block)
             if before is not None and block == 0:
@@ -347,17 +340,17 @@ def _weight_gradients(
     others = arrived[len(arrived) - (transport.blocks - 1) * len(own) :]
     for i, gradients in enumerate(others):
         own[i % len(own)] = _sum(own[i % len(own)], gradients)
-    return Parameters.of(own[0], own[1:]), operands, arrived
+    return Parameters(tuple(own[1:]), own[0]), operands, arrived
 
 
-def _by_block(kernels: list[Callable]) -> Callable:
+def _by_block(kernel: Callable, weights: Sequence[tuple], units: tuple[Dispatch, ...]) -> Callable:
     """The rows `(first_column, num_columns)` of all blocks of experts, written one block after the other."""
 
     def rows(first_column, num_columns):
         options: dict[str, Any] = {}
-        for kernel in kernels:
-            options["into"] = kernel(first_column, num_columns, **options)
-        return in_place(options["into"], len(kernels))
+        for of_block, unit in zip(weights, units, strict=True):
+            options["into"] = kernel(*of_block, unit, first_column, num_columns, **options)
+        return in_place(options["into"], len(units))
 
     return rows
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import jax
 from jax import P
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jaxtyping import Array, Float
 
-from blaze_jax.parallelism import Axes, names_of
+from blaze_jax.exchange import Axes, names_of
 from pallas_kernels.compat import axes_of_vmap
 
 
@@ -22,8 +22,8 @@ def explicit_mesh(*arrays) -> AbstractMesh | None:
       NotImplementedError: an enclosing `vmap` takes its examples from devices along one of these axes.
     """
     for mesh in meshes_of(*arrays):
-        if axes := explicit_axes(mesh):
-            if split := ", ".join(sorted(axes & axes_of_vmap())):
+        if mesh.explicit_axes:
+            if split := ", ".join(sorted(axes_of_vmap().intersection(mesh.explicit_axes))):
                 raise NotImplementedError(
                     f"vmap over examples that are split over the explicit mesh axis {split}: call the layer without "
                     "vmap, since tokens may have any leading dimensions, or put the vmap inside jax.shard_map"
@@ -55,8 +55,7 @@ def placed(tree, spec: P, mesh: AbstractMesh | None):
     """Arrays split as `spec` says: along explicit axes, where it has to be said; along others it must not be."""
     if mesh is None:
         return tree
-    explicit = explicit_axes(mesh)
-    said = P(*(tuple(name for name in names_of(axes) if name in explicit) or None for axes in spec))
+    said = P(*(tuple(name for name in names_of(axes) if name in mesh.explicit_axes) or None for axes in spec))
     return jax.tree.map(lambda array: jax.sharding.reshard(array, NamedSharding(mesh, said)), tree)
 
 
@@ -74,7 +73,7 @@ def per_device(
       explicit: the mesh with explicit axes on which the arrays are; None without one.
       axes: the mesh axes that `function` may use in collectives; None for the explicit ones.
     """
-    axes = explicit_axes(mesh) if axes is None else axes
+    axes = set(mesh.explicit_axes) if axes is None else axes
     # With check_vma jax 0.12 cannot differentiate the error function of a GELU.
     options = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": axes, "check_vma": False}
     args = jax.tree.map(lambda spec, part: placed(part, spec, explicit), in_specs, args)
@@ -130,8 +129,3 @@ def _here(function: Callable, mesh: AbstractMesh, spec: P, out_spec: P) -> Calla
     """`function` of each device's own part of an array: nothing travels."""
     axes = {axis for names in spec for axis in names_of(names)}
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=out_spec, axis_names=axes))
-
-
-def explicit_axes(mesh) -> set[str]:
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name for name, kind in kinds if kind == AxisType.Explicit}

@@ -128,13 +128,3 @@ def _gpu_family(dtype=jnp.bfloat16) -> Any:
         return FAMILIES[name]
     on_hopper = compute_capability() in (None, "9.0")
     return hopper if on_hopper and dtype in (jnp.bfloat16, jnp.float16) else ampere
-
-
-def takes_parts(kernels: Kernels, num_groups: int) -> bool:
-    """Whether these kernels compute parts of the tokens as they arrive, by so many groups of expert and part."""
-    return kernels.overlaps and kernels.in_parts is not None and kernels.dispatch_unsupported(num_groups) is None
-
-
-def takes_blocks(kernels: Kernels) -> bool:
-    """Whether these kernels compute the rows of a block of experts as its parameters arrive."""
-    return kernels.overlaps and kernels.of_experts is not None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from blaze_jax.activations import get_activation
@@ -69,7 +69,7 @@ def devices_of(
     if not mesh.axis_names:
         mesh = (parallel and parallel.mesh) or next(iter(meshes_of(x, params)), mesh)
     split = token_axes(x)
-    free = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    free = set(mesh.auto_axes)
     if parallel is None and free:
         may_split = may_split and not mesh.manual_axes and not has_symbolic_sizes((x, params))
         free = set(mesh.axis_names) if may_split else set()
@@ -112,15 +112,15 @@ def run_layer(
         devices = Devices()
         params = {name: placed(a, P(), explicit) if name.startswith(_DENSE) else a for name, a in params.items()}
 
-    run = _Program(config, axis_names(axis_name), devices.axes, parallel, specs, experts)
+    program = _Program(config, axis_names(axis_name), devices.axes, parallel, specs, experts)
     in_order = given_all or not given.treats_tokens_apart(config.router)
     by_token = flatten_tokens(x, explicit, in_order), _flattened(given, x, explicit, in_order)
     if devices.mesh is not None:
-        y, routing = _over_mesh(run, devices, by_token, params, selection_bias)
+        y, routing = _over_mesh(program, devices, by_token, params, selection_bias)
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
         by_token = vary_over(by_token, frozenset(devices.axes))
-        y, routing = run(by_token[0].shape[0] * lax.axis_size(devices.axes), by_token, params, selection_bias)
+        y, routing = program.layer(by_token[0].shape[0] * lax.axis_size(devices.axes), by_token, params, selection_bias)
     chosen, weights = tokens_in_order((routing.experts, routing.weights), x, explicit, in_order)
     losses = auxiliary_losses(routing, config)
     routing = routing._replace(experts=chosen, weights=weights, weighted_losses=losses)
@@ -139,9 +139,9 @@ def _flattened(given: GivenRouting, x: Float[Array, "... d"], mesh: AbstractMesh
 
 
 def _over_mesh(
-    run: "_Program", devices: Devices, by_token: tuple[Array, GivenRouting], params, selection_bias
+    program: "_Program", devices: Devices, by_token: tuple[Array, GivenRouting], params, selection_bias
 ) -> tuple[Float[Array, "T d"], Routing]:
-    """`run(T, by_token, params, selection_bias)` on each device of the mesh, of its own tokens and parameters."""
+    """`program.layer` on each device of the mesh, of its own tokens and parameters."""
     mesh, axes, explicit = devices
     assert mesh is not None
     tokens, given = by_token
@@ -157,10 +157,10 @@ def _over_mesh(
         tokens, given = jnp.pad(tokens, ((0, padding), (0, 0))), GivenRouting(mask, ids)
     if selection_bias is not None:
         selection_bias = as_array("selection_bias", selection_bias)
-    specs = (split, dict(run.specs), whole), (split, routing_specs(split))
+    specs = (split, dict(program.specs), whole), (split, routing_specs(split))
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     arguments = (tokens, given), params, selection_bias
-    y, routing = per_device(partial(run, num_tokens), mesh, *specs, *arguments, explicit=explicit, axes=free)
+    y, routing = per_device(partial(program.layer, num_tokens), mesh, *specs, *arguments, explicit=explicit, axes=free)
     if not padding:
         return y, routing
     y, chosen, weights = (placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
@@ -191,7 +191,7 @@ class _Program:
     specs: Mapping[str, P]
     experts: Callable[..., Array]
 
-    def __call__(
+    def layer(
         self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], selection_bias
     ) -> tuple[Float[Array, "T d"], Routing]:
         """The output of this device's tokens with its parts of the parameters, and what the router decided.

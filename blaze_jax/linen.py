@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig
+from blaze_jax.exchange import Axes
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, new_parameters, statistics
 from blaze_jax.modules import (
@@ -21,7 +22,7 @@ from blaze_jax.modules import (
     warn_of_lost_losses,
     warn_of_missing_train,
 )
-from blaze_jax.parallelism import Axes, Parallelism
+from blaze_jax.parallelism import Parallelism
 from blaze_jax.routing import AxisName
 
 

@@ -77,21 +77,6 @@ _STEPS: dict[int, BiasOfStep] = {}
 """By the `id` of modules that last no longer than a step: those that linen binds, and those of nnx in a trace."""
 
 
-def bias_of_step(module, bias: Float[Array, " E"]) -> BiasOfStep:
-    """The step whose calls of the module, if there is one, have left just that array; else it begins here."""
-    step = _STEPS.get(id(module))
-    return step if step is not None and step.moved is bias else BiasOfStep(bias, 0, bias)
-
-
-def remember(module, step: BiasOfStep) -> None:
-    """Keeps the step for further calls of the module, if there is one."""
-    if module is None:
-        return
-    if id(module) not in _STEPS:
-        finalize(module, _STEPS.pop, id(module), None)
-    _STEPS[id(module)] = step
-
-
 def call_layer(
     module,
     params: Mapping[str, Array],
@@ -120,11 +105,16 @@ def call_layer(
     if skip:
         return *skipped(x, config), None
     moves = train and config.bias_update_rate
-    step = None if bias is None else bias_of_step(lasts if moves else None, bias)
+    step = _STEPS.get(id(lasts)) if moves else None
+    if step is None or step.moved is not bias:  # calls of a step have left just that array, or it begins here
+        step = BiasOfStep(bias, 0, bias)
     options = {name: getattr(module, name) for name in ("axis_name", "parallel", "experts")} | given
-    y, routing = moe(x, params, config, selection_bias=step and step.start, train=bool(train), **options)
-    if step is None or not moves:
+    y, routing = moe(x, params, config, selection_bias=step.start, train=bool(train), **options)
+    if bias is None or not moves:
         return y, routing, None
     step = step.after(routing.demand, config.bias_update_rate)
-    remember(lasts, step)
+    if lasts is not None:
+        if id(lasts) not in _STEPS:
+            finalize(lasts, _STEPS.pop, id(lasts), None)
+        _STEPS[id(lasts)] = step
     return y, routing, step.moved

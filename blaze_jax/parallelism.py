@@ -11,9 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from blaze_jax.checks import check_booleans, check_fields, check_integers, check_numbers
 from blaze_jax.config import MoEConfig, Parameter
-from blaze_jax.exchange import Exchange
-
-type Axes = str | tuple[str, ...]
+from blaze_jax.exchange import Axes, Exchange, names_of
 
 ROLES = ("data", "fsdp", "expert", "tensor")
 """The roles that a mesh axis may have."""
@@ -203,8 +201,3 @@ def transport_options() -> dict[str, str]:
 
 def _devices(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
-
-
-def names_of(axes: Axes | None) -> tuple[str, ...]:
-    """One axis, several or none as a tuple."""
-    return (axes,) if isinstance(axes, str) else axes or ()

@@ -10,7 +10,7 @@ A row is a pair of a token and an expert. Four cuts, each for its own reason, sa
 A plan is made once, from settings; with a dispatch it gives the rows of a turn, by part and block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -38,31 +38,30 @@ FEWEST = 4
 
 Save = Literal["pre_activations", "inputs"]
 
-type Projection = tuple[Array, Array | None]
-"""A weight and its bias, which travel together."""
+
+class Projection(NamedTuple):
+    """What a projection of every expert has, which travels together.
+
+    Attributes:
+      weight: `(E, d, n)`; of the down projection `(E, n, d)`.
+      bias: `(E, n)`; of the down projection `(E, d)`; or None.
+    """
+
+    weight: Array
+    bias: Array | None
 
 
 class Parameters(NamedTuple):
-    """Weights of the experts: gate and up (or up alone) with their biases (or none), then down."""
+    """Projections of the experts: gate and up (or up alone), and down; their gradients, and their dtypes."""
 
-    up_weights: tuple[Float[Array, "E d n"], ...]
-    up_biases: tuple[Float[Array, "E n"], ...]
-    w_down: Float[Array, "E n d"]
-    b_down: Float[Array, "E d"] | None
+    ups: tuple[Projection, ...]
+    down: Projection
 
-    @property
-    def ups(self) -> list[Projection]:
-        return list(zip(self.up_weights, self.up_biases or (None,) * len(self.up_weights), strict=True))
 
-    @property
-    def down(self) -> Projection:
-        return self.w_down, self.b_down
-
-    @classmethod
-    def of(cls, down: Projection, ups: list[Projection]) -> "Parameters":
-        """The parameters, or their gradients, from the two properties."""
-        weights, biases = zip(*ups, strict=True)
-        return cls(weights, () if biases[0] is None else biases, *down)
+def weights_and_biases(projections: Sequence[Projection]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Weights and biases apart, as kernels take them; no biases where there are none."""
+    weights, biases = zip(*projections, strict=True)
+    return weights, () if biases[0] is None else biases
 
 
 class Tokens(NamedTuple):

@@ -1,21 +1,26 @@
-"""How the plan is carried out: what waits for what, what travels meanwhile, and the loops over turns and ranges.
+"""How the plan is carried out: what waits, what travels meanwhile, and the loops over turns, ranges and columns.
 
 XLA runs what it compiles in any order that the data allow. Where another order would cost memory or time, `after` makes
 one array wait for others; every use says what would happen without it.
+
+The sums of each token's rows come a block of columns at a time: rows as wide as the model exist for one block alone.
+Sums of other devices' tokens leave for there while this device's own are computed.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from blaze_jax.exchange import Transport
-from blaze_jax.plan import Projection, TokenRanges
+from blaze_jax.plan import Plan, Projection, Rows, TokenRanges, Tokens
 from pallas_kernels.compat import vary_over, varying_axes
+from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.family import Kernels
 from pallas_kernels.xla.loops import empty
 
 
@@ -111,3 +116,104 @@ def one_by_one(ranges: TokenRanges, step: Callable, sums, *stacks):
         return whole, jax.tree.map(jnp.add, sums, terms), stacked
 
     return lax.fori_loop(0, ranges.count, turn, (whole, vary_over(sums, varying_axes(like)), stacked))
+
+
+def token_sums(
+    plan: Plan,
+    tokens: Tokens,
+    rows: Rows,
+    weights: tuple[Array, ...] | None,
+    rows_of: Callable[[Any, int], Callable],
+    operands,
+    before: Float[Array, "T d"] | None = None,
+    *,
+    w_down: Float[Array, "E n d"],
+    dtype,
+    meanwhile: Callable = lambda operands: (None, operands),
+) -> tuple[Float[Array, "T d"], Any]:
+    """The sums of this device's tokens, added to those of `before`, and the result of `meanwhile`.
+
+    A block of columns of the others' tokens leaves; then the one before it, which has arrived from other devices by
+    now, is the addend of this device's own. So two are under way at most, and nothing else is as wide as the sums.
+
+    Args:
+      plan: the plan of the work.
+      tokens: whose sums they are.
+      rows: the rows of this turn.
+      weights: factors `(T_part, K)` of the rows of each part; None for ones.
+      rows_of: makes of operands and a part's number the `rows(first_column, num_columns)` that are summed.
+      operands: what it takes.
+      before: sums to add to.
+      w_down: whose shape says how wide sums and experts are.
+      dtype: the dtype of the sums.
+      meanwhile: `(result, operands)` of the operands, computed while the last block travels.
+    """
+    kernels, (num_experts, n, width) = plan.kernels, w_down.shape
+    departures = plan.transport.departures(tokens.trips, len(rows.parts))
+    factors = weights or (None,) * len(rows.parts)
+    away = [part for part, depart in enumerate(departures) if depart]
+    own = departures[0] is None  # the first part, if any
+    block = block_width(width, kernels.column_block(rows.parts[0].num_rows, width, n, num_experts, dtype))
+    if own and not away and before is None:
+        result, operands = meanwhile(operands)
+        if plan.ranges and width <= n:  # a range's rows are then no wider than its activation
+            block = None
+        return combine_columns(kernels, rows_of(operands, 0), width, block, rows.parts[0], factors[0], dtype), result
+
+    blocks = [(first, min(block, width - first)) for first in range(0, width, block)]
+    y, arriving, done = before, [], ()
+
+    def sums(part: int, operands, columns: tuple[int, int], out, first_column: int, addend) -> Array:
+        # Or XLA would compute the rows of many blocks, and keep them all.
+        of_block = rows_of(operands, part)(after(jnp.int32(columns[0]), done), columns[1])
+        return kernels.combine(of_block, rows.parts[part].token_index_map, factors[part], out, first_column, addend)
+
+    def finished(y, operands, number: int) -> Array:
+        (first, columns), addend = blocks[number], arriving[number]
+        if before is not None:
+            there = lax.dynamic_slice_in_dim(y, first, columns, axis=1)
+            addend = there if addend is None else addend + there
+        if not own:
+            y = empty((addend.shape[0], width), dtype, addend) if y is None else y
+            return lax.dynamic_update_slice_in_dim(y, addend, first, axis=1)
+        y = _empty_columns(rows.parts[0], width, dtype) if y is None else y
+        return sums(0, operands, blocks[number], y, first, addend)
+
+    for number, columns in enumerate(blocks):
+        departed = []
+        for part in away:
+            done = sums(part, operands, columns, _empty_columns(rows.parts[part], columns[1], dtype), 0, None)
+            departed.append(departures[part](done))
+        arriving.append(reduce(jnp.add, departed) if departed else None)
+        if number:
+            y = done = finished(y, operands, number - 1)
+    result, operands = meanwhile(after(operands, done))  # or it would be computed while nothing travels
+    return finished(y, operands, len(blocks) - 1), result
+
+
+def combine_columns(
+    kernels: Kernels, rows: Callable, width: int, block: int | None, dispatch: Dispatch, weights: Array | None, dtype
+) -> Float[Array, "T d"]:
+    """The sums of `rows(first_column, num_columns)`, a block of all columns at a time, or all at once for None."""
+    y = _empty_columns(dispatch, width, dtype)
+    if block is None:
+        return kernels.combine(rows(0, width), dispatch.token_index_map, weights, y, 0)
+    weights = None if weights is None else weights.astype(accumulator_dtype(dtype))  # once, and not in each turn
+
+    def turn(carry):
+        column, y = carry  # counted in columns, which saves a GPU a launch that would multiply
+        # A last narrow block reaches back over columns that are done.
+        first_column = jnp.minimum(column, width - block) if width % block else column
+        y = kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, y, first_column)
+        return column + block, y
+
+    return lax.while_loop(lambda carry: carry[0] < width, turn, (jnp.int32(0), y))[1]
+
+
+def block_width(width: int, most: int) -> int:
+    """Columns of a block of `most` at most, where there are `width` in all: never all of them, if they are many."""
+    return min(most, -(-width // 128) * 64, width)
+
+
+def _empty_columns(dispatch: Dispatch, columns: int, dtype) -> Float[Array, "T columns"]:
+    return empty((dispatch.token_index_map.shape[0], columns), dtype, dispatch)

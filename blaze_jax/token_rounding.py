@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.transformations import one_by_one
@@ -53,19 +53,8 @@ def round_token_counts(
       the tokens that each expert takes. Neither has a derivative.
     """
     run = partial(_round_token_counts, mode, tile, extra_slots, kernels)
-    return _without_derivative(one_by_one(kernels, run))(scores, selected, demand)
-
-
-def _without_derivative(function):
-    """`function`, whose results are whole numbers, shielded from differentiation, which kernels have no rule for."""
-    shielded = jax.custom_jvp(function)
-
-    @shielded.defjvp
-    def _(primals, tangents):
-        out = shielded(*primals)
-        return out, jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), out)
-
-    return shielded
+    # Of whole numbers there is no derivative, and kernels have no rule for one.
+    return one_by_one(kernels, run)(*lax.stop_gradient((scores, selected, demand)))
 
 
 def _round_token_counts(mode: TokenRounding, tile: int, extra_slots: int, kernels: Kernels, scores, selected, demand):

@@ -23,7 +23,7 @@ from blaze_jax.benchmark.memory import MIB, plan_of
 from blaze_jax.benchmark.own_process import ProcessError, run_apart
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import BOTH, PASSES, PRESETS, Sizes, expert_inputs
-from blaze_jax.benchmark.timing import TraceError, busy_ns, seconds_of, trace
+from blaze_jax.benchmark.timing import Kernel, TraceError, busy_ns, seconds_of, trace
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.parallelism import ROLES, Parallelism, transport_options
 
@@ -202,14 +202,13 @@ def _profile(calls: dict[str, Callable], received: float) -> Record:
         one, mesh = (trace(partial(three_times, call)) for call in calls.values())
     except TraceError as error:
         return {"note": str(error)}
-    travels = [any(word in kernel.name.lower() for word in TRAVELS) for kernel in mesh]
-    communicating = [kernel for kernel, moves in zip(mesh, travels, strict=True) if moves]
-    computing = [kernel for kernel, moves in zip(mesh, travels, strict=True) if not moves]
-    one_ms, mesh_ms, communication, computation = (busy_ns(k) / 3e6 for k in (one, mesh, communicating, computing))
-    exposed = mesh_ms - computation
+    moving: dict[bool, list[Kernel]] = {True: [], False: []}
     names: Counter[str] = Counter()
     for kernel in mesh:
+        moving[any(word in kernel.name.lower() for word in TRAVELS)].append(kernel)
         names[kernel.name[:80]] += kernel.duration_ns / 3e6  # pyright: ignore[reportArgumentType]
+    one_ms, mesh_ms, communication, computation = (busy_ns(k) / 3e6 for k in (one, mesh, moving[True], moving[False]))
+    exposed = mesh_ms - computation
     return {
         "one_busy_ms": one_ms,
         "mesh_busy_ms": mesh_ms,
