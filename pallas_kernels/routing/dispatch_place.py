@@ -9,6 +9,7 @@ there would cost a sector of memory each.
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -72,7 +73,7 @@ def place(
         with when(block.equals(blocks)):
             finish_router(experts_shape, column_sums, log_sums, counts, sums, routed, shared_by_sums)
 
-    options = {"outputs": (body.outputs, routed), "shared": (body.shared_words, shared_by_sums)}
+    options = {"outputs": (body.outputs, routed), "shared": (tuple(body.words.values()), shared_by_sums)}
     options |= {"blocks": blocks + (sums is not None), "warpgroups": WARPGROUPS}
     dispatch, routed = simt.kernel(run, name="moe_dispatch_place", **options)(experts, counts, sums)
     return dispatch, routed
@@ -85,21 +86,6 @@ def _int32(*shape) -> Any:
 def known_expert(expert, num_experts: int):
     """`expert`, or `num_experts` for an empty slot."""
     return select((expert >= 0) & (expert < num_experts), expert, num_experts)
-
-
-class _Shared(NamedTuple):
-    """A block's shared memory: the words of each array, and in the kernel pointers to them."""
-
-    counters: Any  # each warp's, by expert and for empty slots: its pairs, and then where it puts the next one
-    sums: Any  # all blocks' pairs by expert
-    sums_before: Any  # pairs by expert in the blocks before this one
-    pairs: Any  # the sums by expert, each in one word
-    group_start: Any  # each expert's first row, and where the last one's end
-    first_tile: Any  # each expert's first tile, and how many there are
-    first_gathered: Any  # each expert's first one of the block's gathered rows, and how many there are
-    way_home: Any  # how far each expert's gathered rows are from home
-    warp_totals: Any  # rows, tiles and gathered rows of each warp that scans experts
-    gathered: Any  # token and expert of each of the block's pairs
 
 
 class _Pair(NamedTuple):
@@ -131,26 +117,29 @@ class _Place:
         # Each of the first threads takes a few neighbouring experts.
         self.experts_per_thread = -(-self.num_experts // THREADS)
         self.scanning_warps = -(-self.num_experts // (self.experts_per_thread * WARP))
-        self.shared_words = _Shared(
-            counters=WARPS * self.counters,
-            sums=column_sums.words,
-            sums_before=column_sums.words,
-            pairs=self.num_experts,
-            group_start=self.num_experts + 1,
-            first_tile=self.num_experts + 1,
-            first_gathered=self.num_experts + 1,
-            way_home=self.num_experts,
-            warp_totals=3 * self.scanning_warps,
-            gathered=self.pairs_per_block,
-        )
+        # A block's shared memory: the words of each array.
+        self.words = {
+            "counters": WARPS
+            * self.counters,  # each warp's, by expert and for empty slots: its pairs, then its next row
+            "sums": column_sums.words,  # all blocks' pairs by expert
+            "sums_before": column_sums.words,  # pairs by expert in the blocks before this one
+            "pairs": self.num_experts,  # the sums by expert, each in one word
+            "group_start": self.num_experts + 1,  # each expert's first row, and where the last one's end
+            "first_tile": self.num_experts + 1,  # each expert's first tile, and how many there are
+            "first_gathered": self.num_experts + 1,  # each one's first of the block's gathered rows, and how many
+            "way_home": self.num_experts,  # how far each expert's gathered rows are from home
+            "warp_totals": 3 * self.scanning_warps,  # rows, tiles and gathered rows of each warp that scans experts
+            "gathered": self.pairs_per_block,  # token and expert of each of the block's pairs
+        }
         # Token and expert must fit into a word, and all pairs into memory.
         self.gather = self.num_experts < 2048 and self.tokens_per_block < 1 << _TOKEN_BITS
-        self.gather = self.gather and sum(self.shared_words) <= most_words
+        self.gather = self.gather and sum(self.words.values()) <= most_words
         if not self.gather:
-            self.shared_words = self.shared_words._replace(gathered=1)
+            self.words["gathered"] = 1
 
-    def run(self, experts, counts, dispatch: Dispatch, shared: _Shared) -> None:
-        self.experts, self.shared = experts, shared
+    def run(self, experts, counts, dispatch: Dispatch, shared: tuple) -> None:
+        self.experts = experts
+        self.shared = shared = SimpleNamespace(**dict(zip(self.words, shared, strict=True)))
         self.token_indices, self.offsets, _, self.token_index_map, self.tiles = dispatch
         self.thread, self.block, self.warp = simt.thread(), simt.block(), simt.warp()
         self.lane = self.thread & (WARP - 1)

@@ -52,6 +52,12 @@ def test_a_masked_token_is_as_if_it_were_not_there(name):
     assert_close(*([getattr(r, name) for name in losses] for r in (routing, ref)))
 
 
+def test_whatever_experts_return_for_a_masked_token_is_no_output():
+    config, x = CONFIGS["plain"], random_tokens(TOKENS)
+    y, _ = moe(x, random_parameters(config), config, mask=MASK, experts=lambda x, *_, **__: jnp.ones_like(x))
+    assert_same_bits(y, jnp.where(MASK[:, None], jnp.ones_like(x), 0))
+
+
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_selected"])
 @pytest.mark.default_cases("sigmoid")
 def test_given_experts_are_weighed_by_todays_logits(scoring):
