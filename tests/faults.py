@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,25 +257,19 @@ class Definition(NamedTuple):
 def definitions() -> list[Definition]:
     """Everything that has a name in the project, but for local variables."""
     found = []
-
-    def visit(node, name, path, text, lines):
-        for child in ast.iter_child_nodes(node):
-            own = None
-            if isinstance(child, SCOPES):
-                own = child.name
-            elif isinstance(child, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Module | ast.ClassDef):
-                own = getattr(child.targets[0] if isinstance(child, ast.Assign) else child.target, "id", None)
-            if own:
-                first = min(part.lineno for part in (child, *getattr(child, "decorator_list", ())))
-                found.append(Definition(f"{name}.{own}", path, text, lines[first - 1], lines[child.end_lineno]))
-            visit(child, f"{name}.{own}" if isinstance(child, SCOPES) else name, path, text, lines)
-
     for path in sorted(p.relative_to(ROOT) for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
         text = (ROOT / path).read_text(encoding="utf-8")
-        lines = [0]
-        for line in text.splitlines(keepends=True):
-            lines.append(lines[-1] + len(line))
-        visit(ast.parse(text), ".".join(path.with_suffix("").parts), path, text, lines)
+        starts = list(accumulate(map(len, text.splitlines(keepends=True)), initial=0))
+        nodes = [(ast.parse(text), ".".join(path.with_suffix("").parts))]
+        for node, name in nodes:  # which grow meanwhile
+            for child in ast.iter_child_nodes(node):
+                own = child.name if isinstance(child, SCOPES) else None
+                if isinstance(child, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Module | ast.ClassDef):
+                    own = getattr(child.targets[0] if isinstance(child, ast.Assign) else child.target, "id", None)
+                if own:
+                    first = min(part.lineno for part in (child, *getattr(child, "decorator_list", ())))
+                    found.append(Definition(f"{name}.{own}", path, text, starts[first - 1], starts[child.end_lineno]))
+                nodes.append((child, f"{name}.{own}" if isinstance(child, SCOPES) else name))
     return found
 
 
@@ -332,9 +327,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*")
     parser.add_argument("--all", action="store_true", help="with every case of the tests")
-    parser.add_argument(
-        "--named", action="store_true", help="with the tests named with each fault, not the whole suite"
-    )
+    parser.add_argument("--named", action="store_true", help="with the tests named with each fault alone")
     arguments = parser.parse_args()
     options = ["--all"] if arguments.all else []
     chosen = [f for f in FAULTS if not arguments.words or any(w in " ".join(f[:3]) for w in arguments.words)]
@@ -350,10 +343,8 @@ def main() -> int:
             found = found or (not arguments.named and noticed(fault, *options))
             if not found:
                 survivors.append(fault)
-            print(
-                f"{number}/{len(chosen)} {'noticed' if found else 'SURVIVED'}: {fault.function}: {fault.new}",
-                flush=True,
-            )
+            outcome = "noticed" if found else "SURVIVED"
+            print(f"{number}/{len(chosen)} {outcome}: {fault.function}: {fault.new}", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults noticed")
     return int(len(survivors) > (0 if arguments.all else MAY_SURVIVE * len(chosen)))
 
