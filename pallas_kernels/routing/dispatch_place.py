@@ -47,7 +47,7 @@ def place(
     *,
     row_alignment: int = ROW_ALIGNMENT,
     spare_rows: int = SPARE_ROWS,
-) -> tuple[Dispatch[TileSchedule], tuple[Int[Array, " E"], Losses] | None]:
+) -> tuple[Dispatch[TileSchedule], Any]:
     """Rows grouped by expert; with the router's sums also its demand and losses, else None.
 
     A block of their own adds those up, while the others work. `counts` are the pairs of each expert in each block's run
@@ -58,7 +58,8 @@ def place(
     routed: Any = None
     shared_by_sums = None
     if sums is not None:
-        routed = _int32(num_experts), Losses(*[jax.ShapeDtypeStruct((1,), jnp.float32)] * 3)
+        loss: Any = jax.ShapeDtypeStruct((1,), jnp.float32)
+        routed = _int32(num_experts), Losses(loss, loss, loss)
         shared_by_sums = column_sums.words, column_sums.words, log_sums.words, WARPS
     room = MOST_SHARED_WORDS - sum(shared_by_sums or ())
     body = _Place(experts_shape, column_sums, row_alignment, spare_rows, room)
@@ -137,9 +138,9 @@ class _Place:
         if not self.gather:
             self.words["gathered"] = 1
 
-    def run(self, experts, counts, dispatch: Dispatch, shared: tuple) -> None:
+    def run(self, experts, counts, dispatch: Dispatch, words: tuple) -> None:
         self.experts = experts
-        self.shared = shared = SimpleNamespace(**dict(zip(self.words, shared, strict=True)))
+        self.shared = shared = SimpleNamespace(**dict(zip(self.words, words, strict=True)))
         self.token_indices, self.offsets, _, self.token_index_map, self.tiles = dispatch
         self.thread, self.block, self.warp = simt.thread(), simt.block(), simt.warp()
         self.lane = self.thread & (WARP - 1)

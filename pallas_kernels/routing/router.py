@@ -91,7 +91,7 @@ class _Body:
         self.layout = layout = Layout(num_experts, self.by_logits)
         of_groups = layout.rows * layout.lanes * layout.per_lane, layout.rows * rule.num_groups
         # The histogram, the warps' sums, what a row has chosen and the best left, and a row's groups.
-        self.shared_words = [num_experts, layout.warps * (num_experts + 2), layout.rows * (self.slots + 1)]
+        self.shared_words: list = [num_experts, layout.warps * (num_experts + 2), layout.rows * (self.slots + 1)]
         self.shared_words.append(of_groups if self.grouped else None)
 
     def run(self, logits, bias, experts, weights, sums, histogram, partials, chosen, of_groups) -> None:

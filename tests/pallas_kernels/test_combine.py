@@ -18,6 +18,9 @@ RUNS = [
 ]
 
 
+both_forms = pytest.mark.default_cases("*")
+
+
 @pytest.fixture(params=RUNS)
 def combine(request):
     function, running = request.param
@@ -64,6 +67,7 @@ def test_the_portable_form_takes_any_column_and_float32():
     assert_close(out[:, 5:28], looped(values, positions, weights), TOLERANCE["float32"])
 
 
+@both_forms
 def test_slots_that_are_mostly_empty(combine):
     values, positions, weights, before = problem("bfloat16", slots=16)
     late = np.arange(16) >= 8
@@ -72,6 +76,7 @@ def test_slots_that_are_mostly_empty(combine):
     assert_close(out[:, 8:32], looped(values, positions, weights), TOLERANCE["bfloat16"])
 
 
+@both_forms
 def test_an_empty_slot_counts_only_if_its_weight_is_nan(combine):
     values, positions, weights, before = problem("bfloat16", slots=16)
     positions, weights = positions.at[:, 8:].set(len(values)), weights.at[7, 13].set(jnp.nan)
@@ -80,6 +85,7 @@ def test_an_empty_slot_counts_only_if_its_weight_is_nan(combine):
     assert (out[6] == 0).all()
 
 
+@both_forms
 def test_rows_of_nobody_do_not_count(combine):
     values, positions, weights, before = problem("bfloat16", slots=6)
     positions = jnp.where(positions == len(values) - 1, len(values), positions)
@@ -91,6 +97,7 @@ def test_rows_of_nobody_do_not_count(combine):
     np.testing.assert_array_equal(np.isinf(found), np.isinf(expected))
 
 
+@both_forms
 def test_sums_wide(combine):
     values = jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16) * jnp.ones(8, jnp.bfloat16)
     out = combine(values, jnp.array([[0, 1, 2]]), None, jnp.zeros((1, 8), jnp.bfloat16), 0)

@@ -81,17 +81,11 @@ def test_one_expert_at_a_time_costs_little(routing, row_alignment):
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_tiles_are_at_most_an_experts_share(routing):
+@pytest.mark.parametrize("width", [1, 1792, 10**9])
+def test_tiles_are_at_most_an_experts_share_and_turns_of_an_accelerator_fit(routing, width):
     rows = Rows(xla, routing)
     (_, tile), share = cpu_turn(rows.groups), rows.num_rows / rows.num_experts
-    assert tile <= min(MAX_TILE_ROWS, rows.num_rows)
-    assert tile <= max(MIN_TILE_ROWS, share)
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("width", [1, 1792, 10**9])
-def test_turns_of_an_accelerator_fit(routing, width):
-    rows = Rows(xla, routing)
+    assert tile <= min(MAX_TILE_ROWS, rows.num_rows, max(MIN_TILE_ROWS, share))
     turn = accelerator_turn(rows.groups, width)
     assert 1 <= turn.rows <= rows.num_rows
     assert 1 <= turn.experts <= max(1, rows.num_experts // 2)
