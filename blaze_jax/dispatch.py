@@ -42,14 +42,19 @@ def check_experts(experts: Array, num_experts: int) -> None:
         raise ValueError(f"experts has K={experts.shape[1]} slots a token, must be from 1 to E={num_experts}")
     if not has_symbolic_sizes(experts) and math.prod(experts.shape) > _MAX_PAIRS:
         raise ValueError(f"experts of shape {experts.shape} has more pairs than {_MAX_PAIRS}, int32 cannot number them")
+    check_ids("experts", experts, num_experts)
+
+
+def check_ids(name: str, experts: Int[Array, "..."], num_experts: int) -> None:
+    """Raises ValueError if an expert id is out of range, where values are known."""
     if isinstance(experts, Tracer):
         return
     values = np.asarray(experts)
     wrong = (values < EMPTY_SLOT) | (values >= num_experts)
     if wrong.any():
-        token, slot = np.argwhere(wrong)[0]
+        place = tuple(map(int, np.argwhere(wrong)[0]))
         raise ValueError(
-            f"experts[{token}, {slot}] = {values[token, slot]} must be an expert id from 0 to {num_experts - 1}, "
+            f"{name}[{', '.join(map(str, place))}] = {values[place]} must be an expert id from 0 to {num_experts - 1}, "
             f"or {EMPTY_SLOT} for an empty slot"
         )
 

@@ -55,7 +55,7 @@ def read_public_model[Config](
     if not isinstance(config, Mapping):
         where = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
         config = read_json(where)
-    fields = _Fields(config, str(where))
+    fields = Fields(config, str(where))
     family = fields.choice("model_type", list(_FAMILIES))
     num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
     experts_per_token = fields.count_of_any("num_experts_per_tok", "experts_per_token")
@@ -107,7 +107,7 @@ _OF_OTHER_PARTS |= {"qkv_bias", "rope_scaling", "router_aux_loss_coef"}
 """Fields of attention, or of what a model returns, whose names have such a word."""
 
 
-class _Fields:
+class Fields:
     """The fields of a `config.json`, which notes those that were asked for.
 
     Args:
@@ -138,11 +138,11 @@ class _Fields:
 
         return self._get(name, None, holds, f"a list of integers from 0 to {below - 1}") or []
 
-    def number(self, name: str, default: Any = _MISSING) -> float:
+    def number(self, name: str, default: Any = _MISSING, *, positive: bool = False) -> float:
         def holds(value):  # an integer may have hundreds of digits
-            return _is_number(value, int | float) and abs(value) <= sys.float_info.max
+            return _is_number(value, int | float) and abs(value) <= sys.float_info.max and (value > 0 or not positive)
 
-        return float(self._get(name, default, holds, "a finite number"))
+        return float(self._get(name, default, holds, "a positive number" if positive else "a finite number"))
 
     def boolean(self, name: str, default: Any = _MISSING) -> bool:
         return self._get(name, default, lambda value: isinstance(value, bool), "true or false")
@@ -195,17 +195,17 @@ type _Family = tuple[tuple[int, ...] | None, dict[str, Any]]
 """The layers without experts, None for a family that has none; and arguments of the layer."""
 
 
-def _mixtral(fields: _Fields, num_layers: int) -> _Family:
+def _mixtral(fields: Fields, num_layers: int) -> _Family:
     fields.choice("router_jitter_noise", [0], 0)
     fields.choice("norm_topk_prob", [True], True)
     return None, {"router": Router(normalize_weights=True)}
 
 
-def _olmoe(fields: _Fields, num_layers: int) -> _Family:
+def _olmoe(fields: Fields, num_layers: int) -> _Family:
     return None, {"router": Router(normalize_weights=fields.boolean("norm_topk_prob"))}
 
 
-def _qwen3_moe(fields: _Fields, num_layers: int) -> _Family:
+def _qwen3_moe(fields: Fields, num_layers: int) -> _Family:
     fields.check_quantization(**_FLOAT8)
     router = Router(normalize_weights=fields.boolean("norm_topk_prob"))
     step = fields.count("decoder_sparse_step", 1)
@@ -213,7 +213,7 @@ def _qwen3_moe(fields: _Fields, num_layers: int) -> _Family:
     return tuple(n for n in range(num_layers) if n in listed or (n + 1) % step), {"router": router}
 
 
-def _deepseek_v3(fields: _Fields, num_layers: int) -> _Family:
+def _deepseek_v3(fields: Fields, num_layers: int) -> _Family:
     """Describes Kimi-K2 and GLM-4.5, too, which have its layer; what GLM-4.5 leaves out has one value there."""
     fields.choice("scoring_func", ["sigmoid"], "sigmoid")
     fields.choice("topk_method", ["noaux_tc"], "noaux_tc")
@@ -231,7 +231,7 @@ def _deepseek_v3(fields: _Fields, num_layers: int) -> _Family:
     return dense_layers, {"router": router, "shared_width": shared_width, "selection_bias": True}
 
 
-def _gpt_oss(fields: _Fields, num_layers: int) -> _Family:
+def _gpt_oss(fields: Fields, num_layers: int) -> _Family:
     fields.check_quantization(quant_method="mxfp4")
     fields.choice("norm_topk_prob", [True], True)
     fields.choice("hidden_act", ["silu"])
@@ -241,7 +241,7 @@ def _gpt_oss(fields: _Fields, num_layers: int) -> _Family:
 
 _FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK]}
 
-_FAMILIES: dict[str, Callable[[_Fields, int], _Family]] = {
+_FAMILIES: dict[str, Callable[[Fields, int], _Family]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import P
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import as_array, check_dtypes, shown, warn_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
@@ -17,7 +17,7 @@ from blaze_jax.exchange import own_part
 from blaze_jax.experts import expert_ffn, layer_form
 from blaze_jax.layer_program import auxiliary_losses, run_layer
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map, mesh_of
-from blaze_jax.routing import AxisName, Routing
+from blaze_jax.routing import AxisName, GivenRouting, Routing
 from blaze_jax.transformations import compiled_once
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
@@ -55,7 +55,7 @@ def init(
     """
     check_dtypes(dtype=dtype)
     initializers = {"kernel": kernel_init, "bias": bias_init, "router": router_init}
-    parameters = new_parameters(config, width, use_bias=use_bias, dtype=dtype, **initializers)
+    parameters = new_parameters(config, width, use_bias=use_bias, dtype=dtype, initializers=initializers)
     keys = jax.random.split(key, len(parameters))
     return {name: p.draw(key) for key, (name, p) in zip(keys, parameters.items(), strict=True)}
 
@@ -81,7 +81,7 @@ def new_parameters(
     *,
     use_bias: bool,
     dtype: DTypeLike,
-    **initializers: Callable,
+    initializers: Mapping[str, Callable],
 ) -> dict[str, NewParameter]:
     """The parameters of `config.parameters(width)`, by name; `initializers` has one of each kind.
 
@@ -108,6 +108,8 @@ def moe(
     *,
     selection_bias: Float[Array, " E"] | None = None,
     train: bool = False,
+    mask: Bool[Array, "..."] | None = None,
+    expert_ids: Int[Array, "... slots"] | None = None,
     axis_name: AxisName = None,
     parallel: Parallelism | None = None,
     experts: Callable[..., Array] = expert_ffn,
@@ -122,6 +124,10 @@ def moe(
       config: the layer.
       selection_bias: added to the scores for selection only; given if and only if `config.has_selection_bias`.
       train: whether token rounding applies; evaluation uses the plain choice.
+      mask: True for real tokens. The others, as padding, go nowhere and cost no rows: their output and gradient are 0,
+        whatever they hold, and they count in no loss, statistic, capacity or rounding.
+      expert_ids: the experts of every token, -1 for none, chosen earlier or elsewhere: the router only weighs them, see
+        `route`. With `routing.experts.reshape(*x.shape[:-1], -1)` of an earlier call, this one replays it.
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
         statistics are then those of all their devices; () if each device means only its own. With None, a training
         step inside `jax.shard_map` warns.
@@ -137,8 +143,8 @@ def moe(
       flattened into T. Add `sum(routing.weighted_losses.values())` to the training loss.
 
     Raises:
-      ValueError: `params` or `selection_bias` do not match the configuration, `x` is not a floating array, or the mesh
-        does not fit: what an axis splits must be a multiple of its devices.
+      ValueError: `params`, `selection_bias`, `mask` or `expert_ids` do not match the configuration or each other, `x`
+        is not a floating array, or the mesh does not fit: what an axis splits must be a multiple of its devices.
     """
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -152,7 +158,8 @@ def moe(
         _warn_inside_shard_map()
     run = run_layer if layer_form(experts) is None else _run_compiled
     options = {"axis_name": axis_name, "parallel": parallel, "experts": experts}
-    return run(x, params, selection_bias, config=config, train=train, **options)
+    given = GivenRouting(mask, expert_ids).checked(x.shape[:-1], config.num_experts)
+    return run(x, params, selection_bias, given, config=config, train=train, **options)
 
 
 _run_compiled = compiled_once("config", "train", "axis_name", "parallel", "experts")(run_layer)

@@ -34,7 +34,7 @@ from blaze_jax.explicit_mesh import (
     tokens_in_order,
 )
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
-from blaze_jax.routing import AxisName, Routing, axis_names, route_and_group, router_logits, routing_specs
+from blaze_jax.routing import AxisName, GivenRouting, Routing, axis_names, route_and_group, router_logits, routing_specs
 from blaze_jax.transformations import compiled_once
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
@@ -88,6 +88,7 @@ def run_layer(
     x: Float[Array, "... d"],
     params: Mapping[str, Array],
     selection_bias,
+    given: GivenRouting,
     *,
     config: MoEConfig,
     train: bool,
@@ -112,38 +113,54 @@ def run_layer(
         params = {name: placed(a, P(), explicit) if name.startswith(_DENSE) else a for name, a in params.items()}
 
     program = _Program(config, axis_names(axis_name), devices.axes, parallel, specs, experts)
-    in_order = given_all or not config.router.treats_tokens_apart()
-    tokens = flatten_tokens(x, explicit, in_order)
+    in_order = given_all or not given.treats_tokens_apart(config.router)
+    by_token = flatten_tokens(x, explicit, in_order), _flattened(given, x, explicit, in_order)
     if devices.mesh is not None:
-        y, routing = _over_mesh(program, devices, tokens, params, selection_bias)
+        y, routing = _over_mesh(program, devices, by_token, params, selection_bias)
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
-        tokens = vary_over(tokens, frozenset(devices.axes))
-        y, routing = program.layer(tokens.shape[0] * lax.axis_size(devices.axes), tokens, params, selection_bias)
+        by_token = vary_over(by_token, frozenset(devices.axes))
+        num_tokens = by_token[0].shape[0] * lax.axis_size(devices.axes)
+        y, routing = program.layer(num_tokens, by_token, params, selection_bias)
     chosen, weights = tokens_in_order((routing.experts, routing.weights), x, explicit, in_order)
     losses = auxiliary_losses(routing, config)
     routing = routing._replace(experts=chosen, weights=weights, weighted_losses=losses)
     return restore_shape(y, x, explicit, in_order), routing
 
 
+def _flattened(given: GivenRouting, x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool):
+    """What is given of the tokens of `flatten_tokens(x, ...)`, split as they are."""
+
+    def flat(array):
+        by_token = array if array.ndim == x.ndim else array[..., None]
+        split = (*jax.typeof(x).sharding.spec[:-1], None) if mesh is not None else ()
+        return flatten_tokens(placed(by_token, P(*split), mesh), mesh, in_order).reshape(-1, *array.shape[x.ndim - 1 :])
+
+    return jax.tree.map(flat, given)
+
+
 def _over_mesh(
-    program: "_Program", devices: Devices, tokens: Float[Array, "T d"], params, selection_bias
+    program: "_Program", devices: Devices, by_token: tuple[Array, GivenRouting], params, selection_bias
 ) -> tuple[Float[Array, "T d"], Routing]:
     """`program.layer` on each device of the mesh, of its own tokens and parameters."""
     mesh, axes, explicit = devices
     assert mesh is not None
+    tokens, given = by_token
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
-    whole, by_token = P(), P(axes or None)
+    whole, split = P(), P(axes or None)
     padding = 0
     if axes != token_axes(tokens):  # which divide them
         padding = -num_tokens % number or (0 if num_tokens else number)
     if padding:
-        tokens = jnp.pad(placed(tokens, whole, explicit), ((0, padding), (0, 0)))
+        tokens, (mask, ids) = placed((tokens, given), whole, explicit)
+        mask = mask if mask is None else jnp.pad(mask, (0, padding))
+        ids = ids if ids is None else jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)
+        tokens, given = jnp.pad(tokens, ((0, padding), (0, 0))), GivenRouting(mask, ids)
     if selection_bias is not None:
         selection_bias = as_array("selection_bias", selection_bias)
-    specs = (by_token, dict(program.specs), whole), (by_token, routing_specs(by_token))
+    specs = (split, dict(program.specs), whole), (split, routing_specs(split))
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
-    arguments = tokens, params, selection_bias
+    arguments = (tokens, given), params, selection_bias
     y, routing = per_device(partial(program.layer, num_tokens), mesh, *specs, *arguments, explicit=explicit, axes=free)
     if not padding:
         return y, routing
@@ -176,13 +193,15 @@ class _Program:
     experts: Callable[..., Array]
 
     def layer(
-        self, num_tokens: int, tokens: Float[Array, "T d"], shards: Mapping[str, Array], selection_bias
+        self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], selection_bias
     ) -> tuple[Float[Array, "T d"], Routing]:
         """The output of this device's tokens with its parts of the parameters, and what the router decided.
 
         `num_tokens` of all devices count; those past them are padding.
         """
-        config = self.config
+        config, (tokens, given) = self.config, by_token
+        if given.mask is not None:  # whatever padding holds, a NaN too, must not reach a gradient
+            tokens = jnp.where(given.mask[:, None], tokens, 0)
 
         def dense(*prefixes: str) -> dict[str, Array]:
             own = {name: shard for name, shard in shards.items() if name.startswith(prefixes)}
@@ -192,7 +211,7 @@ class _Program:
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
         with jax.named_scope("router"):  # profilers show these names
             logits = router_logits(tokens, dense("w_router", "b_router"))
-            routing, grouped = self._route(num_tokens, logits, selection_bias)
+            routing, grouped = self._route(num_tokens, logits, given, selection_bias)
         with jax.named_scope("experts"):
             if compute := layer_form(self.experts):
                 options |= {"grouped": grouped, "parallel": self.parallel, "specs": self.specs}
@@ -204,23 +223,26 @@ class _Program:
         if config.shared_width:
             with jax.named_scope("shared_experts"):
                 y = y + shared_experts(tokens, dense("shared_"), config=config)
-        return y, routing
+        return y if given.mask is None else jnp.where(given.mask[:, None], y, 0), routing
 
-    def _route(self, num_tokens: int, logits: Float[Array, "T E"], selection_bias) -> tuple[Routing, Grouped | None]:
+    def _route(
+        self, num_tokens: int, logits: Float[Array, "T E"], given: GivenRouting, selection_bias
+    ) -> tuple[Routing, Grouped | None]:
         """This device's tokens routed, with losses and statistics of all; and its own pairs grouped, if they are."""
         config, axes, own = self.config, self.axes, logits.shape[0]
         options = {"selection_bias": selection_bias, "implementation": config.implementation}
         route = partial(route_and_group, experts_per_token=config.experts_per_token, router=config.router, **options)
         if not axes:
-            return route(logits, axis_name=self.outer_axes)
+            return route(logits, axis_name=self.outer_axes, given=given)
         first, devices = lax.axis_index(axes) * own, lax.axis_size(axes)
-        if config.router.treats_tokens_apart():
+        if given.treats_tokens_apart(config.router):
             if num_tokens != own * devices:
                 counts = first + jnp.arange(own, dtype=jnp.int32) < num_tokens
                 logits = jnp.where(counts[:, None], logits, -jnp.inf)
-            return route(logits, axis_name=(*self.outer_axes, *axes))
+            return route(logits, axis_name=(*self.outer_axes, *axes), given=given)
         # Capacity and rounding look at all tokens: every device then routes them all.
-        routing, _ = route(lax.all_gather(logits, axes, tiled=True)[:num_tokens], axis_name=self.outer_axes)
+        gathered = jax.tree.map(lambda a: lax.all_gather(a, axes, tiled=True)[:num_tokens], (logits, given))
+        routing, _ = route(gathered[0], axis_name=self.outer_axes, given=gathered[1])
         padding = ((0, own * devices - num_tokens), (0, 0))
         chosen = jnp.pad(routing.experts, padding, constant_values=EMPTY_SLOT)
         chosen, weights = (lax.dynamic_slice_in_dim(a, first, own) for a in (chosen, jnp.pad(routing.weights, padding)))

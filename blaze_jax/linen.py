@@ -8,7 +8,7 @@ from flax import struct
 from jax import P
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig
@@ -58,6 +58,11 @@ class MoE(nn.Module):
       `config.bias_update_rate`. Keep what `apply` returns of it; in `nn.scan`, `variable_axes={"router_state": 0}`.
     - "intermediates": load statistics.
 
+    The collection "routing" records and replays the choice of experts, `(..., slots)` int32. Where it is mutable, the
+    last call of an `apply` leaves its choice there; where it is given and not mutable, that choice is taken again, and
+    only weighed anew: `y, recorded = apply(variables, x, mutable=["routing"])`, and then
+    `apply({**variables, **recorded}, x)`. In `nn.scan`, `variable_axes={"routing": 0}`.
+
     Attributes:
       config: the layer.
       dtype: in which it computes, and of the output; None for the common dtype of the input and the experts'
@@ -89,7 +94,13 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "... d"], train: bool | None = None, *, skip: bool = False
+        self,
+        x: Float[Array, "... d"],
+        train: bool | None = None,
+        *,
+        skip: bool = False,
+        mask: Bool[Array, "..."] | None = None,
+        expert_ids: Int[Array, "... slots"] | None = None,
     ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
@@ -100,13 +111,16 @@ class MoE(nn.Module):
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nn.cond` and
         `nn.switch` it stands in the branches without the layer, since all must report the same.
+
+        `mask` is True for real tokens, and `expert_ids` are experts chosen earlier, see `blaze_jax.moe`. Without them,
+        those of the collection "routing" are taken.
         """
         check_dtypes(dtype=self.dtype, param_dtype=self.param_dtype)
         x = as_tokens(x)
         train = check_train(self.train if train is None else train)
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}
-        sizes = {"use_bias": self.use_bias, "dtype": self.param_dtype}
-        new = new_parameters(self.config, x.shape[-1], self.parallel, **sizes, **initializers)
+        options = {"use_bias": self.use_bias, "dtype": self.param_dtype, "initializers": initializers}
+        new = new_parameters(self.config, x.shape[-1], self.parallel, **options)
         params = {}
         for name, parameter in new.items():
 
@@ -122,11 +136,17 @@ class MoE(nn.Module):
         if self.config.has_selection_bias:
             state = self.variable("router_state", "selection_bias", jnp.zeros, (self.config.num_experts,), jnp.float32)
             bias = state.value
-        y, routing, moved = call_layer(self, params, x, bias, train=train, skip=skip, lasts=self)
+        records = self.is_mutable_collection("routing") and not self.is_initializing()
+        if expert_ids is None and not records and self.has_variable("routing", "experts"):
+            expert_ids = self.get_variable("routing", "experts")
+        options = {"train": train, "skip": skip, "mask": mask, "expert_ids": expert_ids}
+        y, routing, moved = call_layer(self, params, x, bias, lasts=self, **options)
 
         if self.is_initializing():  # or the first losses would stay in the variables that init returns
             return y
         warn_of_missing_train(train, self.config)
+        if records:
+            self.put_variable("routing", "experts", routing.experts.reshape(*x.shape[:-1], -1))
         sown = [self.sow("losses", name, loss) for name, loss in routing.weighted_losses.items()]
         if not all(sown):
             remedy = "apply with mutable=['losses'] (in nn.scan also variable_axes={'losses': 0})"

@@ -78,7 +78,15 @@ _STEPS: dict[int, BiasOfStep] = {}
 
 
 def call_layer(
-    module, params: Mapping[str, Array], x: Float[Array, "... d"], bias, *, train: bool | None, skip: bool, lasts
+    module,
+    params: Mapping[str, Array],
+    x: Float[Array, "... d"],
+    bias,
+    *,
+    train: bool | None,
+    skip: bool,
+    lasts,
+    **given,
 ) -> tuple[Float[Array, "... d"], Routing, Float[Array, " E"] | None]:
     """The output of a module with these fields, the routing, and its selection bias if the call has moved it.
 
@@ -90,6 +98,7 @@ def call_layer(
       train: whether it is training.
       skip: whether nothing is to be computed.
       lasts: the object that lasts for a step, for several calls of which the bias moves once; None without one.
+      **given: `mask` and `expert_ids`, see `moe`.
     """
     config: MoEConfig = module.config
     x = in_common_dtype(x, module.dtype, params)
@@ -99,7 +108,7 @@ def call_layer(
     step = _STEPS.get(id(lasts)) if moves else None
     if step is None or step.moved is not bias:  # calls of a step have left just that array, or it begins here
         step = BiasOfStep(bias, 0, bias)
-    options = {name: getattr(module, name) for name in ("axis_name", "parallel", "experts")}
+    options = {name: getattr(module, name) for name in ("axis_name", "parallel", "experts")} | given
     y, routing = moe(x, params, config, selection_bias=step.start, train=bool(train), **options)
     if bias is None or not moves:
         return y, routing, None

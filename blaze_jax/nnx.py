@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, check_config
@@ -20,6 +20,10 @@ from pallas_kernels.compat import is_traced
 
 class AuxiliaryLoss(nnx.Variable):
     """A weighted loss the layer asks to be added to the training loss; collect it with `nnx.capture`."""
+
+
+class ChosenExperts(nnx.Variable):
+    """The experts of each token of a call, `(..., slots)` int32; collect them with `nnx.capture` to replay them."""
 
 
 class RouterState(nnx.Variable):
@@ -81,9 +85,9 @@ class MoE(nnx.Module):
         self.deterministic = None if train is None else not train  # the name that `train()` and `eval()` look for
         self.axis_name = axis_name
         self.parallel = parallel
-        sizes = {"use_bias": use_bias, "dtype": param_dtype}
         initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
-        parameters = new_parameters(config, model_width, parallel, **sizes, **initializers)
+        options = {"use_bias": use_bias, "dtype": param_dtype, "initializers": initializers}
+        parameters = new_parameters(config, model_width, parallel, **options)
         self.parameter_names = tuple(parameters)
         for name, parameter in parameters.items():
             setattr(self, name, nnx.Param(parameter.draw(rngs.params()), **_sharding(parameter, parallel)))
@@ -100,7 +104,13 @@ class MoE(nnx.Module):
             self.deterministic = deterministic
 
     def __call__(
-        self, x: Float[Array, "... d"], train: bool | None = None, *, skip: bool = False
+        self,
+        x: Float[Array, "... d"],
+        train: bool | None = None,
+        *,
+        skip: bool = False,
+        mask: Bool[Array, "..."] | None = None,
+        expert_ids: Int[Array, "... slots"] | None = None,
     ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
@@ -111,6 +121,9 @@ class MoE(nnx.Module):
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nnx.cond`
         and `nnx.switch` it stands in the branches without the layer, since all must report the same.
+
+        `mask` is True for real tokens, and `expert_ids` are experts chosen earlier, see `blaze_jax.moe`.
+        `nnx.capture(model, blaze_jax.nnx.ChosenExperts)` records those of a call.
         """
         if train is None and self.deterministic is not None:
             train = not self.deterministic
@@ -119,7 +132,8 @@ class MoE(nnx.Module):
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         bias = self.selection_bias[...] if self.config.has_selection_bias else None
         lasts = self if is_traced() else None  # what jax does not trace outlives the step
-        y, routing, moved = call_layer(self, params, as_tokens(x), bias, train=train, skip=skip, lasts=lasts)
+        x, options = as_tokens(x), {"train": train, "skip": skip, "mask": mask, "expert_ids": expert_ids}
+        y, routing, moved = call_layer(self, params, x, bias, lasts=lasts, **options)
 
         losses = routing.weighted_losses.items()
         sown = [self.sow(AuxiliaryLoss, name, loss, capture_noop=True) for name, loss in losses]
@@ -129,6 +143,8 @@ class MoE(nnx.Module):
                 "nnx.bridge.to_linen wraps one,"
             )
             warn_of_lost_losses(train, routing, remedy)
+        chosen = routing.experts.reshape(*x.shape[:-1], -1)
+        self.sow(ChosenExperts, "chosen_experts", chosen, capture_noop=True)
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)
         if moved is not None:

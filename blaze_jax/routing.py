@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.checks import as_array
-from blaze_jax.dispatch import Grouped, group_by_expert
+from blaze_jax.dispatch import Grouped, check_ids, group_by_expert, int32_experts
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, placed, token_axes
 from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
 from blaze_jax.router import Router, check_router
@@ -19,7 +19,7 @@ from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once, differen
 from pallas_kernels.compat import reverse_mode_token
 from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule, accumulator_dtype
 from pallas_kernels.family import Kernels
-from pallas_kernels.xla.router import balance_loss, ranking_scores, weights_of, widened
+from pallas_kernels.xla.router import balance_loss, ranking_scores, routed_to, weights_of, widened
 
 type AxisName = str | tuple[str, ...] | None
 
@@ -55,6 +55,50 @@ class Routing(NamedTuple):
     weighted_losses: Mapping[str, Float[Array, ""]]
 
 
+class GivenRouting(NamedTuple):
+    """What a caller decides of the routing of each token; None where that is left to the router.
+
+    Attributes:
+      mask: `(...)` bool, whether the token is routed.
+      expert_ids: `(..., slots)` int32, its experts, -1 in an empty slot.
+    """
+
+    mask: Bool[Array, "..."] | None = None
+    expert_ids: Int[Array, "... slots"] | None = None
+
+    def checked(self, shape: tuple[int, ...], num_experts: int) -> "GivenRouting":
+        """Both as arrays. Raises ValueError unless they fit tokens of that leading shape."""
+        mask = self.mask if self.mask is None else as_array("mask", self.mask)
+        if mask is not None and (mask.dtype != bool or mask.shape != shape):
+            raise ValueError(f"mask has dtype {mask.dtype} and shape {mask.shape}, must be bool of shape {shape}")
+        ids = self.expert_ids if self.expert_ids is None else as_array("expert_ids", self.expert_ids)
+        if ids is None:
+            return GivenRouting(mask)
+        slots = ids.shape[-1] if ids.ndim else 0
+        if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape[:-1] != shape or not 1 <= slots <= num_experts:
+            raise ValueError(
+                f"expert_ids has dtype {ids.dtype} and shape {ids.shape}, must be integers of shape "
+                f"{(*shape, 'slots')} with 1 to {num_experts} slots"
+            )
+        check_ids("expert_ids", ids, num_experts)
+        return GivenRouting(mask, int32_experts(ids, num_experts))
+
+    def treats_tokens_apart(self, router: Router) -> bool:
+        """Whether the experts of a token depend on that token only."""
+        return self.expert_ids is not None or router.treats_tokens_apart()
+
+    def applied(self, logits: Float[Array, "T E"]) -> tuple[Float[Array, "T E"], Int[Array, "T slots"] | None]:
+        """The logits, -inf for tokens that go nowhere, and the given experts, E in the place of one that cannot be."""
+        mask, ids = self
+        if ids is not None:
+            some = (ids != EMPTY_SLOT).any(-1)
+            mask = some if mask is None else mask & some
+            first = jnp.tril(ids[:, :, None] == ids[:, None], -1).any(-1)
+            known = (ids == EMPTY_SLOT) | ((ids >= 0) & (ids < logits.shape[1]) & ~first)
+            ids = jnp.where(mask[:, None], jnp.where(known, ids, logits.shape[1]), EMPTY_SLOT)
+        return (logits if mask is None else jnp.where(mask[:, None], logits, -jnp.inf)), ids
+
+
 def routing_specs(by_token: P) -> Routing:
     """How `jax.shard_map` splits a routing: what there is of each token `by_token`, and nothing else."""
     of_fields: dict[str, Any] = dict.fromkeys(Routing._fields, P()) | {"experts": by_token, "weights": by_token}
@@ -67,6 +111,8 @@ def route(
     *,
     router: Router | None = None,
     selection_bias: Float[Array, " E"] | None = None,
+    mask: Bool[Array, " T"] | None = None,
+    expert_ids: Int[Array, "T slots"] | None = None,
     axis_name: AxisName = None,
     implementation: Implementation | None = None,
     **options: Any,
@@ -78,11 +124,17 @@ def route(
     in losses and statistics. A row with NaN gets valid, distinct experts and NaN weights. The weights and losses are
     differentiable, the choice is not.
 
+    Given `expert_ids`, nothing is chosen: the weights, and all else, are those of these experts by today's logits, and
+    gradients flow through them. Reinforcement learning replays the choice of the model that generated a text so.
+    Capacity and token rounding do not apply then. An id out of range, or one that a token has twice, makes NaN weights.
+
     Args:
       logits: router logits.
       experts_per_token: K.
       router: how to choose; or give its fields as keywords, `route(logits, 2, scoring="sigmoid")`.
       selection_bias: added to the scores for selection only, not to the weights (loss-free balancing).
+      mask: True for real tokens. The others go to no expert, and count in no loss, statistic or capacity.
+      expert_ids: the experts of every token, -1 for none, as in `Routing.experts` of an earlier call.
       axis_name: inside `jax.shard_map`, the mesh axes (one or several) over which the tokens are split: demand, losses
         and statistics are then those of all their devices. Capacity and token rounding are each device's own.
       implementation: None for the best that can run here, or "mosaic_gpu" or "xla". The kernel for GPUs is one pass
@@ -98,7 +150,8 @@ def route(
     if router is not None and options:
         raise TypeError(f"give a router or its fields, not both: {', '.join(options)}")
     router = Router(**options) if router is None else check_router(router)
-    return route_and_group(logits, experts_per_token, router, selection_bias, axis_name, implementation)[0]
+    given = GivenRouting(mask, expert_ids)
+    return route_and_group(logits, experts_per_token, router, selection_bias, axis_name, implementation, given)[0]
 
 
 def route_and_group(
@@ -108,6 +161,7 @@ def route_and_group(
     selection_bias: Float[Array, " E"] | None = None,
     axis_name: AxisName = None,
     implementation: Implementation | None = None,
+    given: "GivenRouting | None" = None,
 ) -> tuple[Routing, Grouped | None]:
     """`route`; and its pairs grouped by expert, where that was no further work, for the experts to take them up."""
     logits = as_array("logits", logits)
@@ -121,30 +175,31 @@ def route_and_group(
             raise ValueError(f"selection_bias has dtype {selection_bias.dtype}, must be floating")
         if selection_bias.shape != (num_experts,):
             raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
+    given = (given or GivenRouting()).checked((logits.shape[0],), num_experts)
     axes = axis_names(axis_name)
     options = {"experts_per_token": experts_per_token, "router": router, "implementation": implementation}
-    return _route_where_tokens_are(logits, selection_bias, axes=axes, **options)
+    return _route_where_tokens_are(logits, given, selection_bias, axes=axes, **options)
 
 
 @compiled_once("experts_per_token", "router", "axes", "implementation")
 def _route_where_tokens_are(
-    logits, selection_bias, *, axes: tuple[str, ...], **options: Any
+    logits, given: GivenRouting, selection_bias, *, axes: tuple[str, ...], **options: Any
 ) -> tuple[Routing, Grouped | None]:
     mesh = explicit_mesh(logits, selection_bias)
     if mesh is None:
-        return _route(logits, selection_bias, axes=axes, **options)
+        return _route(logits, given, selection_bias, axes=axes, **options)
 
     # Capacity and rounding look at all tokens: every device then routes them all.
     of_token = token_axes(logits)
-    split = of_token if options["router"].treats_tokens_apart() else ()
+    split = of_token if given.treats_tokens_apart(options["router"]) else ()
 
-    def route_here(logits, selection_bias):
-        routing, _ = _route(logits, selection_bias, axes=(*axes, *split), **options)
+    def route_here(logits, given, selection_bias):
+        routing, _ = _route(logits, given, selection_bias, axes=(*axes, *split), **options)
         return routing  # what is grouped here are one device's pairs
 
     by_token = P(split or None)
-    specs = (by_token, P()), routing_specs(by_token)
-    routing = per_device(route_here, mesh, *specs, logits, selection_bias, explicit=mesh)
+    specs = (by_token, by_token, P()), routing_specs(by_token)
+    routing = per_device(route_here, mesh, *specs, logits, given, selection_bias, explicit=mesh)
     experts, weights = placed((routing.experts, routing.weights), P(of_token or None), mesh)
     return routing._replace(experts=experts, weights=weights), None
 
@@ -161,6 +216,7 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
 
 def _route(
     logits,
+    given: GivenRouting,
     selection_bias,
     *,
     experts_per_token: int,
@@ -171,11 +227,14 @@ def _route(
     num_tokens, num_experts = logits.shape
     kernels = kernels_of(choose_router_implementation(implementation, logits, experts_per_token), num_tokens)
     rule = router.rule(experts_per_token)
-    routed = _differentiable_router(kernels, logits, selection_bias, rule)
+    logits, given_experts = given.applied(logits)
+    routed = _differentiable_router(kernels, logits, selection_bias, given_experts, rule)
     experts, weights, demand = routed.experts, routed.weights, routed.demand
     tokens_per_expert, dropped = demand, jnp.int32(0)
     grouped = Grouped(kernels, routed.dispatch) if routed.dispatch else None
-    if capacity := router.capacity(num_tokens, num_experts, experts_per_token):
+    if given_experts is not None:
+        pass  # who chose them has dropped and added
+    elif capacity := router.capacity(num_tokens, num_experts, experts_per_token):
         experts = _drop_beyond_capacity(kernels, routed, capacity)
         weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
         tokens_per_expert = jnp.minimum(demand, capacity)
@@ -214,7 +273,7 @@ def _route(
 
 def _losses(routed: Routed, axes: tuple[str, ...], num_tokens: int, experts_per_token: int) -> Losses:
     """The losses of the tokens that have an expert, on all devices; the router's are means of `num_tokens` on each."""
-    counted, losses = jnp.sum(routed.experts[:, 0] != EMPTY_SLOT, dtype=jnp.int32), routed.losses
+    counted, losses = jnp.sum((routed.experts != EMPTY_SLOT).any(1), dtype=jnp.int32), routed.losses
     if axes:
         demand, counted, devices = lax.psum((routed.demand, counted, 1), axes)
         probability, *means = lax.pmean((routed.probability, losses.squared_log, losses.entropy), axes)
@@ -247,34 +306,39 @@ def router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> F
 
 
 def _differentiable_router(
-    kernels: Kernels, logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: Rule
+    kernels: Kernels,
+    logits: Float[Array, "T E"],
+    bias: Float[Array, " E"] | None,
+    given: Int[Array, "T slots"] | None,
+    rule: Rule,
 ) -> Routed:
     """The result of these kernels' router; its weights, losses and probability have a gradient."""
     if kernels.transformable:
-        return kernels.router(logits, bias, rule)
-    return _router_with_gradient((kernels, rule), reverse_mode_token(REVERSE_MODE_ONLY, logits), logits, bias)
+        return kernels.router(logits, bias, rule) if given is None else routed_to(logits, given, rule)
+    return _router_with_gradient((kernels, rule), reverse_mode_token(REVERSE_MODE_ONLY, logits), logits, bias, given)
 
 
 @differentiated_once
-def _run_router(settings: tuple[Kernels, Rule], logits, bias) -> Routed:
+def _run_router(settings: tuple[Kernels, Rule], logits, bias, given) -> Routed:
     kernels, rule = settings
-    return kernels.router(logits, bias, rule)
+    return kernels.router(logits, bias, rule) if given is None else routed_to(logits, given, rule)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _router_with_gradient(settings: tuple[Kernels, Rule], token, logits, bias) -> Routed:
-    return _run_router(settings, logits, bias)
+def _router_with_gradient(settings: tuple[Kernels, Rule], token, logits, bias, given) -> Routed:
+    return _run_router(settings, logits, bias, given)
 
 
-def _router_forward(settings: tuple[Kernels, Rule], _, logits, bias):
-    routed = _run_router(settings, logits, bias)
+def _router_forward(settings: tuple[Kernels, Rule], _, logits, bias, given):
+    routed = _run_router(settings, logits, bias, given)
     return routed, (logits, bias, routed.experts, routed.demand)
 
 
 def _router_backward(settings: tuple[Kernels, Rule], residuals, d: Routed):
     (kernels, rule), (logits, bias, experts, demand) = settings, residuals
+    experts = jnp.where(experts < logits.shape[1], experts, EMPTY_SLOT)  # the weights of others were NaN
     d_logits = kernels.router_backward(logits, experts, demand, d.weights, d.losses, d.probability, rule)
-    return None, d_logits, None if bias is None else jnp.zeros_like(bias)
+    return None, d_logits, None if bias is None else jnp.zeros_like(bias), None
 
 
 _router_with_gradient.defvjp(_router_forward, _router_backward)

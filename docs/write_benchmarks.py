@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from blaze_jax.benchmark.plots import draw
-from blaze_jax.benchmark.results import Record, read_results, source
-from blaze_jax.benchmark.sizes import BOTH, FORWARD, GPU_SIZES
+from blaze_jax.benchmark.results import Record, read_results, source, succeeded
+from blaze_jax.benchmark.sizes import GPU_SIZES, PASSES
 from blaze_jax.benchmark.studies import DECIDERS
-from blaze_jax.benchmark.tables import Row, flatness, label, markdown, milliseconds, table
+from blaze_jax.benchmark.tables import Row, both_ms, cell, flatness, label, markdown, merged, table
 
 START = "<!-- results: {}, written by `python -m docs.write_benchmarks`, do not edit -->"
 END = "<!-- end of results -->"
@@ -62,17 +62,21 @@ def of_kind(kind: str, results: Sequence[Result]) -> list[Record]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The first size that was compared, a row for each layer: what a reader should know first."""
-    result = next(result for result in results if of_kind("compare", [result]))
-    record = of_kind("compare", [result])[0]
-    rows: list[Row] = [("layer", "forward / with backward, ms", "time to ours", "kept for the backward pass, MiB")]
-    for layer in record["layers"]:
-        if layer["status"] == "ok":
-            times = f"{milliseconds(layer[FORWARD]['us'])} / {milliseconds(layer[BOTH]['us'])}"
-            rows.append((label(layer), times, f"{layer[BOTH]['ratio_to_ours']:.1f}×", f"{layer['saved_mib']:,.0f}"))
-    sizes = "{num_tokens:,} tokens of width {model_width:,}, {experts_per_token} of {num_experts} experts of width "
-    sizes = (sizes + "{expert_width:,}").format(**record["sizes"])
-    return "\n".join([*markdown(rows), "", f"{sizes}, {record['dtype']}; {source(result)}."])
+    """The first of the default sizes, a row for each layer: what a reader should know first."""
+    sizes = GPU_SIZES[0]
+    shown = [r for r in results if any(record["sizes"] == sizes._asdict() for record in of_kind("compare", [r]))]
+    pair = "forward / with backward, ms"
+    rows: list[Row] = [("layer", f"back to back: {pair}", "to ours", f"single runs: {pair}", "to ours", "kept, MiB")]
+    for layer in merged(of_kind("compare", shown))[sizes].values():
+        if succeeded(layer):
+            single = [layer[name] for name in PASSES]
+            long_runs = [timed.get("sustained", {}) for timed in single]
+            cells = [(both_ms(runs), cell(runs[1], "ratio_to_ours", ".1f", "×")) for runs in (long_runs, single)]
+            rows.append((label(layer), *cells[0], *cells[1], cell(layer, "saved_mib", ",.0f")))
+    about = (
+        f"{sizes[0]:,} tokens of width {sizes[1]:,}, {sizes[4]} of {sizes[3]} experts of width {sizes[2]:,}, bfloat16"
+    )
+    return "\n".join([*markdown(rows), "", f"{about}; {source(*shown)}."])
 
 
 def _name(sizes: dict[str, int]) -> str:

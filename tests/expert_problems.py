@@ -1,7 +1,8 @@
-"""Arguments of `expert_ffn` for a routing, and its output and all gradients in one call."""
+"""Arguments of `expert_ffn` for a routing, its output and all gradients in one call, and the kernels it may run on."""
 
-from functools import cache, partial
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from jaxtyping import Array
 
 from blaze_jax import expert_ffn
 from blaze_jax.activations import get_activation
-from pallas_kernels.xla.loops import Turn, turns_of
+from blaze_jax.oracle import dense_expert_ffn
+from tests.numerics import TOLERANCE, assert_close
+from tests.routings import ROUTINGS
 
 KERNELS = [f"moe_{name}" for name in ("dispatch_count", "dispatch_place", "combine")]
 KERNELS += [f"moe_{name}" for name in ("up_projection", "down_projection", "down_backward", "up_backward")]
@@ -73,21 +76,6 @@ def results(function, problem: Problem, **options) -> dict[str, Array]:
         return _results(function, tuple(options.items()), *problem)
 
 
-RAGGED = Turn(4, 7)
-
-
-def batched(problem: Problem, turn: Turn = RAGGED, **options) -> dict[str, Array]:
-    """`results` as accelerators compute them, forced on whatever runs these tests."""
-    with turns_of(*turn):
-        return results(experts_in(turn), problem, implementation="xla", **options)
-
-
-@cache
-def experts_in(turn: Turn):
-    """`expert_ffn` as a function of its own for each turn, so that jax compiles each."""
-    return partial(expert_ffn)
-
-
 def lowered(platform: str, problem, **options) -> str:
     """The program for `results` of `expert_ffn` on a platform that need not be there; the problem may be of shapes."""
     traced = _results.trace(expert_ffn, tuple(options.items()), *problem)
@@ -106,3 +94,45 @@ def _results(function, options, x, params, weights, experts, dy):
     dx, d_params, d_weights = vjp(dy.astype(y.dtype))
     present = {name: gradient for name, gradient in d_params.items() if gradient is not None}
     return {"y": y, "x": dx, "weights": d_weights, **present}
+
+
+RAGGED = (4, 7)
+"""Experts and rows of a turn, several as accelerators take them, that divide neither experts nor rows."""
+
+
+class Family(NamedTuple):
+    """Kernels under test: `expert_ffn` on them, problems that suit them, and how near the oracle they come."""
+
+    function: Callable
+    suits: dict[str, Any]
+    tolerance: dict[str, float]
+
+    def problem(self, routing: str, **options) -> Problem:
+        return make_problem(*ROUTINGS[routing], **self.suits | options)
+
+    def results(self, problem: Problem, **options) -> dict[str, Array]:
+        return results(self.function, problem, **options)
+
+    def assert_matches_oracle(self, problem: Problem, save="pre_activations", **options) -> dict[str, Array]:
+        """Asserts that output and gradients are near those of float32, and returns them."""
+        out = self.results(problem, save=save, **options)
+        truth = results(dense_expert_ffn, problem.cast(jnp.float32), **options)
+        assert_close(out, truth, self.tolerance[problem.x.dtype.name])
+        return out
+
+
+_SMALL, _TILES, _LARGE = {"d": 20, "n": 12}, {"d": 24, "n": 40}, {"d": 320, "n": 256, "dtype": "bfloat16"}
+_TF32 = TOLERANCE | {"float32": 2e-3, "float16": 5e-3}
+_ON_GPUS = TOLERANCE | {"float32": 1e-2}
+FAMILIES = {
+    name: Family(partial(expert_ffn, implementation=implementation), suits, tolerance)
+    for name, implementation, suits, tolerance in [
+        ("xla", "xla", _SMALL, TOLERANCE),
+        ("xla_batched", "xla", _SMALL, TOLERANCE),
+        ("ampere", "mosaic_gpu", _TILES, _TF32),
+        ("hopper", "mosaic_gpu", _TILES, _TF32),
+        ("own_on_gpu", "mosaic_gpu", _LARGE, _ON_GPUS),
+        ("ampere_on_gpu", "mosaic_gpu", _LARGE, _ON_GPUS),
+    ]
+}
+"""The portable kernels as CPUs and as accelerators run them, those for GPUs interpreted, and on a GPU."""

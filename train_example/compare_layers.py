@@ -17,8 +17,8 @@ from blaze_jax.benchmark.own_process import ProcessError, run_apart
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment
 from blaze_jax.benchmark.tables import terminal
 from train_example.config import ExpertsLayer, TrainConfig
-from train_example.profile_step.run import Run, configuration, options_parser
 from train_example.program.devices import allow_all_memory
+from train_example.program.measured import Run, configuration, options_parser
 
 _WARM_STEPS = 5
 

@@ -1,6 +1,6 @@
 """A run as it is defined: the sizes of the model and how it is trained."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from typing import Literal
 
@@ -99,19 +99,8 @@ class ModelConfig:
 
     def moe(self, *, save: Save = "pre_activations", implementation: Implementation | None = None) -> MoEConfig:
         """The Mixture-of-Experts layer of a block."""
-        return MoEConfig(
-            num_experts=self.num_experts,
-            experts_per_token=self.experts_per_token,
-            expert_width=self.expert_width,
-            activation=self.activation,
-            shared_width=self.shared_width,
-            router=self.router,
-            load_balancing_weight=self.load_balancing_weight,
-            z_loss_weight=self.z_loss_weight,
-            bias_update_rate=self.bias_update_rate,
-            save=save,
-            implementation=implementation,
-        )
+        own = {field.name: getattr(self, field.name) for field in fields(MoEConfig) if hasattr(self, field.name)}
+        return MoEConfig(**own, save=save, implementation=implementation)
 
 
 @dataclass(frozen=True, kw_only=True)

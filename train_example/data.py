@@ -1,76 +1,65 @@
-"""The text: any number of bytes on disk as one stream, batches and the held-out part of it."""
+"""The text: any number of bytes on disk, or tokens, as one stream, batches and the held-out part of it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Protocol
 
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Int, Integer
 
 from train_example.config import VOCABULARY, UserError
 
-type Bytes = UInt8[np.ndarray, " N"]
+type Units = Integer[np.ndarray, " N"]
 
 _MAX_HELD_OUT = 16 * 2**20
 _OPEN_FILES = 64
 
 
-class ByteStream:
-    """Arrays of bytes and files laid end to end. Files are mapped where they are read, never loaded whole.
+def _text_of_bytes(units: Sequence[int]) -> str:
+    return bytes(units).decode(errors="replace")
 
-    Args:
-      parts: the arrays and the paths of files, none empty.
+
+@dataclass
+class Stream:
+    """Documents laid end to end, as numbers. Files are mapped where they are read, never loaded whole.
 
     Attributes:
-      unit: what the stream consists of.
-      bytes_per_unit: how many bytes of text a unit stands for.
-      documents: how many arrays and files there are.
-      parts: what lies end to end.
-      ends: where each part ends.
+      documents: arrays of numbers, and paths of files that consist of bytes and are not empty.
+      unit: what a number stands for.
+      bytes_per_unit: how many bytes of text that is, in the mean.
+      end: the number that ends each document; None where none does.
+      decode: the text of numbers, with what is no text replaced.
+      ends: where each document ends.
     """
 
-    unit = "bytes"
-    bytes_per_unit = 1.0
+    documents: Sequence[Units | Path]
+    unit: str = "bytes"
+    bytes_per_unit: float = 1.0
+    end: int | None = None
+    decode: Callable[[Sequence[int]], str] = _text_of_bytes
 
-    def __init__(self, parts: Sequence[Bytes | Path]):
-        self.parts, self.documents = parts, len(parts)
-        sizes = [part.stat().st_size if isinstance(part, Path) else part.size for part in parts]
-        self.ends: Int[np.ndarray, " parts"] = np.cumsum(sizes, dtype=np.int64)
+    def __post_init__(self):
+        sizes = [one.stat().st_size if isinstance(one, Path) else one.size for one in self.documents]
+        self.ends: Int[np.ndarray, " documents"] = np.cumsum(sizes, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def read(self, start: int, length: int) -> Bytes:
-        """A copy of the bytes from `start` to `start + length`."""
+    def read(self, start: int, length: int) -> Units:
+        """A copy of the numbers from `start` to `start + length`."""
         pieces, stop = [], start + length
-        part = int(np.searchsorted(self.ends, start, side="right"))
+        document = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
-            source = self.parts[part]
+            source = self.documents[document]
             array = _mapped(source) if isinstance(source, Path) else source
-            offset = start - (int(self.ends[part]) - array.size)
+            offset = start - (int(self.ends[document]) - array.size)
             pieces.append(array[offset : offset + stop - start])
             start += pieces[-1].size
-            part += 1
+            document += 1
         return np.concatenate(pieces)
-
-    def decode(self, units: Sequence[int]) -> str:
-        """The text of bytes, with what is no text replaced."""
-        return bytes(units).decode(errors="replace")
-
-
-class Stream(Protocol):
-    """Text as a sequence of numbers below a vocabulary: bytes, or tokens."""
-
-    unit: str
-    bytes_per_unit: float
-    documents: int
-
-    def __len__(self) -> int: ...
-    def read(self, start: int, length: int) -> np.ndarray: ...
-    def decode(self, units: Sequence[int]) -> str: ...
 
 
 class Corpus:
@@ -113,7 +102,7 @@ class Corpus:
     def held_out_units(self) -> int:
         return len(self.stream) - self.training_units
 
-    def windows(self, starts: Int[np.ndarray, "*B"]) -> UInt8[np.ndarray, "*B S+1"]:
+    def windows(self, starts: Int[np.ndarray, "*B"]) -> Integer[np.ndarray, "*B S+1"]:
         """A sequence and the byte after it from each start."""
         length = self.sequence_length + 1
         return np.stack([self.stream.read(start, length) for start in starts.ravel().tolist()]).reshape(
@@ -121,7 +110,7 @@ class Corpus:
         )
 
 
-def open_text(path: str | None) -> ByteStream:
+def open_text(path: str | None) -> Stream:
     """A file; all files below a folder, in order of their paths, not the hidden or empty ones; or Python's own topics.
 
     Args:
@@ -132,7 +121,7 @@ def open_text(path: str | None) -> ByteStream:
     """
     if path is None:
         text = "\n".join(topics[name] for name in sorted(topics))
-        return ByteStream([np.frombuffer(text.encode(), np.uint8)])
+        return Stream([np.frombuffer(text.encode(), np.uint8)])
     root = Path(path)
     try:
         if not root.exists():
@@ -145,7 +134,7 @@ def open_text(path: str | None) -> ByteStream:
             file.open("rb").close()
     except OSError as error:
         raise UserError(f"--data cannot be read: {error.filename}: {error.strerror}") from error
-    return ByteStream(files)
+    return Stream(files)
 
 
 def _visible_files(root: Path) -> list[Path]:
@@ -157,5 +146,5 @@ def _visible_files(root: Path) -> list[Path]:
 
 
 @lru_cache(_OPEN_FILES)  # a folder may hold more files than a process may have open
-def _mapped(path: Path) -> Bytes:
+def _mapped(path: Path) -> Units:
     return np.memmap(path, np.uint8, mode="r")

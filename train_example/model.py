@@ -1,6 +1,7 @@
 """The decoder: attention and `blaze_jax.MoE` in blocks, which `nn.scan` stacks; embedding and head around them."""
 
 from collections.abc import Callable
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -46,17 +47,31 @@ class Decoder(nn.Module):
             # Not a gather: its gradient is a scatter, and a GPU leaves open in which order that adds up.
             x = jax.nn.one_hot(tokens, config.vocabulary, dtype=self.dtype) @ embedding.astype(self.dtype)
         angles = rotation(tokens.shape[1], config.head_width or config.width // config.num_heads, config.rotary_base)
+        norm = partial(RMSNorm, self.dtype, config.norm_epsilon)
         for name, layers in config.stacks().items():
-            x = self._stack(name, len(layers), self.moe if name.startswith("moe") else None, train)(x, angles)[0]
-        x = RMSNorm(self.dtype, config.norm_epsilon, name="final_norm")(x)
+            x = self._stack(name, len(layers), norm, train)(x, angles)[0]
+        x = norm(name="final_norm")(x)
         if config.tied_head:
             return (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
         return nn.Dense(config.vocabulary, use_bias=False, dtype=self.dtype, name="head")(x).astype(jnp.float32)
 
-    def _stack(self, name: str, length: int, moe: MoEConfig | None, train: bool) -> nn.Module:
+    def _stack(self, name: str, length: int, norm: Callable[..., RMSNorm], train: bool) -> nn.Module:
         """`length` blocks, one after the other, each variable stacked on a leading axis of layers."""
+        config, dtype, block = self.config, self.dtype, Block
+        qk_norm = config.qk_norm, config.norm_epsilon
+        attention = partial(Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm)
+        if name.startswith("moe"):
+            options = {"experts": self.experts, "parallel": self.parallel, "train": train}
+            feed_forward = partial(MoE, self.moe, dtype=dtype, **options, name="moe")
+        else:
+            feed_forward = partial(DenseFeedForward, config.dense_width, config.activation, dtype, name="feed_forward")
+        if self.remat != "none":
+            kept = RESIDUAL_NAMES if self.remat == "except-experts" else ()
+            policy = jax.checkpoint_policies.save_only_these_names(*kept)
+            # Outside a loop XLA could merge the recomputation with what it repeats.
+            block = nn.remat(Block, policy=policy, prevent_cse=self.unroll)
         scanned = nn.scan(
-            _rematerialized(Block, self.remat, merges=self.unroll),
+            block,
             variable_axes={"params": 0, "losses": 0, "intermediates": 0, "router_state": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
@@ -64,56 +79,24 @@ class Decoder(nn.Module):
             unroll=length if self.unroll else 1,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        return scanned(self.config, moe, self.dtype, train, self.experts, self.attention, self.parallel, name=name)
+        return scanned(norm, attention, feed_forward, name=name)
 
 
 class Block(nn.Module):
     """Attention, then a feed-forward layer, each behind a norm and with a residual connection.
 
     Attributes:
-      config: the sizes.
-      moe: the Mixture-of-Experts layer; None for a dense feed-forward layer.
-      dtype: dtype of the computation.
-      train: see `Decoder`.
-      experts: see `Decoder`.
-      attention: see `Decoder`.
-      parallel: see `Decoder`.
+      norm: makes a norm, as `name=` calls it.
+      attention: makes the attention, as `name=` calls it.
+      feed_forward: makes `blaze_jax.MoE` or a dense feed-forward layer, with its name.
     """
 
-    config: ModelConfig
-    moe: MoEConfig | None
-    dtype: DTypeLike
-    train: bool
-    experts: Callable[..., Array]
-    attention: AttentionKernel | None
-    parallel: Parallelism | None
+    norm: Callable[..., RMSNorm]
+    attention: Callable[..., Attention]
+    feed_forward: Callable[[], MoE | DenseFeedForward]
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S d"], rotation: Rotation) -> tuple[Float[Array, "B S d"], None]:
         """`(y, None)`: the pair that `nn.scan` takes."""
-        config = self.config
-        attention = Attention(
-            config.num_heads,
-            config.num_kv_heads,
-            self.dtype,
-            self.attention,
-            config.qk_norm,
-            config.norm_epsilon,
-            name="attention",
-        )
-        x = x + attention(RMSNorm(self.dtype, config.norm_epsilon, name="attention_norm")(x), rotation)
-        normed = RMSNorm(self.dtype, config.norm_epsilon, name="feed_forward_norm")(x)
-        if self.moe is None:
-            dense = DenseFeedForward(config.dense_width, config.activation, self.dtype, name="feed_forward")
-            return x + dense(normed), None
-        moe = MoE(self.moe, dtype=self.dtype, experts=self.experts, parallel=self.parallel, name="moe")
-        return x + moe(normed, train=self.train), None
-
-
-def _rematerialized(block: type[nn.Module], remat: Remat, *, merges: bool) -> type[nn.Module]:
-    """The block with its recomputation; `merges` if XLA could merge that with what it repeats, as not in a loop."""
-    if remat == "none":
-        return block
-    kept = RESIDUAL_NAMES if remat == "except-experts" else ()
-    policy = jax.checkpoint_policies.save_only_these_names(*kept)
-    return nn.remat(block, policy=policy, prevent_cse=merges)
+        x = x + self.attention(name="attention")(self.norm(name="attention_norm")(x), rotation)
+        return x + self.feed_forward()(self.norm(name="feed_forward_norm")(x)), None

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from blaze_jax.benchmark.layers import compare, measure_memory
 from blaze_jax.benchmark.mesh import Case, expected_efficiency, measure_mesh, parse_mesh, parse_variant
 from blaze_jax.benchmark.own_process import ProcessError, run_apart
-from blaze_jax.benchmark.peers import PEERS
+from blaze_jax.benchmark.peers import PEERS, SONICMOE
 from blaze_jax.benchmark.rates import measure_kernels
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment, read_results, succeeded
 from blaze_jax.benchmark.sizes import GPU_SIZES, PRESETS, Sizes
@@ -108,7 +109,15 @@ def _options() -> dict[str, dict[str, Any]]:
         "family": {"choices": tuple(FAMILIES), "help": "our kernels for GPUs (those of the GPU)"},
         "implementation": {"choices": ("mosaic_gpu", "xla"), "help": "our kernels (the best that can run)"},
         "repeats": _number(20, "N", "timed runs, taking turns"),
-        "peers": {"nargs": "*", "choices": PEERS, "default": list(PEERS), "metavar": "PEER", "help": _PEERS_HELP},
+        "peers": {
+            "nargs": "*",
+            "choices": (*PEERS, SONICMOE),
+            "default": list(PEERS),
+            "metavar": "PEER",
+            "help": _PEERS_HELP,
+        },
+        "turns": _number(5, "N", "turns of each pass back to back"),
+        "turn_seconds": _number(0.5, "S", "of a turn at least, after a third of it that is not counted"),
         "limit_seconds": _number(20.0, "S", "a peer's call that takes longer is not timed"),
         "same_experts": {"action": "store_true", "help": "route all tokens to the same K experts"},
         "float32_weights": {"action": "store_true", "help": "time our layer with float32 weights, too"},
@@ -120,7 +129,7 @@ def _options() -> dict[str, dict[str, Any]]:
     }
 
 
-_PEERS_HELP = f"{', '.join(PEERS)} (all)"
+_PEERS_HELP = f"{', '.join(PEERS)} (all); {SONICMOE} if it is named"
 _VARIANT_HELP = "fields of Parallelism, such as exchange=permute,chunks=2; repeatable (default)"
 
 
@@ -196,6 +205,8 @@ def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, An
     family = values.get("family")
     if study.absent and (missing := missing_compiler()):
         raise NotImplementedError(f"{command} cannot run: {missing}")
+    if SONICMOE in values.get("peers", ()):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory, too
     about = run_apart(environment) if command == "mesh" else environment()  # its cases have the devices to themselves
     on_gpu = about["platform"] == "gpu" or study.absent
     about["device"] += (

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from blaze_jax.benchmark.back_to_back import take_turns
 from blaze_jax.benchmark.memory import MIB, MemoryPlan, plan_of, saved_bytes
-from blaze_jax.benchmark.peers import AMPERE, PORTABLE, Layer, UnavailableError, estimate, peer_variants
-from blaze_jax.benchmark.rates import CeilingCalls
+from blaze_jax.benchmark.peers import AMPERE, PORTABLE, SONICMOE, Layer, UnavailableError, estimate, peer_variants
+from blaze_jax.benchmark.rates import DENSE, CeilingCalls
 from blaze_jax.benchmark.results import OURS, Record, head
 from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, abstract_inputs, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.sonicmoe import sonicmoe_calls
 from blaze_jax.benchmark.timing import Call, seconds_of, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import choose_implementation, kernels_of
@@ -41,7 +43,18 @@ H200 = Limits(num_bytes=141 * 10**9, absent=True)
 
 @dataclass
 class Candidate:
-    """A layer on its way into a record; `status` is "ok", or what went wrong first."""
+    """A layer on its way into a record.
+
+    Attributes:
+      name: its own, or the peer's.
+      backend: which of a peer's it is.
+      layer: a function of jax; None for what cannot be had, and for what is given by its calls.
+      inputs: the layer's arguments.
+      status: "ok", or what went wrong first.
+      calls: a function without arguments for each pass that can run.
+      first_us: microseconds of its first run.
+      plan: XLA's, of both passes.
+    """
 
     name: str
     backend: str
@@ -50,18 +63,18 @@ class Candidate:
     status: str = "ok"
     calls: dict[str, Call] = field(default_factory=dict)
     first_us: dict[str, float] = field(default_factory=dict)
-    plans: dict[str, MemoryPlan | None] = field(default_factory=dict)
+    plan: MemoryPlan | None = None
 
     def prepare(self, phase: str, sizes: Sizes, limits: Limits) -> None:
         """Compiles a pass and, unless that is for an absent GPU, runs it twice."""
-        if self.layer is None:
-            return
         try:
-            call, self.plans[phase] = compile_pass(self, phase, sizes, limits)
-            if not limits.absent:
-                self.first_us[phase] = first_run(call, limits.seconds) * 1e6
-                self.calls[phase] = call
+            if self.layer is not None:
+                self.calls[phase], plan = compile_pass(self, phase, sizes, limits)
+                self.plan = plan if phase == BOTH else self.plan
+            if phase in self.calls and not limits.absent:
+                self.first_us[phase] = first_run(self.calls[phase], limits.seconds) * 1e6
         except UnavailableError as error:
+            self.calls.pop(phase, None)
             self.fail(str(error))
 
     def fail(self, status: str) -> None:
@@ -76,8 +89,8 @@ class Candidate:
                 record["saved_mib"] = saved_bytes(self.layer, *self.inputs) / MIB
         except Exception as error:  # whatever a peer raises is what there is to report
             self.fail(_failure("does not trace", "", error))
-        if plan := self.plans.get(BOTH):
-            record |= {"temporaries_mib": plan.temporaries / MIB, "peak_mib": plan.peak / MIB}
+        if self.plan is not None:
+            record |= {"temporaries_mib": self.plan.temporaries / MIB, "peak_mib": self.plan.peak / MIB}
         return record | {"status": self.status}
 
 
@@ -87,19 +100,27 @@ def compare(
     *,
     peers: Sequence[str],
     repeats: int,
+    turns: int = 5,
+    turn_seconds: float = 0.5,
     implementation=None,
     limit_seconds: float = 20.0,
     same_experts: bool = False,
     float32_weights: bool = False,
     say: Callable[[str], object] = lambda message: None,
 ) -> Record:
-    """Times our layer and its peers in turns, forward and forward+backward, and tells their memory.
+    """Times our layer and its peers in turns, in single runs and back to back, and tells their memory.
+
+    A single run follows an emptied L2 cache, and is timed by its kernels. Back to back is how layers serve in training,
+    at the clock and the power of a long run, by wall time: it counts what the host takes to launch, where that is
+    longer. What takes longer than a turn has no such time.
 
     Args:
       sizes: the layer's.
       dtype: the tokens' and expert weights'.
-      peers: which of `PEERS` to compare with ours; of each, its fastest backend by one run.
+      peers: which of `PEERS`, or SonicMoE, to compare with ours; of each, its fastest backend by one run.
       repeats: timed runs of each pass; three of what takes more than a quarter of a second.
+      turns: turns of each pass back to back.
+      turn_seconds: seconds of a turn at least, after a third of it that is not counted.
       implementation: our layer's.
       limit_seconds: a call estimated, or seen, to take longer is reported and not timed.
       same_experts: route all tokens to the same K experts, not at random.
@@ -126,25 +147,35 @@ def compare(
             layers.append(_best_variant(name, inputs, sizes, limits))
     for candidate in layers:
         candidate.prepare(FORWARD, sizes, limits)
-    records, ceilings = {candidate.name: candidate.record() for candidate in layers}, {}
+    rows, ceilings = {candidate.name: candidate.record() for candidate in layers}, {}
     for phase, factor in PASSES.items():
         say(phase)
         ready = {c.name: c for c in layers if phase in c.calls}
-        slow = [name for name, c in ready.items() if c.first_us[phase] >= _SLOW_US]
-        fast = {name: c.calls[phase] for name, c in ready.items() if name not in slow}
-        timings = time_calls(fast | ceiling_calls.calls, repeats=repeats)
-        for name in slow:
+        apart = [name for name, c in ready.items() if c.layer is None or c.first_us[phase] >= _SLOW_US]
+        together = {name: c.calls[phase] for name, c in ready.items() if name not in apart}
+        timings = time_calls(together | ceiling_calls.calls, repeats=repeats)
+        for name in apart:
             timings |= time_calls({name: ready[name].calls[phase]}, repeats=_SLOW_REPEATS)
         ceilings[phase] = ceiling_calls.rates(timings)
         for name in ready:
-            record = ceilings[phase].pass_record(timings[name], factor * sizes.forward_flops)
-            if OURS in timings:
-                record["ratio_to_ours"] = timings[name].us / timings[OURS].us
-            records[name][phase] = record
+            rows[name][phase] = ceilings[phase].pass_record(timings[name], factor * sizes.forward_flops)
+    say("back to back")
+    short = [(c, phase) for c in layers for phase in c.calls if c.first_us[phase] < turn_seconds * 1e6]
+    calls = {(c.name, phase): c.calls[phase] for c, phase in short}
+    times = take_turns(calls | {(DENSE, DENSE): ceiling_calls.calls[DENSE]}, turns=turns, seconds=turn_seconds)
+    dense = ceiling_calls.dense_tflops(times.pop((DENSE, DENSE))["us"])
+    for (name, phase), run in times.items():
+        rows[name][phase]["sustained"] = run | {"tflops": PASSES[phase] * sizes.forward_flops / run["us"] / 1e6}
+    for phase in PASSES:
+        for row in rows.values():
+            timed, our_time = row.get(phase, {}), rows[OURS].get(phase, {})
+            for of, ours in ((timed, our_time), (timed.get("sustained"), our_time.get("sustained"))):
+                if of and ours:
+                    of["ratio_to_ours"] = of["us"] / ours["us"]
     return head("compare", sizes, dtype) | {
         "same_experts": same_experts,
-        "ceilings": {phase: c._asdict() for phase, c in ceilings.items()},
-        "layers": list(records.values()),
+        "ceilings": {phase: c._asdict() | {"sustained_tflops": dense} for phase, c in ceilings.items()},
+        "layers": list(rows.values()),
     }
 
 
@@ -195,12 +226,13 @@ def first_run(call: Call, limit_seconds: float) -> float:
       UnavailableError: it fails or takes too long.
     """
     seconds = 0.0
-    try:
-        for _ in range(2):  # the first may have to allocate
-            if (seconds := seconds_of(call)) > limit_seconds:
-                raise UnavailableError(f"stopped: one call took {seconds:.0f} s")
-    except jax.errors.JaxRuntimeError as error:
-        raise UnavailableError(_failure("does not run", "", error)) from error
+    for _ in range(2):  # the first may have to allocate
+        try:
+            seconds = seconds_of(call)
+        except Exception as error:  # whatever a peer raises is what there is to report
+            raise UnavailableError(_failure("does not run", "", error)) from error
+        if seconds > limit_seconds:
+            raise UnavailableError(f"stopped: one call took {seconds:.0f} s")
     return seconds
 
 
@@ -212,6 +244,11 @@ def memory_limit() -> float:
 def _variants(name: str, inputs: tuple, *, for_gpu: bool | None = None) -> list[Candidate]:
     """A candidate for each backend of a peer, or one that says why there is none here."""
     try:
+        if name == SONICMOE and for_gpu:
+            raise UnavailableError("XLA has no plan of what PyTorch does")
+        if name == SONICMOE:
+            version, calls = sonicmoe_calls(*inputs)
+            return [Candidate(name, version, inputs=inputs, calls=calls)]
         found = peer_variants(name, for_gpu=for_gpu)
     except UnavailableError as error:
         return [Candidate(name, "", status=str(error))]

@@ -26,6 +26,9 @@ RAGGED_DOT = "sort + lax.ragged_dot"
 DENSE_DISPATCH = "dense dispatch"
 PORTABLE = "blaze_jax (xla)"
 AMPERE = "blaze_jax (ampere)"
+SONICMOE = "SonicMoE"
+"""A peer in PyTorch, which is timed only where it is named."""
+
 PEERS = (TOKAMAX, RAGGED_DOT, DENSE_DISPATCH, AMPERE, PORTABLE)
 
 GROUP_TOKENS = 1024

@@ -13,9 +13,9 @@ from PIL import Image
 
 from blaze_jax.benchmark.results import OURS, Record, published, source, succeeded
 from blaze_jax.benchmark.sizes import BOTH, Sizes
-from blaze_jax.benchmark.tables import FLAT_FROM, FLAT_WITHIN, label, reason
+from blaze_jax.benchmark.tables import FLAT_FROM, FLAT_WITHIN, label, merged, reason
 
-BLUE, PALE, GREY, RED = "#2563a8", "#d6dbe3", "#94a3b8", "#d1495b"
+BLUE, PALE_BLUE, PALE, GREY, RED = "#2563a8", "#a8c1de", "#d6dbe3", "#94a3b8", "#d1495b"
 _TEXT_GREY = "#6b7280"
 _OUR_KERNELS = "moe_"
 _COLUMNS = 2
@@ -89,7 +89,8 @@ def _figures(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Figure]]:
     for kind, name, drawer in _DRAWERS:
         if found := [(record, result) for result in results for record in result["records"] if record["kind"] == kind]:
             figure = drawer([record for record, _ in found])
-            figure.text(0.995, 0.004, source(found[0][1]), ha="right", va="bottom", fontsize=8, color=_TEXT_GREY)
+            foot = source(*(result for _, result in found))
+            figure.text(0.995, 0.004, foot, ha="right", va="bottom", fontsize=8, color=_TEXT_GREY)
             yield name, figure
 
 
@@ -160,44 +161,48 @@ def _panels(title: str, panels: Mapping[str, Sequence[Bar]], ceilings: Sequence[
     return figure
 
 
-def _sizes(record: Record) -> str:
-    sizes = "T={num_tokens:,}  d={model_width:,}  n={expert_width:,}  E={num_experts}  K={experts_per_token}"
-    return sizes.format(**record["sizes"])
+def _title(sizes: Sizes) -> str:
+    return "T={:,}  d={:,}  n={:,}  E={}  K={}".format(*sizes)
 
 
-def _of_layers(title: str, records: Sequence[Record], value: Callable, ceilings: Sequence[float] = ()) -> Figure:
-    """A bar for each layer of a record, and for each other run at the same sizes that has a value."""
+def _of_layers(title: str, records: Sequence[Record], bar: Callable[[Sizes, Record], tuple], ceilings=()) -> Figure:
+    """A panel for each configuration with a bar for each layer, of a length and pale or not as `bar` says."""
     panels = {}
-    for record in records:
-        bars = panels[_sizes(record)] = []
-        for row in record["layers"]:
+    for sizes, layers in merged(records).items():
+        bars = panels[_title(sizes)] = []
+        for row in layers.values():
+            length, pale = bar(sizes, row)
             name = OURS if row["layer"] == OURS else label(row)
-            color = BLUE if name.startswith(OURS) else GREY
-            bars.append(one_piece(name, value(record, row), color, reason(row["status"])))
-        others = published("published", sizes=record["sizes"], dtype=record["dtype"])
-        bars += [one_piece(row["layer"], length, PALE) for row in others if (length := value(record, row)) is not None]
-    return _panels(f"{title} (pale: figures of other runs)", panels, ceilings)
+            own, other = (PALE_BLUE, PALE) if pale else (BLUE, GREY)
+            if length is not None or not succeeded(row):
+                bars.append(one_piece(name, length, own if name.startswith(OURS) else other, reason(row["status"])))
+    return _panels(title, panels, ceilings)
 
 
 @_figure("compare", "speed.png")
 def _speed(records: Sequence[Record]) -> Figure:
-    def tflops(record: Record, row: Record) -> float | None:
-        return 3 * Sizes(**record["sizes"]).forward_flops / row[BOTH]["us"] / 1e6 if BOTH in row else None
+    def tflops(sizes: Sizes, row: Record) -> tuple[float | None, bool]:
+        timed = row.get(BOTH, {})
+        run = timed.get("sustained", timed)
+        return 3 * sizes.forward_flops / run["us"] / 1e6 if run else None, run is timed
 
-    ceilings = [record["ceilings"][BOTH]["tflops"] for record in records]
-    return _of_layers("Forward + backward, TFLOP/s", records, tflops, ceilings)
+    dense = {Sizes(**r["sizes"]): r.get("ceilings", {}).get(BOTH, {}).get("sustained_tflops", 0.0) for r in records}
+    title = "Forward + backward, TFLOP/s: back to back, in turns (pale: single runs, each on an emptied L2 cache)"
+    return _of_layers(title, records, tflops, list(dense.values()))
 
 
 @_figure("compare", "memory.png")
 def _kept(records: Sequence[Record]) -> Figure:
-    title = "Kept for the backward pass in addition to the arguments, MiB"
-    return _of_layers(title, records, lambda _, row: row.get("saved_mib"))
+    title = "Kept for the backward pass in addition to the arguments, MiB (pale: figures of other runs)"
+    measured = [record["sizes"] for record in records]
+    others = [r | {"layers": [r | {"status": "ok"}]} for r in published("published") if r["sizes"] in measured]
+    return _of_layers(title, [*records, *others], lambda _, row: (row.get("saved_mib"), "kind" in row))
 
 
 @_figure("memory", "planned_memory.png")
 def _planned(records: Sequence[Record]) -> Figure:
     title = "Peak of forward + backward beyond the arguments, by XLA's plan, MiB"
-    return _of_layers(title, records, lambda _, row: row.get("peak_mib") if succeeded(row) else None)
+    return _of_layers(title, records, lambda _, row: (row.get("peak_mib") if succeeded(row) else None, False))
 
 
 @_figure("scaling", "scaling.png")
@@ -277,7 +282,7 @@ def _kernels(records: Sequence[Record]) -> Figure:
         times = [(_kernel_label(row), row["us"]) for row in record["kernels"] if row["us"] >= least]
         times += [(f"{len(small)} others", sum(small))] if small else []
         bars = [one_piece(name, us, BLUE if name.startswith(_OUR_KERNELS) else GREY) for name, us in times]
-        panels[_sizes(record)] = bars or [Bar("", [], "no kernels")]
+        panels[_title(Sizes(**record["sizes"]))] = bars or [Bar("", [], "no kernels")]
     return _panels("Forward + backward by kernel, µs, and its share of what the device can do", panels)
 
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from blaze_jax.benchmark.back_to_back import take_turns
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, expert_inputs, forward_and_backward
-from blaze_jax.benchmark.timing import Call, KernelTotal, Timing, sustain, time_calls
+from blaze_jax.benchmark.timing import Call, KernelTotal, Timing, time_calls
 from blaze_jax.dispatch import group_by_expert
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import choose_implementation, kernels_of
@@ -130,19 +131,20 @@ def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -
     one_expert, one_expert_flops = product_of_one_expert(dtype, implementation)
     timings = time_calls(passes | ceiling_calls.calls | {ONE_EXPERT: one_expert}, repeats=repeats)
     ceilings = ceiling_calls.rates(timings)
+    one_expert_and_dense = {ONE_EXPERT: one_expert, DENSE: ceiling_calls.calls[DENSE]}
     seconds = 1.0 if jax.default_backend() == "gpu" else 0.1
+    long_runs = take_turns(passes | one_expert_and_dense, turns=1, seconds=seconds)
     rows = {}
-    for name, call in passes.items():
-        flops, run = PASSES[name] * sizes.forward_flops, sustain(call, seconds=seconds, warm_seconds=0.3 * seconds)
+    for name in passes:
+        flops, run = PASSES[name] * sizes.forward_flops, long_runs[name]
         rows[name] = ceilings.pass_record(timings[name], flops)
-        rows[name]["sustained"] = run._asdict() | {"tflops": flops / run.us / 1e6}
-    ceiling_run = partial(sustain, seconds=0.5 * seconds, warm_seconds=0.3 * seconds)
+        rows[name]["sustained"] = run | {"tflops": flops / run["us"] / 1e6}
     return head("kernels", sizes, dtype) | {
         "ceilings": ceilings._asdict()
         | {
-            "sustained_tflops": ceiling_calls.dense_tflops(ceiling_run(ceiling_calls.calls[DENSE]).us),
+            "sustained_tflops": ceiling_calls.dense_tflops(long_runs[DENSE]["us"]),
             "one_expert_tflops": one_expert_flops / timings[ONE_EXPERT].us / 1e6,
-            "sustained_one_expert_tflops": one_expert_flops / ceiling_run(one_expert).us / 1e6,
+            "sustained_one_expert_tflops": one_expert_flops / long_runs[ONE_EXPERT]["us"] / 1e6,
         },
         "passes": rows,
         "kernels": kernel_records(timings[BOTH].kernels, sizes, jnp.dtype(dtype).itemsize, ceilings),

@@ -120,11 +120,13 @@ def describe(values: dict[str, str]) -> str:
     return f"{line}, {{date}}".format(**values)
 
 
-def source(result: dict[str, Any]) -> str:
-    """The device and the date of a results file, for a table's foot."""
-    e = result["environment"]
-    driver = f", driver {e['driver']}, CUDA {e['cuda']}" if e["platform"] == "gpu" else ""
-    return f"{e['device']}{driver}, jax {e['jax']}, {e['date']}"
+def source(*results: dict[str, Any]) -> str:
+    """The devices and the dates of results files, for a table's foot."""
+    dates: dict[str, list[str]] = {}
+    for e in (result["environment"] for result in results):
+        driver = f", driver {e['driver']}, CUDA {e['cuda']}" if e["platform"] == "gpu" else ""
+        dates.setdefault(f"{e['device']}{driver}, jax {e['jax']}", []).append(e["date"])
+    return "; ".join(f"{device}, {' and '.join(sorted(set(days)))}" for device, days in dates.items())
 
 
 def _driver() -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from blaze_jax.benchmark.results import Record, published, succeeded
-from blaze_jax.benchmark.sizes import BOTH, FORWARD
+from blaze_jax.benchmark.sizes import PASSES, Sizes
 
 type Row = Sequence[str]
 
@@ -56,6 +56,18 @@ def markdown(rows: Sequence[Row]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
 
 
+def merged(records: Sequence[Record]) -> dict[Sizes, dict[str, Record]]:
+    """The layers of all records by sizes and name, each pass as last measured in single runs and back to back."""
+    found: dict[Sizes, dict[str, Record]] = {}
+    for record in records:
+        layers = found.setdefault(Sizes(**record["sizes"]), {})
+        for row in record["layers"]:
+            old = layers.get(row["layer"], {})
+            both = {name: old.get(name, {}) | row.get(name, {}) for name in PASSES}
+            layers[row["layer"]] = old | row | {name: timed for name, timed in both.items() if timed}
+    return found
+
+
 def flatness(records: Sequence[Record]) -> str:
     """Says how much time and memory per token vary where they should not grow; nothing for less than two records."""
     said = []
@@ -82,31 +94,42 @@ def _rows(kind: str, header: str) -> Callable:
     return register
 
 
-def _number(record: Record, name: str, missing: str = "") -> str:
-    return missing if record.get(name) is None else f"{record[name]:,.0f}"
+def cell(record: Record, name: str, form: str, unit: str = "") -> str:
+    """A value as text; nothing for one that is missing."""
+    return "" if record.get(name) is None else f"{record[name]:{form}}{unit}"
 
 
-@_rows("compare", "layer | forward / both, ms | spread | TFLOP/s | of dense | saved / peak, MiB | time to ours")
+def both_ms(passes: Sequence[Record]) -> str:
+    """Milliseconds of the passes that have a time, one behind the other."""
+    return " / ".join(milliseconds(timed["us"]) for timed in passes if "us" in timed)
+
+
+@_rows(
+    "compare",
+    "layer | single run: forward / both, ms | spread | TFLOP/s | of dense | to ours"
+    " | back to back: forward / both, ms | TFLOP/s | MHz | W | to ours | saved / peak, MiB",
+)
 def _comparison(record: Record) -> Iterator[Row]:
     for layer in record["layers"]:
-        forward = f"{milliseconds(layer[FORWARD]['us'])} / " if FORWARD in layer else ""
-        if BOTH not in layer:
-            saved = f"{_number(layer, 'saved_mib')} / –" if "saved_mib" in layer else ""
-            yield label(layer), forward + reason(layer["status"]), "", "", "", saved, ""
-            continue
-        both = layer[BOTH]
-        rates = f"{both['spread']:.0%}", f"{both['tflops']:.3g}", f"{both['share_of_dense']:.0%}"
-        memory = f"{_number(layer, 'saved_mib', '?')} / {_number(layer, 'peak_mib', '?')}"
-        ratio = f"{both['ratio_to_ours']:.2f}×" if "ratio_to_ours" in both else "?"
-        yield label(layer), forward + milliseconds(both["us"]), *rates, memory, ratio
+        passes = [layer.get(name, {}) for name in PASSES]
+        single, memory = both_ms(passes), "saved_mib" in layer or "peak_mib" in layer
+        if not succeeded(layer):
+            single = " / ".join([*[milliseconds(p["us"]) for p in passes if "us" in p], reason(layer["status"])])
+        both = passes[1]
+        cells = single, cell(both, "spread", ".0%"), cell(both, "tflops", ".3g"), cell(both, "share_of_dense", ".0%")
+        runs = [timed.get("sustained", {}) for timed in passes]
+        rates = (cell(runs[1], name, form) for name, form in (("tflops", ".3g"), ("mhz", ".0f"), ("watts", ".0f")))
+        kept = f"{cell(layer, 'saved_mib', ',.0f') or '?'} / {cell(layer, 'peak_mib', ',.0f') or '–'}" if memory else ""
+        ratios = [cell(timed, "ratio_to_ours", ".2f", "×") for timed in (both, runs[1])]
+        yield label(layer), *cells, ratios[0], both_ms(runs), *rates, ratios[1], kept
 
 
 @_rows("memory", "layer | saved, MiB | temporaries, MiB | with results, MiB")
 def _memory(record: Record) -> Iterator[Row]:
     for layer in record["layers"]:
-        planned = [_number(layer, name) for name in ("temporaries_mib", "peak_mib")]
+        planned = [cell(layer, name, ",.0f") for name in ("temporaries_mib", "peak_mib")]
         planned = planned if succeeded(layer) else [reason(layer["status"]), ""]
-        yield label(layer), _number(layer, "saved_mib"), *planned
+        yield label(layer), cell(layer, "saved_mib", ",.0f"), *planned
 
 
 @_rows(
@@ -115,9 +138,9 @@ def _memory(record: Record) -> Iterator[Row]:
 )
 def _scaling(record: Record) -> Iterator[Row]:
     time = milliseconds(record["us"]), f"{record['spread']:.0%}", f"{record['ns_per_token']:.1f}"
-    memory = _number(record, "saved_mib"), _number(record, "peak_mib", "?")
+    memory = cell(record, "saved_mib", ",.0f"), cell(record, "peak_mib", ",.0f") or "?"
     theirs = [
-        (milliseconds(r["us"]), _number(r, "mb"))
+        (milliseconds(r["us"]), cell(r, "mb", ",.0f"))
         for r in published("published_scaling", num_tokens=record["sizes"]["num_tokens"])
     ]
     yield *time, *memory, *(theirs or [("", "")])[0]
@@ -129,7 +152,7 @@ def _scaling(record: Record) -> Iterator[Row]:
 )
 def _rounding(record: Record) -> Iterator[Row]:
     for name, row in record["routings"].items():
-        sizes = _number(row, "pairs"), _number(row, "rows_of_tiles"), f"{row['tflops']:.3g}"
+        sizes = cell(row, "pairs", ",.0f"), cell(row, "rows_of_tiles", ",.0f"), f"{row['tflops']:.3g}"
         routed = milliseconds(row["us_with_router"]), f"{row['speedup_with_router']:.2f}×"
         yield name, milliseconds(row["us"]), *sizes, f"{row['speedup']:.2f}×", *routed
 
@@ -187,7 +210,7 @@ def _mesh(record: Record) -> Iterator[Row]:
         plans = {which: f"{m['temporaries']:.0f} + {m['outputs']:.0f}" for which, m in row["memory_mib"].items() if m}
         memory = f"{plans['mesh']} ({plans['one']})" if len(plans) == 2 else ""
         worst = max(row["errors"], key=row["errors"].__getitem__)
-        yield name, *times, _number(row, "received_mib"), *travel, memory, f"{row['errors'][worst]:.1e} ({worst})"
+        yield name, *times, cell(row, "received_mib", ",.0f"), *travel, memory, f"{row['errors'][worst]:.1e} ({worst})"
 
 
 @_rows("reading", "read | s, by turn | GB/s, fastest")
@@ -210,8 +233,8 @@ def _expected(record: Record) -> Iterator[Row]:
 def _training(record: Record) -> Iterator[Row]:
     memory = ("not reported" if record[name] is None else f"{record[name]:.1f}" for name in ("peak_gib", "planned_gib"))
     difference = f"{record['final_loss_difference']:+.2%}" if "final_loss_difference" in record else ""
-    rest = _number(record, "compile_seconds"), f"{record['final_loss']:.4f}", difference
-    yield record["layer"], _number(record, "tokens_per_second"), *memory, *rest
+    rest = cell(record, "compile_seconds", ",.0f"), f"{record['final_loss']:.4f}", difference
+    yield record["layer"], cell(record, "tokens_per_second", ",.0f"), *memory, *rest
 
 
 @_rows("step_profile", "part | ms | of step | bound, ms | reached | launches | bound by")
@@ -257,11 +280,12 @@ def _ceilings(record: Record) -> Iterator[str]:
     """The device's rates, of each pass if they were timed apart."""
     found = record.get("ceilings", {})
     for rates in [found] if "gbs" in found else found.values():
-        one_expert = rates.get("one_expert_tflops")
-        sustained = rates.get("sustained_one_expert_tflops")
-        longer = f" ({sustained:.4g} back to back)" if sustained else ""
-        own = f", our product of one expert {one_expert:.4g} TFLOP/s{longer}" if one_expert else ""
-        yield f"dense matmul {rates['tflops']:.4g} TFLOP/s{own}, copy {rates['gbs']:.0f} GB/s"
+        products = []
+        for what, name in (("dense matmul", "tflops"), ("our product of one expert", "one_expert_tflops")):
+            longer = cell(rates, f"sustained_{name}", ".4g")
+            if name in rates:
+                products.append(f"{what} {rates[name]:.4g} TFLOP/s{f' ({longer} back to back)' if longer else ''}")
+        yield f"{', '.join(products)}, copy {rates['gbs']:.0f} GB/s"
 
 
 def _notes(value: Any) -> Iterator[str]:

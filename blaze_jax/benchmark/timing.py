@@ -99,22 +99,6 @@ class Timing:
         return {name: getattr(self, name) for name in ("clock", "us", "spread", "note")}
 
 
-class Sustained(NamedTuple):
-    """Times of a call repeated without a pause, in the clocks and temperatures of a long run.
-
-    Attributes:
-      us: microseconds per call in which a kernel ran; wall time where the device's clock is not to be had.
-      wall_us: wall time per call, in microseconds.
-      calls: how many were measured.
-      note: as in `Timing`.
-    """
-
-    us: float
-    wall_us: float
-    calls: int
-    note: str = ""
-
-
 def time_calls(calls: Mapping[str, Call], *, repeats: int = 20) -> dict[str, Timing]:
     """Times calls that take turns, A B A B, so that a drift of the machine touches all alike.
 
@@ -146,30 +130,6 @@ def wall_times(calls: Mapping[str, Call], *, repeats: int = 20, note: str = "") 
             jax.block_until_ready(flush())
             samples[name].append(seconds_of(call) * 1e6)
     return {name: Timing("wall", times, {}, note) for name, times in samples.items()}
-
-
-def sustain(call: Call, *, seconds: float = 1.0, warm_seconds: float = 0.3) -> Sustained:
-    """Times a call repeated back to back, with no flush or pause, for about `seconds` after `warm_seconds` of it."""
-    jax.block_until_ready(call())
-    one = max(seconds_of(call, 2), 1e-6)
-    warm, measured = (max(1, round(s / one)) for s in (warm_seconds, seconds))
-    walls = []
-
-    def both() -> None:
-        seconds_of(call, warm)
-        walls.append(seconds_of(call, measured) * 1e6)
-
-    try:
-        kernels = trace(both)
-    except TraceError as error:
-        if not walls:
-            both()
-        return Sustained(walls[0], walls[0], measured, f"wall time, because {error}")
-    each, rest = divmod(len(kernels), warm + measured)
-    if rest:
-        note = f"{len(kernels)} kernels of {warm + measured} calls: the warm-up is in the device time"
-        return Sustained(busy_ns(kernels) / (warm + measured) / 1e3, walls[0], measured, note)
-    return Sustained(busy_ns(kernels[-each * measured :]) / measured / 1e3, walls[0], measured)
 
 
 def seconds_of(call: Call, number: int = 1) -> float:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels import contract
-from pallas_kernels.ampere.down_backward import down_backward as down_backward
+from pallas_kernels.ampere.projections import down_backward as down_backward
 from pallas_kernels.ampere.projections import down_projection as down_projection
 from pallas_kernels.ampere.projections import up_backward as up_backward
 from pallas_kernels.ampere.projections import up_projection as up_projection

@@ -42,8 +42,6 @@ class Operands(NamedTuple):
     """Operands of a tile's products.
 
     Attributes:
-      kind: dtype of the elements.
-      products: how many a slot is good for, one after the other.
       copies: each `(step, slot, *state)` starts a copy of the thread, to the slot of a step.
       left: `(slot, product)` loads the thread's part of the left operand, for each 16 rows.
       right: `(slot, product, half)` loads its part of the right one, of a half panel.
@@ -51,8 +49,6 @@ class Operands(NamedTuple):
       behind: `(step)` may start other copies behind those of a step.
     """
 
-    kind: str
-    products: int
     copies: Sequence[Callable]
     left: Callable
     right: Callable
@@ -75,8 +71,8 @@ def sum_products(ring: Slots, operands: Operands, steps, state: Sequence[Int]) -
     """The sums of the products of so many slots, after `start_copies`; the one that follows has been waited for."""
     ahead = ring.tile.stages - 1
     ring.wait()
-    places = [(product, half) for product in range(operands.products) for half in range(2)]
-    held_ahead = operands.kind != "float32"  # whose operands are converted, for which registers are few
+    places = [(product, half) for product in range(ring.tile.products) for half in range(2)]
+    held_ahead = ring.tile.kind != "float32"  # whose operands are converted, for which registers are few
 
     def load(slot: Pointer, place: tuple[int, int], left: list) -> tuple[list, list]:
         product, half = place
@@ -99,7 +95,7 @@ def sum_products(ring: Slots, operands: Operands, steps, state: Sequence[Int]) -
                 first, end = (len(operands.copies) * n // (len(places) - 1) for n in (number, number + 1))
                 for copy in operands.copies[first:end]:
                     copy(following, ring.slot(following), *state)
-            add_products(sums, place[1], left, right, operands.kind)
+            add_products(sums, place[1], left, right, ring.tile.kind)
             left, right = later
         return jax.tree.leaves((sums, (left, right) if held_ahead else ([], []), state))
 

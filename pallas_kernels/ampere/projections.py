@@ -1,28 +1,32 @@
-"""The kernels that are a row matmul and little else: up and down projection, and back through the up projection."""
+"""The row kernels: up and down projection, and back through both."""
 
 from collections.abc import Callable
+from operator import add
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ampere.row_matmul import add_bias, biases_of, for_rows, row_matmul, store_half, store_sums
-from pallas_kernels.ampere.tile import tuned_tile
+from pallas_kernels import simt
+from pallas_kernels.ampere.row_matmul import (
+    add_bias,
+    biases_of,
+    for_rows,
+    row_matmul,
+    store_half,
+    store_rows,
+    store_sums,
+)
+from pallas_kernels.ampere.tile import HALF
 from pallas_kernels.contract import Dispatch
-from pallas_kernels.mosaic.row_groups import TileSchedule
-from pallas_kernels.simt.elementwise import value
+from pallas_kernels.mosaic.row_groups import TileSchedule, bias_part, sum_in_order
+from pallas_kernels.simt.elementwise import value, with_gradients
+from pallas_kernels.simt.matrices import CHUNK
+from pallas_kernels.simt.threads import combine_lanes, when
+from pallas_kernels.simt.values import Long, minimum, select
 from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
-
-
-def _block(weights, dtype, axis: int, first_column, num_columns: int) -> tuple[tuple[Array, ...], Int[Array, "1"]]:
-    """Weights in `dtype` and the first of the columns wanted there; others are converted for these columns alone."""
-    first_column = jnp.asarray(first_column, jnp.int32)
-    if weights[0].dtype == dtype:
-        return weights, first_column.reshape(1)
-    blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=axis) for w in weights)
-    return tuple(block.astype(dtype) for block in blocks), jnp.zeros(1, jnp.int32)
 
 
 @traced_once("activation", "keep_pre_activations", "tuning")
@@ -41,10 +45,9 @@ def up_projection(
     A tile holds equal parts of each projection, and a warp the same columns of both, so that the activation is computed
     from the float32 sums.
     """
-    weights = tuple(w.astype(x.dtype) for w in weights)
     n = weights[0].shape[2]
 
-    def end(biases, results, where, sums):
+    def end(biases, results, where, sums, _):
         *pre_activations, hidden = results
         bias = biases_of(biases, where, n)
 
@@ -65,16 +68,16 @@ def up_projection(
 
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
     *pre_activations, hidden = row_matmul(
-        "moe_up_projection",
-        groups.tiles,
+        "up_projection",
+        groups,
         (x,),
-        groups.expert_token_indices,
         weights,
+        gathered=True,
         num_columns=n,
         extra=tuple(b.astype(jnp.float32) for b in biases),
         results=[rows] * (len(weights) * keep_pre_activations + 1),
         end=end,
-        tile=tuned_tile("up_projection", tuning, rows, x.shape[1], groups),
+        tuning=tuning,
     )
     return tuple(pre_activations), hidden
 
@@ -91,26 +94,9 @@ def down_projection(
     tuning: MmaTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """Columns `first_column`, a multiple of 8, to `first_column + num_columns` of every row's expert output."""
-    (w_down,), weight_column = _block((w_down,), hidden.dtype, 2, first_column, num_columns)
-    biases = () if b_down is None else (b_down.astype(jnp.float32),)
-
-    def end(biases, results, where, sums):
-        store_sums(results, where, sums, num_columns, biases_of(biases, where, num_columns))
-
-    (rows,) = row_matmul(
-        "moe_down_projection",
-        groups.tiles,
-        (hidden,),
-        None,
-        (w_down,),
-        first_column=weight_column,
-        num_columns=num_columns,
-        extra=tuple(lax.dynamic_slice_in_dim(b, first_column, num_columns, axis=1) for b in biases),
-        results=[jax.ShapeDtypeStruct((hidden.shape[0], num_columns), hidden.dtype)],
-        end=end,
-        tile=tuned_tile("down_projection", tuning, hidden, w_down.shape[2], groups),
-    )
-    return rows
+    biases = () if b_down is None else (b_down,)
+    columns = first_column, num_columns
+    return _columns("down_projection", groups, (hidden,), (w_down,), columns, biases, tuning=tuning)
 
 
 @traced_once("num_columns", "tuning")
@@ -124,20 +110,94 @@ def up_backward(
     tuning: MmaTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """`Σ dP · Wᵀ` over the projections, into the same sums; see the portable twin."""
-    num_rows, dtype = d_pre_activations[0].shape[0], d_pre_activations[0].dtype
-    weights, weight_column = _block(weights, dtype, 1, first_column, num_columns)
+    columns = first_column, num_columns
+    return _columns("up_backward", groups, d_pre_activations, weights, columns, transposed=True, tuning=tuning)
 
-    (rows,) = row_matmul(
-        "moe_up_backward",
-        groups.tiles,
-        d_pre_activations,
-        None,
-        weights,
+
+def _columns(kernel, groups, lhs, weights, columns, biases=(), **options) -> Float[Array, "R columns"]:
+    """The products of every row with some columns of its expert's weights, plus the biases of these."""
+    first_column, num_columns = columns
+
+    def end(biases, results, where, sums, _):
+        store_sums(results, where, sums, num_columns, biases_of(biases, where, num_columns))
+
+    own_biases = (lax.dynamic_slice_in_dim(b.astype(jnp.float32), first_column, num_columns, axis=1) for b in biases)
+    results = [jax.ShapeDtypeStruct((groups.num_rows, num_columns), lhs[0].dtype)]
+    options |= {"first_column": first_column, "num_columns": num_columns, "extra": tuple(own_biases)}
+    return row_matmul(kernel, groups, lhs, weights, results=results, end=end, **options)[0]
+
+
+@traced_once("activation", "tuning")
+def down_backward(
+    dy: Float[Array, "T d"],
+    w_down: Float[Array, "E n d"],
+    b_down: Float[Array, "E d"] | None,
+    pre_activations: tuple[Float[Array, "R n"], ...],
+    row_weights: Float[Array, " R"],
+    groups: Dispatch[TileSchedule],
+    *,
+    activation: Callable[..., Array],
+    tuning: MmaTuning | None = None,
+) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
+    """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
+
+    At the end of a tile its pre-activations come through the ring of operand slots. The gradient of a row weight is the
+    sum of 32 columns at a time, which are then added up in order.
+    """
+    (num_rows, n), dtype = pre_activations[0].shape, pre_activations[0].dtype
+    derivative = with_gradients(activation, len(pre_activations))
+
+    def end(row_weights, results, where, sums, pieces):
+        rows = [where.row + where.lane // 4 + i for i in range(0, 16 * len(sums), 8)]
+        row_weights = [row_weights[minimum(row, num_rows - 1)] for row in rows]
+        for piece, load in enumerate(pieces):
+            of_rows, half = divmod(piece, 2)
+            for i in range(2):
+                first_row = 16 * of_rows + 8 * i
+                with when(where.rows > first_row):  # a branch of their own, as in `for_rows`
+                    d_hidden = [d[2 * i : 2 * i + 2] for d in sums[of_rows][half]]
+                    pre, weight = load(8 * i), row_weights[2 * of_rows + i]
+                    finish_rows(results, where, first_row, where.halves[half][1], d_hidden, pre, weight)
+
+    def finish_rows(results, where, first_row, column, d_hidden, pre, weight):
+        """The end of 8 rows of half a panel. With more at once the registers of some activations run out."""
+        d_pre, weighted = [[] for _ in pre], []
+        d_weight = simt.Float(0.0)
+        for eight, of_columns in enumerate(d_hidden):
+            known = column + eight * CHUNK < n
+            own = []
+            for i, d in enumerate(of_columns):
+                hidden, gradients = derivative([p[eight][i] for p in pre], weight * d)
+                d_weight = d_weight + select(known, d * hidden, 0.0)
+                own.append((weight * hidden, *gradients))
+            for result, values in zip((weighted, *d_pre), zip(*own, strict=True), strict=True):
+                result.append(list(values))
+        for result, values in zip(results, (*d_pre, weighted), strict=False):
+            store_rows(result, where, first_row, column, values, n)
+        row = where.lane // 4 + first_row
+        total = combine_lanes(add, d_weight, 4)
+        with when((where.lane % 4).equals(0) & (row < where.rows) & (column < n)):
+            results[-1][Long(column // HALF) * num_rows + (where.row + row)] = total
+
+    *d_pre, weighted_hidden, d_row_weights = row_matmul(
+        "down_backward",
+        groups,
+        (dy,),
+        (w_down,),
+        gathered=True,
         transposed=True,
-        first_column=weight_column,
-        num_columns=num_columns,
-        results=[jax.ShapeDtypeStruct((num_rows, num_columns), dtype)],
-        end=lambda _, results, where, sums: store_sums(results, where, sums, num_columns),
-        tile=tuned_tile("up_backward", tuning, d_pre_activations[0], weights[0].shape[1], groups),
+        num_columns=n,
+        extra=row_weights.astype(jnp.float32),
+        in_place=pre_activations,  # a tile has read a piece before it writes it
+        results=[
+            jax.ShapeDtypeStruct((num_rows, n), dtype),
+            jax.ShapeDtypeStruct((-(-n // HALF), num_rows), jnp.float32),
+        ],
+        end=end,
+        tuning=tuning,
     )
-    return rows
+    of_an_expert = jnp.arange(num_rows) < groups.expert_token_offsets[-1]
+    d_row_weights = jnp.where(of_an_expert, sum_in_order(d_row_weights), 0)
+    if b_down is not None:
+        d_row_weights += bias_part(dy, b_down, groups)
+    return tuple(d_pre), weighted_hidden, d_row_weights

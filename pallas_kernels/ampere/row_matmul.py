@@ -6,162 +6,140 @@ Tensor cores have work meanwhile: what is multiplied is loaded to registers one 
 copies are started between the products, a few at a time.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import simt
-from pallas_kernels.ampere.operands import Columns, Panels, Steps, Sums, copy_rows, load_columns
+from pallas_kernels.ampere import operands
+from pallas_kernels.ampere.operands import Pieces, Steps, Sums
 from pallas_kernels.ampere.pipeline import Operands, Slots, sweep_columns
-from pallas_kernels.ampere.tile import WARPGROUPS, Tile, WarpPart, abreast
+from pallas_kernels.ampere.tile import WARPGROUPS, WarpOutput, WarpPart, abreast, tuned_tile
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
-from pallas_kernels.simt.matrices import CHUNK, commit_copies, load_matrices, pack, tensor_operand
+from pallas_kernels.simt.matrices import CHUNK, commit_copies, pack
 from pallas_kernels.simt.threads import shuffle_xor, when
 from pallas_kernels.simt.values import Float, Int, Long, Pointer, minimum, select
-
-
-class WarpOutput(NamedTuple):
-    """The part of the output that a warp has.
-
-    Attributes:
-      expert: the tile's.
-      row: the warp's first one.
-      rows: how many from there on are the tile's; none or fewer if not positive, all if as many as it has.
-      halves: the projection of each half panel, and its first column there.
-      lane: the thread's.
-    """
-
-    expert: Int
-    row: Int
-    rows: Int
-    halves: tuple[tuple[int, Int], tuple[int, Int]]
-    lane: Int
-
-
-class RingEnd(NamedTuple):
-    """The end of a tile that has other operands to read. They come through the ring, behind those of the products.
-
-    Attributes:
-      pieces: how many the tile's end is done in, one a slot.
-      start: `(operands, where, piece, slot)` starts the warp's copies of a piece, an `Int`.
-      begin: `(extra, where)`, what all pieces need.
-      finish: `(begun, results, where, sums, piece, slot)`, the end of a piece, an `int`.
-    """
-
-    pieces: int
-    start: Callable
-    begin: Callable
-    finish: Callable
+from pallas_kernels.tuning.parameters import MmaTuning
 
 
 def row_matmul(
-    name: str,
-    schedule: TileSchedule,
+    kernel: str,
+    groups: Dispatch[TileSchedule],
     lhs: Sequence[jax.Array],
-    token_indices: jax.Array | None,
     weights: Sequence[jax.Array],
     *,
+    gathered: bool = False,
     transposed: bool = False,
-    first_column: jax.Array | None = None,
+    first_column: jax.Array | int | None = None,
     num_columns: int,
     extra: Any = (),
     in_place: Sequence[jax.Array] = (),
     results: Sequence[jax.ShapeDtypeStruct],
-    end: Callable | RingEnd,
-    tile: Tile,
+    end: Callable,
+    tuning: MmaTuning | None,
 ) -> list:
-    """Runs a row kernel over the whole schedule and returns its results.
+    """Runs a row kernel over all tiles of rows and returns its results.
 
     Args:
-      name: what profiles call the kernel.
-      schedule: the row tiles.
-      lhs: one `(T, k)`, with `token_indices`; else `(R, k)`; k is a multiple of 8. Of float32, products round to tf32.
-      token_indices: `(R,)` int32, of the rows in `lhs`; rows outside of it are zero. None: they are in order.
-      weights: one or two of `(E, k, columns)`, in the dtype of `lhs`; a tile has equal parts of each.
+      kernel: the name by which tables know its parameters.
+      groups: the rows by expert.
+      lhs: one `(T, k)` if `gathered`, else `(R, k)`; k is a multiple of 8. Of float32, products round to tf32.
+      weights: one or two of `(E, k, columns)`, of any floating dtype; a tile has equal parts of each.
+      gathered: rows of `lhs` are found by token index, and are zero outside of it; else they are in order.
       transposed: weights are `(E, columns, k)`, as many as there are `lhs`, and the products of all pairs are summed.
-      first_column: `(1,)` int32, of the columns wanted, a multiple of 8; None: 0.
+      first_column: the first one of the columns wanted, a multiple of 8; None for 0.
       num_columns: how many are wanted of each of the weights, a multiple of 8.
       extra: other operands of `end`.
-      in_place: what a `RingEnd` reads in pieces; the first results take their memory if XLA can do so without a copy.
+      in_place: `(R, num_columns)`, read by the end in `Pieces`, which come through the ring behind the operands of the
+        products; the first results take their memory if XLA can do so without a copy.
       results: shapes and dtypes of the others.
-      end: `(extra, results, where, sums)`, the end of a tile, or one in pieces.
-      tile: its shape.
+      end: `(extra, results, where, sums, pieces)`, the end of a tile; `pieces` yields what loads each piece.
+      tuning: parameters, or None for those of tables and rules.
     """
-    num_lhs_rows, depth = lhs[0].shape
-    projections = 1 if transposed else len(weights)  # side by side in a tile
-    weight_columns = weights[0].shape[1 if transposed else 2]
-    width = tile.columns // projections
-    row_tiles, column_tiles = schedule.num_tiles, -(-num_columns // width)
-    sweeps = tile.sweeps(column_tiles)
-    kind = jnp.dtype(lhs[0].dtype).name
-    panels = Panels.of(tile, kind)
-    right = Columns(kind, tile) if transposed else panels
-    k = Steps(kind, depth, panels.rows, len(lhs))
-    steps = k.number
+    (num_lhs_rows, depth), dtype = lhs[0].shape, lhs[0].dtype
+    axis = 1 if transposed else 2
+    d, n = (depth, weights[0].shape[axis]) if gathered else (weights[0].shape[axis], depth)
+    tile = tuned_tile(kernel, tuning, dtype, d, n, groups)
+    if first_column is not None:
+        first_column = jnp.asarray(first_column, jnp.int32)
+        if weights[0].dtype != dtype:  # others are converted for these columns alone
+            weights = [lax.dynamic_slice_in_dim(w, first_column, num_columns, axis) for w in weights]
+            first_column = jnp.zeros(1, jnp.int32)
+        first_column = first_column.reshape(1)
+    weights = tuple(w.astype(dtype) for w in weights)
+    weight_columns = weights[0].shape[axis]
 
-    def load_rows(slot: Pointer, part: WarpPart, product: int) -> list[list[Int]]:
-        own_row, side = part.lane % 16, part.lane // 16  # of the 16 rows and two chunks that a warp loads at a time
-        word = tile.lhs_word(own_row, side + 2 * product)
-        apart = 16 * (tile.k_step // 2)
-        rows = slot.at(part.row * (tile.k_step // 2))
-        return [tensor_operand(load_matrices(rows, word + m * apart), kind) for m in range(tile.warp_rows // 16)]
+    copy_right, load_right = (
+        (operands.copy_columns, operands.load_columns) if transposed else (operands.copy_panels, operands.load_panels)
+    )
+    width = tile.columns if transposed else tile.columns // len(weights)  # projections are side by side in a tile
+    row_tiles, column_tiles = groups.tiles.num_tiles, -(-num_columns // width)
+    sweeps = tile.sweeps(column_tiles)
+    k, pieces = Steps(tile, depth, len(lhs)), Pieces(tile, len(in_place), num_columns)
 
     def body(schedule, lhs, token_indices, weights, first_column, extra, *others):
-        operands, out, ring = others[: len(in_place)], others[len(in_place) : -1], Slots(others[-1], tile)
+        before, out, ring = others[: len(in_place)], others[len(in_place) : -1], Slots(others[-1], tile)
         row_tile, sweep = abreast(simt.block(), row_tiles, sweeps, tile.abreast)
         expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in schedule)
         with when(valid_rows > 0):
             wanted = weight_columns, expert, first_column[0] if first_column else Int(0)
-            row_copies = copy_rows(lhs, num_lhs_rows, token_indices, first_row, valid_rows, tile, k)
-            part = WarpPart.of(tile)
+            row_copies = operands.copy_rows(lhs, num_lhs_rows, token_indices, first_row, valid_rows, k)
+            part = WarpPart(tile)
 
             def where(column_tile: Int) -> WarpOutput:
-                halves = part.halves(tile, column_tile, width)
+                halves = part.halves(column_tile, width)
                 return WarpOutput(expert, first_row + part.row, valid_rows - part.row, halves, part.lane)
 
             def start_piece(column_tile: Int, piece: Int):
-                if isinstance(end, RingEnd):
-                    with when((piece >= 0) & (piece < end.pieces)):
-                        end.start(operands, where(column_tile), piece, ring.slot(piece + steps))
+                if in_place:
+                    with when((piece >= 0) & (piece < pieces.number)):
+                        pieces.start(before, where(column_tile), piece, ring.slot(piece + k.number))
+
+            def arriving(column_tile: Int) -> Iterator[Callable]:
+                for piece in range(pieces.number):
+                    ring.wait()
+                    if piece + tile.stages - 1 < pieces.number:
+                        start_piece(column_tile, Int(piece + tile.stages - 1))
+                    commit_copies()
+                    yield partial(pieces.load, ring.slot(Int(k.number + piece)), part.lane)
 
             def of_column(column_tile: Int) -> tuple[Operands, Int]:
                 multiplied = Operands(
-                    kind,
-                    panels.steps,
-                    row_copies + right.copies(weights, *wanted, column_tile * width, num_columns, k),
-                    lambda slot, product: load_rows(slot, part, product),
-                    lambda slot, *place: load_columns(right, slot.at(tile.lhs_words), tile, part, *place),
-                    behind=lambda step: start_piece(column_tile, step - steps),
+                    row_copies + copy_right(weights, *wanted, column_tile * width, num_columns, k),
+                    left=partial(operands.load_rows, part),
+                    right=partial(operands.load_half, load_right, part),
+                    behind=lambda step: start_piece(column_tile, step - k.number),
                 )
                 # A number that the assembler does not know: it would unroll a few steps whole, and registers run out.
-                return multiplied, (valid_rows + (TILE_ROWS - 1)) // TILE_ROWS * steps
+                return multiplied, (valid_rows + (TILE_ROWS - 1)) // TILE_ROWS * k.number
 
             def finish(column_tile: Int, sums: Sums):
-                own = where(column_tile)
-                if not isinstance(end, RingEnd):
-                    end(extra, out, own, sums)
-                    return
-                begun = end.begin(extra, own)
-                for piece in range(end.pieces):
-                    ring.wait()
-                    if piece + tile.stages - 1 < end.pieces:
-                        start_piece(column_tile, Int(piece + tile.stages - 1))
-                    commit_copies()
-                    end.finish(begun, out, own, sums, piece, ring.slot(Int(steps + piece)))
+                end(extra, out, where(column_tile), sums, arriving(column_tile))
 
-            sweep_columns(ring, sweep, column_tiles, of_column, finish, ring_is_free=not isinstance(end, RingEnd))
+            sweep_columns(ring, sweep, column_tiles, of_column, finish, ring_is_free=not in_place)
 
     return simt.kernel(
         body,
-        name=name,
+        name=f"moe_{kernel}",
         outputs=results,
         blocks=row_tiles * sweeps,
         warpgroups=WARPGROUPS,
         shared=[tile.stages * tile.slot_words],
         updated=len(in_place),
-    )(schedule.arrays, tuple(lhs), token_indices, tuple(weights), first_column, extra, *in_place)
+    )(
+        groups.tiles.arrays,
+        tuple(lhs),
+        groups.expert_token_indices if gathered else None,
+        weights,
+        first_column,
+        extra,
+        *in_place,
+    )
 
 
 def biases_of(biases: Sequence[Pointer], where: WarpOutput, num_columns: int) -> list:

@@ -26,9 +26,9 @@ A kernel is a Python function of pointers, which is traced once and runs in ever
 The package has the names that other modules have, too (`simt.block()`, `simt.Float`); all others are in its modules.
 
 A body runs on two machines. `code` emits a kernel for any NVIDIA GPU since Ampere. Inside `interpreted()`,
-`interpreter` runs all threads in numpy on any CPU, and `races` finds what a GPU would do differently from run to run:
-two threads that touch a word with no barrier between them, words that nobody has written, addresses outside of an
-array, and barriers that not all threads reach.
+`interpreter` runs all threads in numpy on any CPU, and finds what a GPU would do differently from run to run: two
+threads that touch a word with no barrier between them, words that nobody has written, addresses outside of an array,
+and barriers that not all threads reach.
 """
 
 from pallas_kernels.mosaic.interpreter import interpreted as interpreted

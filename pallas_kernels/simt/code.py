@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import arith, llvm, math, nvvm, scf, vector
 
 from pallas_kernels.mosaic import launches
 
-_ALL_LANES = 0xFFFFFFFF
+_ALL_LANES = -1
 _GLOBAL, _SHARED = 1, 3
 _KINDS = {"i32": "int32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _PTX_NAMES = {"bfloat16": "bf16", "float16": "f16"}
@@ -139,13 +139,7 @@ class Code:
         return getattr(math, name)(x)
 
     def constant(self, kind, x):
-        if kind == "float32":
-            return arith.constant(_type(kind), float(x))
-        if kind == "bool":
-            return arith.constant(_type(kind), int(x))
-        bits = _type(kind).width
-        x = int(x) & ((1 << bits) - 1)
-        return arith.constant(_type(kind), x - (1 << bits) if x >> (bits - 1) else x)
+        return arith.constant(_type(kind), x)
 
     def bits_as(self, kind, x):
         return arith.bitcast(_type(kind), x)

@@ -1,8 +1,11 @@
 """The machine of `simt` that is numpy: all threads of all blocks in lockstep, with masks, and with race detection.
 
-A value is an array with one entry per thread of the launch, or with a single one that holds for all. The words of a
-copy count as written when it is started and again when its thread has waited for it; in between they hold nothing, so
-that whoever reads them too early is found.
+A value is an array with one entry per thread of the launch, or with a single one that holds for all. Lockstep is one of
+the many orders in which a GPU may run threads. Another order could give another result where two threads touch a word,
+one of them to write it, and no barrier lies between: that is an error.
+
+The words of a copy count as written when it is started and again when its thread has waited for it; in between they
+hold nothing, so that whoever reads them too early is found.
 """
 
 from contextlib import contextmanager
@@ -15,11 +18,11 @@ from jax.core import Tracer
 from scipy import special
 
 from pallas_kernels.compat import kernel_launch
-from pallas_kernels.simt.races import Memory, Threads
 from pallas_kernels.simt.values import WARP
 
 _ONE_AT_A_TIME = Lock()  # device: the body of a kernel may keep what belongs to one
 _TF32 = np.int32(-1 << 13)  # the bits that tensor cores read
+_CONFLICTS = {"read": ("write", "add"), "write": ("read", "write", "add"), "add": ("read", "write")}
 
 
 def launch(run, inputs, *, name, results, blocks, warpgroups, shared, updated):
@@ -38,7 +41,7 @@ def launch(run, inputs, *, name, results, blocks, warpgroups, shared, updated):
             words = np.zeros(blocks * size, np.int32)
             memories.append(Memory(threads, f"shared array {i}", words, shared=True, empty=True))
         with _ONE_AT_A_TIME, np.errstate(all="ignore"):
-            run(threads, [_Pointer(memory, memory.kind, np.zeros(1, np.int64)) for memory in memories])
+            run(threads, [_Pointer(memory, memory.array.dtype.name, np.zeros(1, np.int64)) for memory in memories])
         return written
 
     def call(*inputs):
@@ -49,12 +52,100 @@ def launch(run, inputs, *, name, results, blocks, warpgroups, shared, updated):
     return kernel_launch(call)(*inputs)
 
 
+class RaceError(RuntimeError):
+    """Two threads touched a word, one of them to write it, and no barrier between them says which came first."""
+
+
+class Memory:
+    """An array in device memory, or one for each block in shared memory, and who touched each of its words.
+
+    Attributes:
+      accesses: for reads, writes and atomic adds, of those to each word that no barrier has put in the past: the lowest
+        thread, -1 for nobody, the highest one, and when the last was.
+      filled: which words somebody has written.
+    """
+
+    def __init__(self, threads: "Numpy", name: str, array: np.ndarray, *, shared=False, empty=False):
+        self.threads, self.name, self.array, self.shared = threads, f"{threads.name}: {name}", array, shared
+        self.size = array.size // threads.blocks if shared else array.size
+        self.accesses = {kind: np.full((3, array.size), -1, np.int32) for kind in _CONFLICTS}
+        self.filled = np.full(array.size, not empty)
+        self.lowest, self.highest = np.zeros((2, array.size), np.int32)  # threads of the access at hand
+
+    def touch(self, kind: str, index: np.ndarray, count: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """The active threads and the words `(threads, count)` they touch, after a check of both."""
+        active = np.flatnonzero(self.threads.active)
+        index = np.broadcast_to(index, self.threads.active.shape)[active]
+        wrong = (index < 0) | (index > self.size - count) | (index % count != 0)
+        if wrong.any():
+            word, thread = index[wrong][0], self.threads.describe(active[wrong][0])
+            raise IndexError(f"{self.name}, word {word}, {count} at a time of {self.size}, touched by {thread}")
+        if self.shared:
+            index = index + active // self.threads.per_block * self.size
+        words = index[:, None] + np.arange(count)
+        if kind != "write" and not self.filled[words].all():
+            word = words[~self.filled[words]][0] % self.size
+            raise RaceError(f"{self.name}, word {word} is read, but nobody has written it")
+        self.filled[words] = True
+        self._check(kind, words.reshape(-1), np.repeat(active, count).astype(np.int32))
+        return active, words
+
+    def _check(self, kind, words, threads):
+        # Threads are in order, and an assignment's last value wins.
+        self.highest[words], self.lowest[words[::-1]] = threads, threads[::-1]
+        low, high = self.lowest[words], self.highest[words]
+        if kind == "write":
+            self._fail(kind, kind, words, low, high, low < high)
+        for other in _CONFLICTS[kind]:
+            unordered, first, last = self._join(other, words, low, high)
+            self._fail(other, kind, words, first, high, unordered & (first < last))
+        unordered, first, last = self._join(kind, words, low, high)
+        now = np.full_like(low, self.threads.time)
+        self.accesses[kind][:, words] = np.where(unordered, first, low), np.where(unordered, last, high), now
+
+    def _join(self, kind, words, low, high):
+        """Whether no barrier lies between former accesses and those of `low` to `high`, and the ends of both together.
+
+        Threads of several blocks meet at no barrier; those of a block, or of a warp, at its own.
+        """
+        former_low, former_high, time = self.accesses[kind][:, words]
+        first, last, threads = np.minimum(former_low, low), np.maximum(former_high, high), self.threads
+        of_block = np.where(first // threads.per_block == last // threads.per_block, threads.block_barrier_at[last], 0)
+        barrier = np.where(first // WARP == last // WARP, threads.warp_barrier_at[last], of_block)
+        return (former_low >= 0) & (time >= barrier), first, last
+
+    def _fail(self, one, other, words, a, b, wrong):
+        if wrong.any():
+            i = np.flatnonzero(wrong)[0]
+            a, b = self.threads.describe(a[i]), self.threads.describe(b[i])
+            where = f"{self.name}, word {words[i] % self.size}"
+            raise RaceError(f"{where}: {one} by {a} (or others) and {other} by {b}, with no barrier between them")
+
+
 class _Pointer(NamedTuple):
     """A memory, and where in it each thread's index 0 is."""
 
     memory: Memory
     kind: str
     start: np.ndarray
+
+
+class _Copy(NamedTuple):
+    """A copy of each of some threads, and what they have yet to wait for.
+
+    Attributes:
+      pending: the threads that have not waited for it.
+      group: each thread's number of its group.
+      memory: where it goes.
+      first: each thread's first word there.
+      values: the words.
+    """
+
+    pending: np.ndarray
+    group: np.ndarray
+    memory: Memory
+    first: np.ndarray
+    values: np.ndarray
 
 
 def _unsigned(function):
@@ -84,13 +175,6 @@ class Floats:
     equal, greater = np.equal, np.greater
 
 
-class _Group(NamedTuple):
-    """Copies that the `active` threads have yet to wait for: of each, its threads, memory, first words and values."""
-
-    active: np.ndarray
-    copies: list
-
-
 def _matrices(registers, kind) -> np.ndarray:
     """(warps, registers, 8, columns) numbers in float32 from a register in each lane for each matrix."""
     lanes = np.stack([r.reshape(-1, WARP) for r in registers], 1)  # (warps, registers, lanes), 4 bytes each
@@ -98,14 +182,36 @@ def _matrices(registers, kind) -> np.ndarray:
     return np.ascontiguousarray(lanes).view(kind).reshape(*lanes.shape[:2], 8, -1).astype(np.float32)
 
 
-class Numpy(Threads):
-    """Computes; a value is a `np.ndarray`."""
+class Numpy:
+    """Computes; a value is a `np.ndarray`. Threads in `active` follow the current instruction.
+
+    Attributes:
+      time: barriers so far; `block_barrier_at` and `warp_barrier_at` have, for each thread, that of the last one that
+        ordered its block, or its warp.
+      groups: of copies, that each thread has committed; `copies` are those that some thread has yet to wait for.
+    """
 
     integers, floats = Integers, Floats
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.started, self.groups = [], []  # copies that are in no group yet, and groups of copies
+    def __init__(self, name: str, blocks: int, per_block: int):
+        self.name, self.blocks, self.per_block = name, blocks, per_block
+        self.index = np.arange(blocks * per_block, dtype=np.int32)
+        self.lane = self.index % WARP
+        self.active = np.ones(self.index.size, bool)
+        self.time = 0
+        self.block_barrier_at, self.warp_barrier_at, self.groups = np.zeros((3, self.index.size), np.int32)
+        self.copies = []
+
+    def describe(self, thread) -> str:
+        return f"thread {thread % self.per_block} of block {thread // self.per_block}"
+
+    def whole(self, size: int, operation: str) -> None:
+        """Checks that of each group of `size` threads all are active, or none."""
+        groups = self.active.reshape(-1, size)
+        torn = groups.any(1) & ~groups.all(1)
+        if torn.any():
+            missing = np.flatnonzero(torn)[0] * size + np.flatnonzero(~groups[torn][0])[0]
+            raise RaceError(f"{self.name}: {operation} that {self.describe(missing)} does not reach")
 
     exp2, log2, reciprocal = np.exp2, np.log2, np.reciprocal
 
@@ -114,9 +220,6 @@ class Numpy(Threads):
         return (of.get(name) or getattr(np, name))(x).astype(np.float32)
 
     def constant(self, kind, x):
-        if kind in ("int32", "int64"):
-            bits = np.dtype(kind).itemsize * 8
-            x = (int(x) + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
         return np.array([x], kind)
 
     def multiply_add(self, a, b, c):
@@ -213,10 +316,14 @@ class Numpy(Threads):
         return self.index // self.per_block
 
     def block_barrier(self):
-        self.block_barriers[self.whole(self.per_block, "a block's barrier")] += 1
+        self.whole(self.per_block, "a block's barrier")
+        self.time += 1
+        self.block_barrier_at[self.active] = self.warp_barrier_at[self.active] = self.time
 
     def warp_barrier(self):
-        self.warp_barriers[self.whole(WARP, "a warp's barrier")] += 1
+        self.whole(WARP, "a warp's barrier")
+        self.time += 1
+        self.warp_barrier_at[self.active] = self.time
 
     def _lanes(self, x) -> np.ndarray:
         """`x` as (warps, 32), for an operation that whole warps must take part in."""
@@ -250,36 +357,24 @@ class Numpy(Threads):
         return np.ascontiguousarray(x).view(np.uint8).reshape(-1, 4)[:, order].copy().view(np.int32)[:, 0]
 
     def start_copy(self, target, word, source, index, wanted, when):
-        if when is not None:
-            with self.where(when):
-                self.start_copy(target, word, source, index, wanted, None)
-            return
-        with self.where(wanted):
-            values = self.load_vector(source, index, 16 // source.memory.array.itemsize)
-        values = np.where(np.broadcast_to(wanted, self.index.shape)[:, None], values, np.zeros((), values.dtype))
-        active, words = target.memory.touch("write", target.start + word, 4)
-        target.memory.filled[words] = False
-        first = np.broadcast_to(target.start + word, self.index.shape)
-        self.started.append((active, target.memory, first, np.ascontiguousarray(values).view(np.int32)))
+        with self.where(True if when is None else when):
+            with self.where(wanted):
+                values = self.load_vector(source, index, 16 // source.memory.array.itemsize)  # zeros in other threads
+            first = np.broadcast_to(target.start + word, self.index.shape)
+            _, words = target.memory.touch("write", first, 4)
+            target.memory.filled[words] = False
+            self.copies.append(_Copy(self.active, self.groups.copy(), target.memory, first, values.view(np.int32)))
 
     def commit_copies(self):
-        self.groups.append(_Group(self.active.copy(), self.started))
-        self.started = []
+        self.groups[self.active] += 1
 
     def wait_for_copies(self, pending):
-        before = self.active
-        later = sum(group.active.astype(int) for group in self.groups)  # a thread's groups are its own
-        for group in self.groups:
-            later = later - group.active
-            done = group.active & before & (later >= pending)
-            for threads, memory, first, values in group.copies:
-                self.active = np.zeros_like(before)
-                self.active[threads] = done[threads]
-                active, words = memory.touch("write", first, 4)
-                memory.array[words] = values[active]
-            group.active[done] = False
-        self.active = before
-        self.groups = [group for group in self.groups if group.active.any()]
+        for number, copy in enumerate(self.copies):
+            with self.where(copy.pending & (copy.group < self.groups - pending)):
+                active, words = copy.memory.touch("write", copy.first, 4)
+                copy.memory.array[words] = copy.values[active]
+                self.copies[number] = copy._replace(pending=copy.pending & ~self.active)
+        self.copies = [copy for copy in self.copies if copy.pending.any()]
 
     def load_matrices(self, pointer, word, transposed):
         self._lanes(word)

@@ -24,7 +24,7 @@ class Value:
         if isinstance(value, Value):
             value = value.value
         elif isinstance(value, bool | int | float | np.integer):
-            value = machine().constant(self.kind, value)
+            value = machine().constant(self.kind, np.array(value).astype(self.kind).item())  # integers wrap
         self.value = value
 
     def of_same_type(self, value) -> Self:

@@ -23,8 +23,12 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     Returns:
       What `Routed` says. Weights, losses and probability are differentiable in the logits.
     """
+    return routed_to(logits, _select(widened(logits), bias, rule), rule)
+
+
+def routed_to(logits: Float[Array, "T E"], experts: Int[Array, "T K"], rule: Rule) -> Routed:
+    """`router`, of `experts` that are chosen already; -1 is an empty slot, and E, which no expert has, weighs NaN."""
     logits = widened(logits)
-    experts = _select(logits, bias, rule)
     demand = jnp.zeros(logits.shape[1], jnp.int32).at[_past_the_last(experts, logits.shape[1])].add(1, mode="drop")
     losses, probability = _losses(logits, demand, rule)
     return Routed(experts, weights_of(logits, experts, experts, rule), demand, losses, probability)

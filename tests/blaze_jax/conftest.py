@@ -1,17 +1,34 @@
-"""The portable experts, as a CPU computes them and as accelerators do."""
+"""The families of kernels that the experts run on, and layers that are traced anew."""
 
-from functools import partial
+from contextlib import ExitStack
 
+import jax
 import pytest
 
-from blaze_jax import expert_ffn
-from tests.expert_problems import batched, results
+from blaze_jax.implementation import FAMILIES, demanded_family
+from pallas_kernels.xla.loops import turns_of
+from tests import expert_problems
+from tests.expert_problems import RAGGED
 
 
-@pytest.fixture(params=["xla", "xla_batched"])
+@pytest.fixture(
+    params=["xla", "xla_batched", *(pytest.param(n, marks=pytest.mark.gpu) for n in ("own_on_gpu", "ampere_on_gpu"))]
+)
 def kernels(request):
-    """The output and gradients of a problem: a tile of one expert at a time, or several experts a turn."""
-    return partial(results, expert_ffn) if request.param == "xla" else batched
+    """A family of kernels: the portable ones in both forms, those for GPUs on one, and for whom asks, interpreted."""
+    name = request.param
+    with ExitStack() as around:
+        if name == "xla_batched":
+            around.enter_context(turns_of(*RAGGED))
+        elif name != "xla":
+            around.enter_context(demanded_family(None if name == "own_on_gpu" else name.removesuffix("_on_gpu")))
+            around.callback(jax.clear_caches)
+            jax.clear_caches()  # of what was traced for others
+        if name in FAMILIES:
+            # While dP of one tile takes the place of P, another tile is read with rows of the next expert, which nobody
+            # uses: in one of three runs the search for races on Hopper calls that one.
+            around.enter_context(FAMILIES[name].interpreted(detect_races=False))
+        yield expert_problems.FAMILIES[name]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Activations against their formulas."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -55,18 +56,17 @@ def test_every_name_has_a_formula():
     assert set(ACTIVATION_NAMES) == set(FORMULAS)
 
 
-@pytest.mark.parametrize("name", ACTIVATION_NAMES)
-def test_formula(name):
-    activation = get_activation(name)
-    assert activation.name == name
-    out = activation.function(*(jnp.asarray(a, jnp.float32) for a in arguments(activation)))
-    assert_close(out, FORMULAS[name](*arguments(activation)), TOLERANCE["float32"])
-
-
-def test_clamped_swiglu_takes_its_own_constants():
-    activation = clamped_swiglu(alpha=1.0, limit=3.0)
-    out = activation.function(jnp.asarray(X, jnp.float32), jnp.asarray(UP, jnp.float32))
-    assert_close(out, clamped(X, UP, 1.0, 3.0), TOLERANCE["float32"])
+@pytest.mark.parametrize(
+    ("activation", "formula"),
+    [*FORMULAS.items(), (clamped_swiglu(alpha=1.0, limit=3.0), partial(clamped, alpha=1.0, limit=3.0))],
+    ids=[*FORMULAS, "with_own_constants"],
+)
+@pytest.mark.default_cases("swiglu", "with_own_constants")
+def test_formula(activation, formula):
+    found = get_activation(activation)
+    assert activation in (found, found.name)
+    out = found.function(*(jnp.asarray(a, jnp.float32) for a in arguments(found)))
+    assert_close(out, formula(*arguments(found)), TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("name", ["relu", "relu2", "reglu"])
@@ -84,17 +84,6 @@ def test_derivative_of_silu():
     jax.test_util.check_grads(silu, (0.7,), order=2)
 
 
-def test_an_activation_stands_for_itself():
-    own = Activation("own", jnp.tanh, gated=False)
-    assert get_activation(own) is own
-
-
-@pytest.mark.parametrize("name", ["tanh", "SwiGLU", ""])
-def test_unknown_name(name):
-    with pytest.raises(ValueError, match=f"activation='{name}' must be an Activation or one of swiglu, geglu"):
-        get_activation(name)
-
-
 def test_clamped_swiglu_is_equal_by_value():
     assert clamped_swiglu() == clamped_swiglu() == get_activation("clamped_swiglu")
     assert hash(clamped_swiglu(2.0)) == hash(clamped_swiglu(2.0))
@@ -104,6 +93,10 @@ def test_clamped_swiglu_is_equal_by_value():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        *(
+            (lambda n=name: get_activation(n), f"activation='{name}' must be an Activation or one of swiglu, geglu")
+            for name in ("tanh", "SwiGLU", "")
+        ),
         (lambda: clamped_swiglu(alpha="1"), "alpha='1' must be a number"),
         (lambda: clamped_swiglu(alpha=math.nan), "alpha=nan must be finite"),
         (lambda: clamped_swiglu(limit=-1.0), "limit=-1.0 must be positive"),
@@ -114,6 +107,7 @@ def test_clamped_swiglu_is_equal_by_value():
         (lambda: Activation(jnp.tanh, "own", gated=False), "name=.* must be a string"),
     ],
 )
+@pytest.mark.default_cases("*")
 def test_misuse_is_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -49,16 +49,13 @@ def small_problem(**options):
     return make_problem(random_experts(6, 2, range(3)), 3, d=8, n=8, biases=False, **options)
 
 
-def of_experts(implementation):
-    """The experts as a function of the tokens."""
+def of_experts(implementation, weighted=None):
+    """The experts as a function of the tokens, or of the sum of what their routing weights are multiplied by."""
     x, params, weights, experts, _ = small_problem(dtype=IMPLEMENTATIONS[implementation])
-    return lambda x: apply(expert_ffn, x, params, weights, experts, implementation=implementation), x
-
-
-def of_routing_weights(implementation):
-    """The experts as a function of the routing weights alone."""
-    x, params, weights, experts, _ = small_problem(dtype=IMPLEMENTATIONS[implementation])
-    return lambda z: apply(expert_ffn, x, params, weights * z.sum(), experts, implementation=implementation), x
+    run = partial(apply, expert_ffn, implementation=implementation)
+    if weighted:
+        return lambda z: run(x, params, weights * z.sum(), experts), x
+    return lambda x: run(x, params, weights, experts), x
 
 
 def of_layer(implementation):
@@ -68,26 +65,27 @@ def of_layer(implementation):
     return lambda x: moe(x, params, config)[0], jnp.ones((6, 16), dtype)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+PROBLEMS = {"experts": of_experts, "routing_weights": partial(of_experts, weighted=True), "layer": of_layer}
+
+
+@pytest.mark.parametrize(("implementation", "platform"), [("xla", "cpu"), ("xla", None), ("mosaic_gpu", "cuda")])
 @pytest.mark.parametrize(
     ("problem", "name"),
     [
-        *((of_experts, name) for name in DERIVATIVES),
-        *((problem, name) for problem in (of_routing_weights, of_layer) for name in ("jvp", "grad of grad")),
+        *(("experts", name) for name in DERIVATIVES),
+        *((problem, name) for problem in ("routing_weights", "layer") for name in ("jvp", "grad of grad")),
     ],
 )
-def test_refused_under_jit(name, problem, implementation):
-    function, x = problem(implementation)
-    derivative = jax.jit(partial(DERIVATIVES[name], function)).trace
-    with pytest.raises(NotImplementedError, match=r"the experts.* support reverse mode only: first derivatives by"):
-        derivative(x).lower(lowering_platforms=("cuda",) if implementation == "mosaic_gpu" else ("cpu",))
+@pytest.mark.default_cases("experts-jvp-*")
+def test_refused(implementation, platform, problem, name):
+    function, x = PROBLEMS[problem](implementation)
+    derivative = partial(DERIVATIVES[name], function)
 
+    def lowered(x):
+        return jax.jit(derivative).trace(x).lower(lowering_platforms=(platform,))
 
-@pytest.mark.parametrize("name", DERIVATIVES)
-def test_refused_outside_of_jit(name):
-    function, x = of_experts("xla")
     with pytest.raises(NotImplementedError, match=r"the experts.* support reverse mode only: first derivatives by"):
-        DERIVATIVES[name](function, x)
+        (lowered if platform else derivative)(x)
 
 
 def test_derivatives_of_what_is_around_the_experts():

@@ -18,71 +18,50 @@ from tests.routings import ROUTINGS, random_experts
 T, K, E, D, N = 37, 2, 6, 20, 12
 
 
-def residuals(problem, **options):
-    """What the backward pass keeps, and of that what is not one of the arguments themselves."""
-    arguments = (problem.x, problem.params, problem.weights)
-    _, vjp = jax.vjp(lambda *args: apply(expert_ffn, *args, problem.experts, **options), *arguments)
-    kept = jax.tree.leaves(vjp)
-    forwarded = {id(a) for a in jax.tree.leaves(arguments)}
-    return kept, [array for array in kept if id(array) not in forwarded]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("activation", "projections"), [("swiglu", 2), ("gelu", 1)])
 @pytest.mark.parametrize("save", ["pre_activations", "inputs"])
 @pytest.mark.default_cases("pre_activations-swiglu-2-bfloat16", "inputs-swiglu-2-bfloat16")
 def test_kept_bytes_follow_the_formula(save, activation, projections, dtype):
     problem = make_problem(*ROUTINGS["random"], activation=activation, dtype=dtype, param_dtype="float32")
-    kept, own = residuals(problem, activation=activation, save=save)
+    given = (problem.x, problem.params, problem.weights)
+    _, vjp = jax.vjp(lambda *args: apply(expert_ffn, *args, problem.experts, activation=activation, save=save), *given)
 
-    itemsize = jnp.dtype(dtype).itemsize
-    pre_activations = projections * T * K * N * itemsize if save == "pre_activations" else 0
+    kept, given = (jax.tree.leaves(tree) for tree in (vjp, given))
+    own = [array for array in kept if all(array is not other for other in given)]
+    pre_activations = projections * T * K * N * jnp.dtype(dtype).itemsize if save == "pre_activations" else 0
     indices = 4 * (T * K + (E + 1) + T * K)
     assert sum(a.nbytes for a in own) == pre_activations + indices
-    arguments = jax.tree.leaves((problem.x, problem.params, problem.weights))
-    assert sum(a.nbytes for a in kept) == sum(a.nbytes for a in arguments) + pre_activations + indices
-
-
-def saved_lines(capsys, function, *args) -> list[str]:
-    jax.ad_checkpoint.print_saved_residuals(function, *args)
-    return capsys.readouterr().out.splitlines()
-
-
-def names_of(lines: list[str]) -> set[str]:
-    """Names of the saved values that are not arguments."""
-    return {line.split("named '")[1].split("'")[0] for line in lines if "from the argument" not in line}
+    assert sum(a.nbytes for a in kept) == sum(a.nbytes for a in given) + pre_activations + indices
 
 
 @pytest.mark.parametrize(
     ("save", "allowed", "kept"),
     [
+        ("pre_activations", None, set()),
         ("pre_activations", RESIDUAL_NAMES, set(RESIDUAL_NAMES)),
         ("pre_activations", PRE_ACTIVATION_NAMES, set(PRE_ACTIVATION_NAMES)),
         ("inputs", RESIDUAL_NAMES, {"moe_indices"}),
     ],
 )
 @pytest.mark.default_cases("*")
-def test_policy_keeps_exactly_the_named(capsys, save, allowed, kept):
-    x, params, weights, experts, _ = make_problem(*ROUTINGS["random"])
-    policy = jax.checkpoint_policies.save_only_these_names(*allowed)
+def test_checkpoint_keeps_arguments_and_exactly_what_its_policy_names(capsys, save, allowed, kept):
+    *arguments, _ = make_problem(*ROUTINGS["random"])
+    policy = allowed and jax.checkpoint_policies.save_only_these_names(*allowed)
     ffn = jax.checkpoint(lambda *args: apply(expert_ffn, *args, save=save), policy=policy)
-    assert names_of(saved_lines(capsys, ffn, x, params, weights, experts)) == kept
-
-
-def test_checkpoint_without_policy_keeps_only_arguments(capsys):
-    x, params, weights, experts, _ = make_problem(*ROUTINGS["random"])
-    ffn = jax.checkpoint(lambda *args: apply(expert_ffn, *args))
-    lines = saved_lines(capsys, ffn, x, params, weights, experts)
-    assert len(lines) == 9
-    assert names_of(lines) == set()
+    jax.ad_checkpoint.print_saved_residuals(ffn, *arguments)
+    lines = capsys.readouterr().out.splitlines()
+    computed = [line for line in lines if "from the argument" not in line]
+    assert {line.split("named '")[1].split("'")[0] for line in computed} == kept
+    # The indices take the place of the experts that they are made of.
+    assert len(lines) - len(computed) == len(jax.tree.leaves(arguments)) - ("moe_indices" in kept)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 def test_first_pass_under_checkpoint_computes_no_pre_activations(implementation):
     """They go from the program itself: from inside a loop or a kernel no compiler removes what nobody uses."""
     problem = make_problem(*ROUTINGS["random"], dtype="bfloat16", d=24, n=16, biases=False)
-    params = {name: p for name, p in problem.params.items() if p is not None}
-    arguments = (problem.x, params, problem.weights)
+    arguments = (problem.x, problem.params, problem.weights)
 
     def layer(*args):
         return apply(expert_ffn, *args, problem.experts, implementation=implementation)

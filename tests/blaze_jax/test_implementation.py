@@ -18,24 +18,21 @@ from pallas_kernels import ampere, hopper, xla
 from pallas_kernels.family import Kernels
 
 
-def operands(*, dtype=jnp.bfloat16, d=256, n=256, num_experts=4, biases=0):
-    """Tokens, weights and biases, by shape and dtype alone."""
+def choose(implementation, *, dtype=jnp.bfloat16, up_dtype=None, d=256, n=256, num_experts=4, biases=0):
+    """What is chosen for tokens, weights and biases of these sizes."""
 
-    def array(*shape):
+    def array(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    weights = (array(num_experts, d, n), array(num_experts, d, n), array(num_experts, n, d))
-    return array(16, d), weights, (array(num_experts, n),) * biases
+    up = array(num_experts, d, n, dtype=up_dtype or dtype)
+    weights = (array(num_experts, d, n), up, array(num_experts, n, d))
+    return choose_implementation(implementation, array(16, d), weights, (array(num_experts, n),) * biases)
 
 
-def test_every_name_has_its_kernels():
-    assert kernels_of("xla") is xla
+def test_every_name_has_its_kernels_unless_another_family_is_demanded():
+    assert kernels_of("xla") is kernels_of("mosaic_gpu", num_tokens=0) is xla
     assert kernels_of("mosaic_gpu") is hopper
     assert kernels_of("mosaic_gpu", dtype=jnp.float32) is ampere
-    assert kernels_of("mosaic_gpu", num_tokens=0) is xla
-
-
-def test_a_family_that_is_demanded():
     with demanded_family("ampere"):
         assert kernels_of("mosaic_gpu") is ampere
         assert kernels_of("xla") is xla
@@ -58,15 +55,10 @@ def test_a_family_has_all_that_the_contract_declares(family):
         assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in added), name
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
-def test_a_demand_is_met(implementation):
-    assert choose_implementation(implementation, *operands()) == implementation
-
-
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="asks what a machine without a GPU gets")
-def test_portable_kernels_serve_everywhere():
-    assert choose_implementation(None, *operands()) == "xla"
-    assert choose_implementation(None, *operands(dtype=jnp.float32, d=3, biases=2)) == "xla"
+def test_portable_kernels_serve_everywhere_and_a_demand_is_met():
+    assert choose(None) == choose("xla") == choose(None, dtype=jnp.float32, d=3, biases=2) == "xla"
+    assert choose("mosaic_gpu") == "mosaic_gpu"
 
 
 class Device:
@@ -91,11 +83,11 @@ def test_an_accelerator_without_the_kernels_is_told_once(monkeypatch, backend, d
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     warn_once.cache_clear()
-    assert choose_implementation("xla", *operands(**changes)) == "xla"
+    assert choose("xla", **changes) == "xla"
     with pytest.warns(UserWarning, match=f"slower than the kernels for NVIDIA GPUs: {message}") as warned:
-        assert choose_implementation(None, *operands(**changes)) == "xla"
+        assert choose(None, **changes) == "xla"
     assert "implementation='xla' says that this is meant" in str(warned[0].message)
-    assert choose_implementation(None, *operands(**changes)) == "xla"
+    assert choose(None, **changes) == "xla"
 
 
 def compute_on(monkeypatch, capability):
@@ -109,7 +101,7 @@ def compute_on(monkeypatch, capability):
 def test_every_gpu_since_ampere_gets_its_kernels(monkeypatch, capability):
     compute_on(monkeypatch, capability)
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-        assert choose_implementation(None, *operands(dtype=dtype)) == "mosaic_gpu"
+        assert choose(None, dtype=dtype) == "mosaic_gpu"
         narrow = dtype != jnp.float32
         assert kernels_of("mosaic_gpu", dtype=dtype) is (hopper if capability == "9.0" and narrow else ampere)
     logits = jax.ShapeDtypeStruct((16, 4), jnp.float32)
@@ -122,9 +114,8 @@ def test_products_in_full_float32_are_for_the_portable_form(monkeypatch):
     warn_once.cache_clear()
     with jax.default_matmul_precision("highest"):
         with pytest.warns(UserWarning, match="jax_default_matmul_precision is 'highest', and .* rounded to tf32"):
-            assert choose_implementation(None, *operands(dtype=jnp.float32)) == "xla"
-        assert choose_implementation(None, *operands()) == "mosaic_gpu"
-        assert choose_implementation("mosaic_gpu", *operands(dtype=jnp.float32)) == "mosaic_gpu"
+            assert choose(None, dtype=jnp.float32) == "xla"
+        assert choose(None) == choose("mosaic_gpu", dtype=jnp.float32) == "mosaic_gpu"
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", None])
@@ -133,9 +124,9 @@ def test_kernels_that_spill_say_so_once(monkeypatch, implementation):
     monkeypatch.setattr(hopper, "why_kernels_spill", lambda: "the kernels spill, because of that")
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match="the kernels spill, because of that"):
-        assert choose_implementation(implementation, *operands()) == "mosaic_gpu"
-    assert choose_implementation(implementation, *operands()) == "mosaic_gpu"
-    assert choose_implementation("xla", *operands()) == "xla"
+        assert choose(implementation) == "mosaic_gpu"
+    assert choose(implementation) == "mosaic_gpu"
+    assert choose("xla") == "xla"
 
 
 @pytest.mark.parametrize(
@@ -145,22 +136,11 @@ def test_kernels_that_spill_say_so_once(monkeypatch, implementation):
         ({"d": 100}, "d=100 must be a multiple of 8"),
         ({"n": 100}, "n=100 must be a multiple of 8"),
         ({"num_experts": 2049}, "num_experts=2049 must be at most 2048"),
+        ({"up_dtype": jnp.float32}, "w_gate and w_up have dtypes bfloat16 and float32"),
+        ({"up_dtype": jnp.float8_e4m3fn}, "a weight or bias has dtype float8_e4m3fn"),
     ],
 )
+@pytest.mark.default_cases("*")
 def test_kernels_that_cannot_run_it_say_why(changes, reason):
     with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' cannot run this: {reason}"):
-        choose_implementation("mosaic_gpu", *operands(**changes))
-
-
-@pytest.mark.parametrize(
-    ("up_dtype", "reason"),
-    [
-        (jnp.float32, "w_gate and w_up have dtypes bfloat16 and float32"),
-        (jnp.float8_e4m3fn, "a weight or bias has dtype float8_e4m3fn"),
-    ],
-)
-def test_kernels_take_gate_and_up_of_one_narrow_type(up_dtype, reason):
-    x, (w_gate, w_up, w_down), biases = operands()
-    weights = (w_gate, jax.ShapeDtypeStruct(w_up.shape, up_dtype), w_down)
-    with pytest.raises(NotImplementedError, match=reason):
-        choose_implementation("mosaic_gpu", x, weights, biases)
+        choose("mosaic_gpu", **changes)

@@ -48,49 +48,34 @@ def numbers(layer, config, dtype, param_dtype, mode):
         return traced.lower().compile()(*arguments(config, dtype, param_dtype))
 
 
-def assert_mode_changes_nothing(*case, mode):
+UNCHANGED = [
+    *(
+        (*case, mode)
+        for mode in PROMOTIONS
+        for case in [
+            *(("function", "everything", *dtypes) for dtypes in DTYPES),
+            *((layer, "everything", "bfloat16", "float32") for layer in ("linen", "nnx")),
+            *(("function", config, "bfloat16", "float32") for config in ("plain", "rounded", "limited")),
+        ]
+    ),
+    # on CPUs, which have one precision
+    *(("function", "plain", "float32", "float32", mode) for mode in PRECISIONS),
+    *(("function", "plain", "bfloat16", "float32", mode) for mode in WIDE),
+    *((layer, "plain", "float32", "float32", "matmul_precision=highest") for layer in ("linen", "nnx")),
+    # narrow types, where wide ones are enabled
+    ("function", "everything", "bfloat16", "float32", "enable_x64"),
+    ("function", "rounded", "float32", "float32", "enable_x64"),
+    *((layer, "plain", "float32", "float32", "enable_x64") for layer in ("linen", "nnx")),
+]
+
+
+@pytest.mark.parametrize(("layer", "config", "dtype", "param_dtype", "mode"), UNCHANGED)
+@pytest.mark.default_cases("*-everything-float32-float32-rank_*", "*-everything-bfloat16-float32-enable_x64")
+def test_a_mode_changes_nothing(layer, config, dtype, param_dtype, mode):
     """The same program, or at least the same bits."""
+    case = (layer, config, dtype, param_dtype)
     if program(*case, mode)[1] != program(*case, None)[1]:
         assert_same_bits(numbers(*case, mode), numbers(*case, None))
-
-
-@pytest.mark.parametrize("mode", PROMOTIONS)
-@pytest.mark.parametrize(
-    ("layer", "config", "dtype", "param_dtype"),
-    [
-        *(("function", "everything", *dtypes) for dtypes in DTYPES),
-        *((layer, "everything", "bfloat16", "float32") for layer in ("linen", "nnx")),
-        *(("function", config, "bfloat16", "float32") for config in ("plain", "rounded", "limited")),
-    ],
-)
-def test_promotion_rule(layer, config, dtype, param_dtype, mode):
-    assert_mode_changes_nothing(layer, config, dtype, param_dtype, mode=mode)
-
-
-@pytest.mark.parametrize(
-    ("layer", "dtype", "mode"),
-    [
-        *(("function", "float32", mode) for mode in PRECISIONS),
-        *(("function", "bfloat16", mode) for mode in WIDE),
-        *((layer, "float32", "matmul_precision=highest") for layer in ("linen", "nnx")),
-    ],
-)
-@pytest.mark.slow
-def test_matmul_precision(layer, dtype, mode):
-    assert_mode_changes_nothing(layer, "plain", dtype, "float32", mode=mode)  # on CPUs, which have one precision
-
-
-@pytest.mark.parametrize(
-    ("layer", "config", "dtype"),
-    [
-        ("function", "everything", "bfloat16"),
-        ("function", "rounded", "float32"),
-        ("linen", "plain", "float32"),
-        ("nnx", "plain", "float32"),
-    ],
-)
-def test_narrow_types_where_wide_ones_are_enabled(layer, config, dtype):
-    assert_mode_changes_nothing(layer, config, dtype, "float32", mode="enable_x64")
 
 
 @pytest.mark.parametrize(
@@ -155,9 +140,10 @@ def specs_of(tree):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
 
 
-def tokens_of_size(size, width=WIDTH):
-    (tokens,) = export.symbolic_shape(size, constraints=() if size.isdigit() else ("T >= 12",))
-    return jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+def sized(shape):
+    """An array of sizes that may be names."""
+    constraints = ("T >= 12",) if "T" in shape else ()
+    return jax.ShapeDtypeStruct(export.symbolic_shape(shape, constraints=constraints), jnp.float32)
 
 
 @pytest.mark.slow
@@ -175,7 +161,7 @@ def test_export_of_layer(config):
         return jnp.square(y).sum() + jnp.square(weights).sum() + loss, out
 
     step = jax.value_and_grad(loss, (1, 2), has_aux=True)
-    again = exported(outputs, specs_of(params), tokens_of_size("T"), vjp_order=1)
+    again = exported(outputs, specs_of(params), sized(f"T, {WIDTH}"), vjp_order=1)
     out, ref = (jax.jit(partial(step, function))(params, x) for function in (again, outputs))
     assert_close(out, ref)
 
@@ -183,9 +169,9 @@ def test_export_of_layer(config):
 @pytest.mark.parametrize(("leading", "shape"), [("B, 4", (3, 4)), ("B, S", (2, 5))])
 @pytest.mark.slow
 def test_export_of_any_leading_shape(leading, shape):
-    config, sizes = CONFIGS["plain"], (*export.symbolic_shape(leading), WIDTH)
+    config = CONFIGS["plain"]
     params, x = random_parameters(config), random_tokens(*shape)
-    again = exported(lambda *a: moe(*a, config)[0], jax.ShapeDtypeStruct(sizes, x.dtype), specs_of(params))
+    again = exported(lambda *a: moe(*a, config)[0], sized(f"{leading}, {WIDTH}"), specs_of(params))
     assert_close(again(x, params), layer(x, params, config)[0])
 
 
@@ -214,19 +200,16 @@ def test_export_of_router(options, size):
         return tuple(route(logits, 2, **options)[:-2])
 
     logits = random_tokens(13)[:, :6]
-    assert_same_bits(exported(function, tokens_of_size(size, 6))(logits), function(logits))
+    assert_same_bits(exported(function, sized(f"{size}, 6"))(logits), function(logits))
 
 
-def test_symbolic_size_and_rounding_are_named():
-    with pytest.raises(ValueError, match=r"token_rounding='up' needs to know whether T\*2 >= 24"):
-        exported(
-            lambda logits: route(logits, 2, token_rounding="up", rounding_tile=4).weights,
-            jax.ShapeDtypeStruct((*export.symbolic_shape("T"), 6), jnp.float32),
-        )
+def test_symbolic_sizes_are_named_where_they_must_be_known():
+    def rounded(logits):
+        return route(logits, 2, token_rounding="up", rounding_tile=4).weights
 
-
-def test_symbolic_size_and_hopper_kernels_are_named():
+    with pytest.raises(ValueError, match=r"token_rounding='up' needs to know whether S\*2 >= 24"):
+        exported(rounded, sized("S, 6"))
     config = dataclasses.replace(CONFIGS["plain"], implementation="mosaic_gpu")
     message = "'mosaic_gpu' cannot run this: the kernels need sizes that are known"
     with pytest.raises(NotImplementedError, match=message):
-        exported(lambda *a: moe(*a, config)[0], tokens_of_size("T"), specs_of(random_parameters(config)))
+        exported(lambda *a: moe(*a, config)[0], sized(f"T, {WIDTH}"), specs_of(random_parameters(config)))

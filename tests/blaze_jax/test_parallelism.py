@@ -1,233 +1,223 @@
-"""The layer over the devices of a mesh computes what one device computes, however tokens and experts are split."""
+"""What `Parallelism` says: which part of the parameters and of the optimizer's moments a device keeps, and its limits.
+
+Modules place their parameters, and optimizers their moments; inside of `jax.shard_map`, too, where each device draws
+its part of one device's numbers. `test_meshes.py` holds what the layer then computes.
+"""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import P
 from jax.sharding import AxisType
 
 import blaze_jax
-from blaze_jax import MoEConfig, Parallelism, Router, moe
-from blaze_jax.layer_observer import observed_layers
-from tests.layers import WIDTH, gradients, random_parameters, random_tokens, step
+from blaze_jax import MoE, MoEConfig, Parallelism, moe
+from blaze_jax.experts import compute_experts
+from tests import layers
+from tests.layers import random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
-from tests.over_devices import assert_as_one_device, make_mesh, over_devices, roles
+from tests.over_devices import make_mesh, roles
 
-# jax 0.12 cannot differentiate the error function of a GELU where check_vma=True.
-CONFIG = MoEConfig(
-    num_experts=8,
-    experts_per_token=3,
-    expert_width=8,
-    shared_width=8,
-    router=Router(scoring="sigmoid", num_groups=4, groups_per_token=2),
-    router_bias=True,
-    z_loss_weight=0.01,
-    bias_update_rate=0.1,
-)
-BIAS = jnp.linspace(-0.1, 0.1, 8)
-SMALL = MoEConfig(num_experts=4, experts_per_token=2, expert_width=8, z_loss_weight=0.01, load_balancing_weight=0.1)
-TOGETHER = {"fsdp": 2, "expert": 2, "tensor": 2}
-WAYS = {  # of parallelism and of meshes, so that each meets each
-    "data": ({"data": 8}, "auto", {}),
-    "fsdp over experts": ({"fsdp": 4}, "auto", {"keep_gathered": True}),
-    "fsdp over the width": ({"fsdp": 5}, "explicit", {"row_budget": None}),
-    "experts": ({"expert": 2}, "explicit", {}),
-    "experts in chunks": ({"expert": 8}, "auto", {"exchange": "permute", "chunks": 3}),
-    "experts, each token once": ({"expert": 4}, "check_vma", {"exchange": "all_to_all", "chunks": 2}),
-    "their width": ({"tensor": 2}, "check_vma", {}),
-    "their width, each token once": ({"tensor": 4}, "explicit", {"exchange": "all_to_all", "row_budget": 0.5}),
-    "all": ({"fsdp": 2, "expert": 2, "tensor": 2}, "auto", {"row_budget": 0.1, "chunks": 2}),
-    "all in shard_map": ({"fsdp": 2, "expert": 2, "tensor": 2}, "check_vma", {"row_budget": 0.1}),
-    "all in shard_map, unchecked": ({"data": 2, "expert": 2, "tensor": 2}, "shard_map", {"exchange": "all_to_all"}),
-    "all, explicitly": ({"data": 2, "fsdp": 2, "expert": 2}, "explicit", {"exchange": "permute"}),
-}
+CONFIG = MoEConfig(num_experts=4, experts_per_token=1, expert_width=8, activation="relu", load_balancing_weight=0.0)
+FULL = MoEConfig(num_experts=8, experts_per_token=3, expert_width=8, shared_width=8, router_bias=True)
+WIDTH = 16
+X = jnp.linspace(-1, 1, 16 * WIDTH).reshape(16, WIDTH)
+AXES = {"fsdp": 2, "expert": 2}
+SPLIT = {"all": {"fsdp": 2, "expert": 2, "tensor": 2}, "width": {"fsdp": 5}}  # by five, who do not divide the experts
+OPTIMIZER = optax.adam(1e-3)
+PARALLEL = Parallelism(fsdp="fsdp", expert="expert", exchange="all_gather", row_budget=None)
 
 
-def test_all_axes_together():
-    assert_as_one_device((TOGETHER, "auto", {"exchange": "permute", "row_budget": 0.1}), tokens=119, config=SMALL)
+class Linen(nn.Module):
+    parallel: Parallelism | None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH)(x)  # a layer that says nothing of meshes
+        return x + MoE(CONFIG, parallel=self.parallel, train=True)(x)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.slow
-def test_every_way(way):
-    assert_as_one_device(WAYS[way], 40, CONFIG)
+class Nnx(nnx.Module):
+    def __init__(self, parallel):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        self.moe = blaze_jax.nnx.MoE(WIDTH, CONFIG, parallel=parallel, train=True, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return x + self.moe(self.dense(x))
 
 
-@pytest.mark.parametrize(
-    ("kind", "spec", "tokens"),
-    [
-        (AxisType.Auto, P(), 2),  # all axes of such a mesh split tokens
-        (AxisType.Auto, P("more"), 2),
-        (AxisType.Explicit, P("more"), 4),  # and on this one those that x is split over
-        (AxisType.Explicit, P("more", ("data", "expert")), 2),
-        (AxisType.Explicit, P(), 8),
-    ],
-    ids=str,
-)
-@pytest.mark.slow  # functions run by default
-def test_tokens_of_a_device_where_axes_have_no_role(kind, spec, tokens):
-    mesh, parallel = make_mesh({"data": 2, "more": 2, "expert": 2}, kind), Parallelism(expert="expert")
-    params, x = random_parameters(SMALL), random_tokens(4, 4)
-    with jax.set_mesh(mesh), observed_layers() as layers:
-        run = jax.jit(partial(gradients, config=SMALL, parallel=parallel))
-        out = run(params, jax.device_put(x, jax.NamedSharding(mesh, spec)))
-    assert {traced.num_tokens for traced in layers} == {tokens}
-    assert_close(out, step(params, x, SMALL))
+def loss(y):
+    return jnp.square(y).mean()
 
 
-def test_axes_without_a_role_split_tokens():
-    """But not those over which an enclosing vmap splits its examples, nor those of an enclosing shard_map."""
-    mesh, x = make_mesh({"data": 2, "more": 2, "expert": 2}), random_tokens(2, 8)
-    params, parallel = random_parameters(SMALL), Parallelism(expert="expert")
+def of_linen(parallel, mesh, steps=0):
+    """Parameters and moments."""
+    model = Linen(parallel)
 
-    def tokens_of_a_device(layer):
-        with jax.set_mesh(mesh), observed_layers() as layers:
-            jax.eval_shape(layer, x)
-        return {traced.num_tokens for traced in layers}
+    def create(key):
+        params = model.init(key, X)["params"]
+        return params, OPTIMIZER.init(params)
 
-    def one(x):
-        return moe(x, params, SMALL, parallel=parallel)[0]
+    @jax.jit
+    def step(params, moments):
+        gradients = jax.grad(lambda params: loss(model.apply({"params": params}, X)))(params)
+        updates, moments = OPTIMIZER.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments
 
-    by_data = partial(jax.shard_map, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False)
-    assert tokens_of_a_device(one) == {16 // 8}
-    assert tokens_of_a_device(jax.vmap(one, spmd_axis_name="data")) == {8 // 4}
-    assert tokens_of_a_device(by_data(one)) == {8 // 4}
-
-
-@pytest.mark.parametrize(
-    "router", [{"capacity_factor": 0.5}, {"token_rounding": "nearest", "rounding_tile": 4}], ids=str
-)
-@pytest.mark.slow
-def test_options_that_look_at_all_tokens(router):
-    config = replace(CONFIG, router=Router(**router), shared_width=0, router_bias=False)
-    params, x = random_parameters(config), random_tokens(39)
-    way = ({"data": 2, "expert": 2}, "auto", {})
-    assert_close(over_devices(*way, params, x, config), step(params, x, config))
+    shardings = nn.get_sharding(jax.eval_shape(create, jax.random.key(0)), mesh) if mesh else None
+    state = jax.jit(create, out_shardings=shardings)(jax.random.key(0))
+    return step(*state) if steps else state
 
 
-@pytest.mark.parametrize(("tokens", "kind"), [(1, "auto"), (13, "explicit")])
-@pytest.mark.slow
-def test_tokens_that_the_devices_do_not_divide(tokens, kind):
-    params, x = random_parameters(CONFIG), random_tokens(tokens)
-    out = over_devices({"fsdp": 2, "expert": 4}, kind, {}, params, x, CONFIG)
-    assert_close(out, step(params, x, CONFIG))
+def of_nnx(parallel, _, steps=0):
+    model = nnx.jit(lambda: Nnx(parallel))()
+    optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda model: loss(model(X)))(model))
+
+    if steps:
+        step(model, optimizer)
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param)), nnx.to_pure_dict(nnx.state(optimizer.opt_state))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("of", [of_linen, of_nnx])
+@pytest.mark.default_cases("of_linen-AxisType.Auto-*")
+def test_each_device_keeps_a_part(of, kind, steps):
+    mesh = make_mesh(AXES, kind)
+    with jax.set_mesh(mesh):
+        split = of(PARALLEL, mesh, steps)
+    for path, array in jax.tree_util.tree_leaves_with_path(split):
+        name = jax.tree_util.keystr(path)
+        parts = 1 if "ense" in name or "count" in name else 4
+        assert [s.data.nbytes * parts for s in array.addressable_shards] == [array.nbytes] * 4, name
+    assert_close(nn.unbox(split[0]), nn.unbox(of(None, None, steps)[0]), 1e-4 if steps else 1e-6)
+
+
+def test_stacked_parameters_are_split_in_the_same_way():
+    stacked = nn.vmap(
+        MoE, variable_axes={"params": 1}, split_rngs={"params": True}, metadata_params={nn.PARTITION_NAME: "layers"}
+    )
+    mesh = make_mesh(AXES)
+    parallel = replace(PARALLEL, mesh=mesh)
+    shapes = jax.eval_shape(stacked(CONFIG, parallel=parallel).init, jax.random.key(0), X[:, None])
+    specs = jax.tree.map(lambda sharding: sharding.spec, nn.get_sharding(shapes, mesh))["params"]
+    assert specs["w_up"] == P(("expert", "fsdp"), None, None, None)
+    assert specs["w_router"] == P(("fsdp", "expert"), None, None)
+    assert nn.get_partition_spec(shapes)["params"]["w_up"] == P("expert", "layers", "embed", "expert_mlp")
+
+
+def test_models_of_nnx_are_split_while_abstract_and_at_once_where_the_mesh_is_given():
+    _, state = nnx.get_abstract_model(lambda: Nnx(PARALLEL), make_mesh(AXES, AxisType.Explicit))
+    assert nnx.to_pure_dict(state)["moe"]["w_up"].sharding.spec == P(("expert", "fsdp"), None, None)
+    model = Nnx(replace(PARALLEL, mesh=make_mesh(AXES)))
+    assert model.moe.w_up[...].addressable_shards[0].data.shape == (1, WIDTH, 8)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("module", "axes"), [("linen", "all"), ("nnx", "all"), ("linen", "width")])
+@pytest.mark.default_cases("linen-all-False")
+def test_parts_initialised_inside_shard_map_are_those_of_one_device(module, axes, check_vma):
+    config = MoEConfig(num_experts=4, experts_per_token=2, expert_width=8, shared_width=8, router_bias=True)
+    mesh = make_mesh(SPLIT[axes])
+    parallel = Parallelism(mesh, **roles(SPLIT[axes]))
+    specs = parallel.specs(config, layers.WIDTH, use_bias=True)
+    assert any(spec != P(*[None] * len(spec)) for spec in specs.values())
+
+    def created(parallel):
+        options = {"use_bias": True, "bias_init": nn.initializers.normal(1.0), "parallel": parallel}
+        return layers.unboxed(layers.created(module, config, **options))
+
+    over = jax.shard_map(lambda: created(parallel), mesh=mesh, in_specs=(), out_specs=specs, check_vma=check_vma)
+    assert_close(jax.jit(over)(), jax.jit(lambda: created(None))(), 1e-6)  # XLA fuses them in other ways
+
+
+def test_a_devices_part_of_parameters_is_as_small_as_the_mesh_is_large():
+    with jax.set_mesh(make_mesh(SPLIT["all"])):
+        shards = Parallelism(**roles(SPLIT["all"])).shards(FULL, 16)
+    for name, parameter in FULL.parameters(16).items():
+        assert math.prod(shards[name].shape) * 8 == math.prod(parameter.shape), name
 
 
 @pytest.mark.slow
 def test_no_token():
-    parallel, params = Parallelism(expert="expert"), random_parameters(CONFIG)
     with jax.set_mesh(make_mesh({"expert": 2})):
-        y, routing = moe(random_tokens(0), params, CONFIG, selection_bias=BIAS, parallel=parallel)
-    assert y.shape == (0, WIDTH)
+        y, routing = moe(random_tokens(0), random_parameters(FULL), FULL, parallel=Parallelism(expert="expert"))
+    assert y.shape == (0, layers.WIDTH)
     assert routing.demand.sum() == 0
-
-
-@pytest.mark.parametrize(("exchange", "favourite"), [("all_gather", 0), ("all_to_all", 7)])
-@pytest.mark.slow
-def test_all_tokens_on_the_same_experts_in_rows_for_few(exchange, favourite):
-    config = MoEConfig(num_experts=8, experts_per_token=1, expert_width=8, load_balancing_weight=0.1)
-    params, x = random_parameters(config), jnp.abs(random_tokens(64, 10))
-    x = x.reshape(-1, WIDTH)
-    params["w_router"] = params["w_router"].at[:, favourite].set(10)
-    ref = step(params, x, config)
-    assert (ref[0][1][1].demand == 640 * (jnp.arange(8) == favourite)).all()
-    options = {"exchange": exchange, "row_budget": 0.5}
-    assert_close(over_devices({"expert": 4}, "auto", options, params, x, config), ref)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "permute"])
 def test_an_id_of_no_expert_poisons_its_token(exchange):
-    config = MoEConfig(num_experts=4, experts_per_token=1, expert_width=8)
-    params = {name: w for name, w in random_parameters(config).items() if name != "w_router"}
+    params = {name: w for name, w in random_parameters(CONFIG).items() if name != "w_router"}
     experts = jnp.array([[0], [4], [-1], [-2], [3], [2]])
-    parallel, mesh = Parallelism(expert="expert", exchange=exchange), make_mesh({"expert": 2})
-    specs = parallel.specs(config, WIDTH, sizes={"expert": 2})
-    options = {"activation": "swiglu", "save": "inputs", "implementation": None}
-    run = partial(blaze_jax.experts.compute_experts, parallel=parallel, specs=specs, **options)
-    split, of_params = P("expert"), {name: specs[name] for name in params}
-    over = jax.shard_map(run, mesh=mesh, in_specs=(split, of_params, split, split), out_specs=split)
+    parallel, split = Parallelism(expert="expert", exchange=exchange), P("expert")
+    specs = parallel.specs(CONFIG, layers.WIDTH, sizes={"expert": 2})
+    options = {"activation": "relu", "save": "inputs", "implementation": None}
+    run = partial(compute_experts, parallel=parallel, specs=specs, **options)
+    in_specs = (split, {name: specs[name] for name in params}, split, split)
+    over = jax.shard_map(run, mesh=make_mesh({"expert": 2}), in_specs=in_specs, out_specs=split)
     y = jax.jit(over)(random_tokens(6), params, jnp.ones((6, 1)), experts)
     assert_same_bits(np.isnan(y).any(1), np.array([False, True, False, True, False, False]))
     assert (y[2] == 0).all()
 
 
 @pytest.mark.parametrize(
-    ("axes", "config", "message"),
+    ("axes", "options", "message"),
     [
         ({"expert": 3}, {}, "num_experts=8 must be a multiple of the 3 devices along 'expert', the expert axis"),
         ({"tensor": 3}, {}, "expert_width=8 must be a multiple of the 3 devices along 'tensor', the tensor axis"),
         ({"fsdp": 3}, {}, "model_width=10 must be a multiple of the 3 devices along 'fsdp', the fsdp axis"),
+        ({"data": 2}, {"expert": "expert"}, "the mesh has 'data', but axis 'expert'"),
+        ({}, {"expert": "expert"}, "there is no mesh, but axis 'expert' has a role"),
     ],
 )
-def test_sizes_that_the_devices_do_not_divide(axes, config, message):
-    with jax.set_mesh(make_mesh(axes)), pytest.raises(ValueError, match=message):
-        moe(
-            random_tokens(6),
-            random_parameters(CONFIG),
-            CONFIG,
-            selection_bias=BIAS,
-            parallel=Parallelism(**roles(axes)),
-        )
+@pytest.mark.default_cases("*")
+def test_meshes_that_do_not_fit_are_named(axes, options, message):
+    call = partial(moe, random_tokens(6), random_parameters(FULL), FULL, parallel=Parallelism(**roles(axes) | options))
+    with jax.set_mesh(make_mesh(axes)) if axes else nullcontext(), pytest.raises(ValueError, match=message):
+        call()
 
 
-def test_misuse():
-    params, x = random_parameters(CONFIG), random_tokens(8)
-    with pytest.raises(ValueError, match="there is no mesh, but axis 'expert' has a role"):
-        moe(x, params, CONFIG, selection_bias=BIAS, parallel=Parallelism(expert="expert"))
-    with (
-        jax.set_mesh(make_mesh({"data": 2})),
-        pytest.raises(ValueError, match="the mesh has 'data', but axis 'expert'"),
-    ):
-        moe(x, params, CONFIG, selection_bias=BIAS, parallel=Parallelism(data="data", expert="expert"))
-    with pytest.raises(ValueError, match="parallel takes the place of axis_name"):
-        moe(x, params, CONFIG, selection_bias=BIAS, parallel=Parallelism(expert="expert"), axis_name="data")
-    for wrong, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({}, "at least one mesh axis must have a role"),
         ({"expert": "a", "data": ("a", "b")}, "and none two"),
         ({"expert": 3}, "expert=3 must be the name of a mesh axis"),
         ({"expert": "a", "exchange": "pigeon"}, "exchange='pigeon' must be None or one of all_gather"),
         ({"expert": "a", "chunks": 0}, "chunks=0 must be at least 1"),
         ({"expert": "a", "row_budget": 0}, "row_budget=0 must be above 0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            Parallelism(**wrong)
+    ],
+)
+@pytest.mark.default_cases("*")
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Parallelism(**options)
 
-    def half_inside(params, x):
-        return moe(x, params, CONFIG, selection_bias=BIAS, parallel=Parallelism(data="data", expert="expert"))[0]
 
-    mesh = make_mesh({"data": 2, "expert": 2})
-    inside = jax.shard_map(half_inside, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), axis_names={"data"})
+def test_a_call_that_says_its_devices_twice_or_by_half_is_named():
+    params, x, parallel = random_parameters(FULL), random_tokens(8), Parallelism(data="data", expert="expert")
+    with pytest.raises(ValueError, match="parallel takes the place of axis_name"):
+        moe(x, params, FULL, parallel=parallel, axis_name="data")
+    inside = jax.shard_map(
+        lambda params, x: moe(x, params, FULL, parallel=parallel)[0],
+        mesh=make_mesh({"data": 2, "expert": 2}),
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
     with pytest.raises(ValueError, match=r"jax.shard_map is over data but not over expert"):
         jax.eval_shape(inside, params, x)
-
-
-def test_a_devices_part_of_parameters_is_as_small_as_the_mesh_is_large():
-    axes = {"fsdp": 2, "expert": 2, "tensor": 2}
-    parallel, params = Parallelism(**roles(axes)), CONFIG.parameters(16)
-    shards = {name: p.shape for name, p in parallel_shards(parallel, axes).items()}
-    for name, parameter in params.items():
-        assert math.prod(shards[name]) * 8 == math.prod(parameter.shape), name
-
-
-def parallel_shards(parallel, axes):
-    with jax.set_mesh(make_mesh(axes)):
-        return parallel.shards(CONFIG, 16)
-
-
-def test_constant_tokens_inside_shard_map():
-    """They are the same on all devices, to jax's check of what varies, and the layer sums over devices."""
-    axes, params = {"data": 2, "expert": 2}, random_parameters(SMALL)
-    parallel = Parallelism(**roles(axes))
-
-    def layer(params):
-        return moe(jnp.ones((3, WIDTH)), params, SMALL, parallel=parallel)[0]
-
-    with jax.set_mesh(make_mesh(axes)):
-        specs = (parallel.specs(SMALL, WIDTH),)
-        y = jax.jit(jax.shard_map(layer, in_specs=specs, out_specs=P(parallel.axes)))(params)
-    assert_close(y, moe(jnp.ones((12, WIDTH)), params, SMALL)[0])

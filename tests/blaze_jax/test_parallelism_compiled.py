@@ -28,9 +28,8 @@ def compiled(layers: int, backward: bool, role: str = "expert") -> str:
     """The program of layers in a scan; of one, in none."""
     mesh = Mesh(np.array(absent_host(2)), (role,), axis_types=(AxisType.Auto,))
     parallel = Parallelism(mesh, **{role: role})
-    stack = (None,) if layers > 1 else ()
     specs = {name: spec for name, spec in parallel.specs(CONFIG, WIDTH).items() if name in NAMES}
-    of_stack = {name: P(*stack, *spec) for name, spec in specs.items()}
+    of_stack = {name: P(None, *spec) for name, spec in specs.items()}
     by_token = P(role)
 
     def layer(x, params, weights, experts):
@@ -40,7 +39,7 @@ def compiled(layers: int, backward: bool, role: str = "expert") -> str:
     @partial(jax.shard_map, mesh=mesh, in_specs=(of_stack, *[by_token] * 3), out_specs=by_token, check_vma=False)
     def run(params, x, weights, experts):
         if layers == 1:
-            return layer(x, params, weights, experts)
+            return layer(x, {name: stack[0] for name, stack in params.items()}, weights, experts)
         return lax.scan(lambda x, p: (layer(x, p, weights, experts), None), x, params)[0]
 
     def gradients(params, x, weights, experts):
@@ -49,9 +48,8 @@ def compiled(layers: int, backward: bool, role: str = "expert") -> str:
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    shapes = {name: CONFIG.parameters(WIDTH)[name].shape for name in NAMES}
-    number = (layers,) if layers > 1 else ()
-    params = {name: array((*number, *shapes[name]), jnp.bfloat16, of_stack[name]) for name in NAMES}
+    shapes = {name: (layers, *CONFIG.parameters(WIDTH)[name].shape) for name in NAMES}
+    params = {name: array(shapes[name], jnp.bfloat16, of_stack[name]) for name in NAMES}
     tokens = [((WIDTH,), jnp.bfloat16), ((2,), jnp.bfloat16), ((2,), jnp.int32)]
     arrays = [array((2 * TOKENS, *shape), dtype, by_token) for shape, dtype in tokens]
     with jax.default_device(absent_host(2)[0]):
@@ -59,8 +57,10 @@ def compiled(layers: int, backward: bool, role: str = "expert") -> str:
     return lowered.compile().as_text()
 
 
-def computation(program: str, name: str) -> list[str]:
-    """The lines of one of its computations, in the order in which it runs."""
+def computation(program: str, name: str | None = None) -> list[str]:
+    """The lines of one of its computations, by default that of the entry, in the order in which it runs."""
+    if name is None:
+        (name,) = re.findall(r"^ENTRY %?([\w.\-]+)", program, re.MULTILINE)
     (lines,) = re.findall(rf"^(?:ENTRY )?%?{re.escape(name)} \(.*?^}}", program, re.MULTILINE | re.DOTALL)
     return lines.splitlines()
 
@@ -71,8 +71,7 @@ def numbers(lines: list[str], pattern: str) -> list[int]:
 
 def test_own_tokens_are_computed_while_others_travel():
     program, sent = compiled(1, backward=False), rf"bf16\[{TOKENS},{WIDTH}\]"
-    (entry,) = re.findall(r"^ENTRY %?([\w.\-]+)", program, re.MULTILINE)
-    lines = computation(program, entry)
+    lines = computation(program)
     (tokens_leave,) = numbers(lines, rf"{sent}.* collective-permute-start\(")
     (tokens_arrive,) = numbers(lines, rf"{sent}.* collective-permute-done\(")
     own, others = numbers(lines, r"custom-call\(.*moe_up_projection")
@@ -97,9 +96,7 @@ def test_gradients_travel_a_block_of_columns_at_a_time():
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_one_array_of_other_experts_travels_under_each_kernel(backward):
-    program = compiled(1, backward, role="fsdp")
-    (entry,) = re.findall(r"^ENTRY %?([\w.\-]+)", program, re.MULTILINE)
-    lines = computation(program, entry)
+    lines = computation(compiled(1, backward, role="fsdp"))
     start, done = (numbers(lines, rf"bf16\[4,256,256\].* collective-permute-{end}\(") for end in ("start", "done"))
     kernels = numbers(lines, r"custom-call\(.*moe_(up_projection|down_backward|\w+_weight_gradients)")
     assert len(start) == len(done) >= (6 if backward else 3)  # XLA combines two of so few numbers

@@ -7,7 +7,7 @@ from blaze_jax import MoEConfig
 from pallas_kernels import xla
 from pallas_kernels.xla.loops import zeros
 from tests.layers import WIDTH
-from tests.over_devices import assert_as_one_device
+from tests.over_devices import Way, assert_as_one_device
 
 CONFIG = MoEConfig(num_experts=8, experts_per_token=3, expert_width=8)
 WAYS = {
@@ -40,5 +40,5 @@ def test_as_one_device(way, monkeypatch, traced_anew):
         "pallas_kernels.xla.experts.empty", lambda shape, dtype, *like: zeros(shape, dtype, *like) + jnp.nan
     )
     axes, options = WAYS[way]
-    assert_as_one_device((axes, "shard_map", options), tokens=40, config=CONFIG)
+    assert_as_one_device(Way(axes, "shard_map", options), CONFIG, 40)
     assert len(pieces) > 1

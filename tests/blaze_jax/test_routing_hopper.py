@@ -13,6 +13,7 @@ from pallas_kernels.compile_only import compile_for_gpu
 from tests import layers
 from tests import routing_reference as reference
 from tests.numerics import assert_close, assert_same_bits
+from tests.over_devices import make_mesh
 from tests.routing_reference import random_logits
 
 T, E, K = 40, 12, 3
@@ -63,23 +64,14 @@ def gradient_of(function, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("options", "biased"), [*((o, False) for o in OPTIONS), (OPTIONS[2], True), (OPTIONS[4], True)]
+    ("options", "vmapped"),
+    [*((o, False) for o in (*OPTIONS, OPTIONS[2] | BIAS, OPTIONS[4] | BIAS)), ({}, True), (OPTIONS[4] | BIAS, True)],
 )
-def test_decisions_and_gradients(options, biased):
-    options = options | BIAS if biased else options
-    assert_matches(on_kernel(LOGITS, **options), on_xla(LOGITS, **options))
-    gradient, expected = (gradient_of(partial(total, run, **options), LOGITS) for run in (on_kernel, on_xla))
-    assert_close(gradient, expected, TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, OPTIONS[-1] | BIAS], ids=["plain", "biased and rounded"])
-def test_vmap(options):
-    logits = random_logits(3, T, E)
-    out, expected = (jax.vmap(partial(run, **options))(logits) for run in (on_kernel, on_xla))
-    assert_matches(out, expected)
+def test_decisions_and_gradients(options, vmapped):
+    logits, mapped = (random_logits(3, T, E), jax.vmap) if vmapped else (LOGITS, lambda run: run)
+    assert_matches(*(mapped(partial(run, **options))(logits) for run in (on_kernel, on_xla)))
     gradient, expected = (
-        gradient_of(lambda l, run=run: jax.vmap(partial(total, run, **options))(l).sum(), logits)
+        gradient_of(lambda l, run=run: mapped(partial(total, run, **options))(l).sum(), logits)
         for run in (on_kernel, on_xla)
     )
     assert_close(gradient, expected, TOLERANCE)
@@ -87,24 +79,21 @@ def test_vmap(options):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh, split = make_mesh({"data": 4}), jax.P("data")
 
-    def weights(run, logits):
-        return run(logits).weights
+    def sharded(implementation):
+        def weights(logits):
+            return route(logits, K, implementation=implementation).weights
 
-    def sharded(run):
-        specs = {"in_specs": jax.P("data"), "out_specs": jax.P("data")}
-        return jax.shard_map(partial(weights, run), mesh=mesh, check_vma=check_vma, **specs)
+        return jax.jit(jax.shard_map(weights, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma))
 
-    on_hopper = partial(route, experts_per_token=K, implementation="mosaic_gpu")
-    traced = jax.jit(sharded(on_hopper)).trace(LOGITS)
-    assert "moe_router" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    by_default = jax.jit(sharded(partial(route, experts_per_token=K)))(LOGITS)
-    assert_same_bits(by_default, on_xla(LOGITS).weights)
+    assert "moe_router" in sharded("mosaic_gpu").trace(LOGITS).lower(lowering_platforms=("cuda",)).as_text()
+    assert_same_bits(sharded(None)(LOGITS), on_xla(LOGITS).weights)
 
 
 def test_forward_and_backward_lower_for_cuda():
-    step = jax.jit(jax.value_and_grad(partial(total, partial(route, experts_per_token=K, implementation="mosaic_gpu"))))
+    run = partial(route, experts_per_token=K, implementation="mosaic_gpu")
+    step = jax.jit(jax.value_and_grad(partial(total, run)))
     text = step.trace(LOGITS).lower(lowering_platforms=("cuda",)).as_text()
     assert "moe_router" in text
     # No choice is left to XLA, and the gradient of the weights is spread by comparisons.

@@ -1,7 +1,9 @@
 """Modules that are called several times in a step, or in a branch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import flax.linen as nn
 import jax
@@ -22,23 +24,52 @@ BIAS = jnp.linspace(-0.05, 0.05, 6)
 X = random_tokens(30)
 
 
-class Twice(nn.Module):
-    """Shared weights: one layer at two depths."""
+class Linen(nn.Module):
+    """A module that holds one layer, and calls it as `run` does."""
+
+    run: Callable
 
     @nn.compact
-    def __call__(self, x):
-        layer = MoE(CONFIG, train=True, name="moe")
-        return layer(jnp.tanh(layer(x)))
+    def __call__(self, *arguments):
+        return self.run(MoE(CONFIG, train=True, name="moe"), *arguments)
 
 
-class NnxTwice(nnx.Module):
-    def __init__(self):
-        self.moe = blaze_jax.nnx.MoE(WIDTH, CONFIG, train=True, rngs=nnx.Rngs(0))
+class Nnx(nnx.Module):
+    def __init__(self, run):
+        self.moe, self.run = blaze_jax.nnx.MoE(WIDTH, CONFIG, train=True, rngs=nnx.Rngs(0)), run
         for name, value in ({"selection_bias": BIAS} | PARAMS).items():
             getattr(self.moe, name)[...] = value
 
-    def __call__(self, x):
-        return self.moe(jnp.tanh(self.moe(x)))
+    def __call__(self, *arguments):
+        return self.run(self.moe, *arguments)
+
+
+def steps(form, run, *arguments):
+    """After each training step with such a module: the output, its losses and statistics, and the bias."""
+    if form == "linen":
+        apply = jax.jit(partial(Linen(run).apply, mutable=["losses", "intermediates", "router_state"]))
+        state = {"router_state": {"moe": {"selection_bias": BIAS}}}
+        while True:
+            y, state = apply({"params": {"moe": PARAMS}, "router_state": state["router_state"]}, *arguments)
+            yield y, state["losses"], state["intermediates"], state["router_state"]["moe"]["selection_bias"]
+
+    @nnx.jit
+    def step(model, *arguments):
+        def loss(model):
+            y, *sown = nnx.capture(model, AuxiliaryLoss, nnx.Intermediate)(*arguments)
+            return sum(jax.tree.leaves(sown[0])), (y, *sown)
+
+        (_, outcome), _ = nnx.value_and_grad(loss, has_aux=True)(model)
+        return outcome
+
+    model = Nnx(run)
+    while True:
+        yield *step(model, *arguments), model.moe.selection_bias[...]
+
+
+def twice(layer, x):
+    """Shared weights: one layer at two depths."""
+    return layer(jnp.tanh(layer(x)))
 
 
 @jax.jit
@@ -50,40 +81,18 @@ def reference(x, bias):
     return y, losses, update_selection_bias(bias, first.demand + second.demand, CONFIG.bias_update_rate)
 
 
-@jax.jit
-def linen_step(x, bias):
-    variables = {"params": {"moe": PARAMS}, "router_state": {"moe": {"selection_bias": bias}}}
-    y, state = Twice().apply(variables, x, mutable=["losses", "router_state"])
-    return y, sum(jax.tree.leaves(state["losses"])), state["router_state"]["moe"]["selection_bias"]
-
-
-@nnx.jit
-def nnx_step(model, x):
-    def loss(model):
-        y, losses = nnx.capture(model, AuxiliaryLoss)(x)
-        return sum(jax.tree.leaves(losses)), y
-
-    (losses, y), _ = nnx.value_and_grad(loss, has_aux=True)(model)
-    return y, losses
-
-
 @pytest.mark.parametrize("form", ["linen", "nnx"])
 @pytest.mark.default_cases("*")
 def test_a_module_called_twice_moves_its_bias_once(form):
-    expected = reference(X, BIAS)
-    if form == "linen":
-        out = linen_step(X, BIAS)
-        again = linen_step(X, out[2])
-    else:
-        model = NnxTwice()
-        out = (*nnx_step(model, X), model.moe.selection_bias[...])
-        again = (*nnx_step(model, X), model.moe.selection_bias[...])
-    assert_close(out, expected)
-    assert_close(again, reference(X, expected[2]))  # the next step is another
+    before = BIAS
+    for y, losses, _, bias in islice(steps(form, twice, X), 2):
+        assert_close((y, sum(jax.tree.leaves(losses)), bias), reference(X, before))
+        before = bias  # the next step is another
 
 
-def branches(lift, how, branch, layer, x):
-    """The layer, or nothing, with `cond` or `switch` of the module `lift`."""
+def in_a_branch(form, how, layer, branch, x):
+    """The layer, or nothing, with `cond` or `switch` of the module's library."""
+    lift = nn if form == "linen" else nnx
 
     def with_layer(layer, x):
         return x + layer(x)
@@ -96,45 +105,22 @@ def branches(lift, how, branch, layer, x):
     return lift.switch(branch, [with_layer, without], layer, x)
 
 
-class LinenBranch(nn.Module):
-    how: str
-
-    @nn.compact
-    def __call__(self, branch, x):
-        return branches(nn, self.how, branch, MoE(CONFIG, train=True, name="moe"), x)
-
-
-class NnxBranch(NnxTwice):
-    def __call__(self, how, branch, x):
-        return branches(nnx, how, branch, self.moe, x)
-
-
 @pytest.mark.parametrize(("form", "how"), [("linen", "cond"), ("nnx", "cond"), ("linen", "switch"), ("nnx", "switch")])
 @pytest.mark.default_cases("nnx-cond", "linen-switch")
 def test_a_branch_without_the_layer(form, how):
+    run = partial(in_a_branch, form, how)
     if form == "linen":
-        run = jax.jit(partial(LinenBranch(how).apply, mutable=["losses", "intermediates", "router_state"]))
-        init = jax.eval_shape(LinenBranch(how).init, jax.random.key(0), 0, X)
+        init = jax.eval_shape(Linen(run).init, jax.random.key(0), 0, X)
         assert set(init["params"]["moe"]) == set(PARAMS)
 
-        def outcome(branch):
-            y, state = run({"params": {"moe": PARAMS}, "router_state": {"moe": {"selection_bias": BIAS}}}, branch, X)
-            return y, state["losses"], state["intermediates"], state["router_state"]["moe"]["selection_bias"]
-    else:
-        run = nnx.jit(lambda model, branch, x: nnx.capture(model, AuxiliaryLoss, nnx.Intermediate)(how, branch, x))
-
-        def outcome(branch):
-            model = NnxBranch()
-            return *run(model, branch, X), model.moe.selection_bias[...]
-
-    y, losses, statistics, bias = outcome(0)
+    y, losses, statistics, bias = next(steps(form, run, 0, X))
     ref, routing = jax.jit(partial(moe, config=CONFIG, train=True))(X, PARAMS, selection_bias=BIAS)
     assert_close(y, X + ref)
     assert_close(sum(jax.tree.leaves(losses)), sum(routing.weighted_losses.values()))
     assert (bias != BIAS).any()
     assert any(value.any() for value in jax.tree.leaves(statistics))
 
-    y, losses, statistics, bias = outcome(1)
+    y, losses, statistics, bias = next(steps(form, run, 1, X))
     assert_same_bits((y, bias), (X, BIAS))
     assert not any(value.any() for value in jax.tree.leaves((losses, statistics)))
 

@@ -11,10 +11,10 @@ import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
 from pallas_kernels import ampere
-from pallas_kernels.ampere.tile import default_tile
 from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.compile_only.gpus import GPUS
 from pallas_kernels.contract import Rule
+from pallas_kernels.tuning.parameters import mma_heuristic
 from tests.pallas_kernels.programs import array, down_and_gradients, up_and_back
 
 T, D, N, E, K = 8192, 1024, 512, 64, 4
@@ -57,7 +57,7 @@ def compiled(gpu: str) -> dict[str, tuple[list[str], dict[str, int]]]:
         """The tile of a kernel, and what both halves take."""
 
         def tile_of(kernel):
-            tile = default_tile(".".join(map(str, GPUS[gpu].capability)), kernel=kernel, kind=dtype)
+            tile = mma_heuristic(kernel, dtype, ".".join(map(str, GPUS[gpu].capability)))
             assert tile.shared_bytes <= GPUS[gpu].block_kib * 1024
             return tile
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from train_example.config import UserError
-from train_example.data import ByteStream, Corpus, open_text
+from train_example.data import Corpus, Stream, open_text
 from train_example.program.run import unigram_bits
 
 MIB = 2**20
@@ -28,7 +28,7 @@ def test_reads_cross_the_borders_of_files(tmp_path):
     sizes = (5, 1, 17, 3)
     parts = [random_bytes(size, seed) for seed, size in enumerate(sizes)]
     (tmp_path / "file").write_bytes(parts[2].tobytes())
-    stream = ByteStream([parts[0], parts[1], tmp_path / "file", parts[3]])
+    stream = Stream([parts[0], parts[1], tmp_path / "file", parts[3]])
     whole = np.concatenate(parts)
     assert len(stream) == whole.size
     for start in range(whole.size):
@@ -63,7 +63,7 @@ def batch(corpus, seed, step, size):
 
 
 def test_batch_is_a_function_of_seed_and_step():
-    corpus, again = (Corpus(ByteStream([random_bytes(5000)]), 20) for _ in range(2))
+    corpus, again = (Corpus(Stream([random_bytes(5000)]), 20) for _ in range(2))
     found = batch(corpus, 1, 7, 4)
     assert found.shape == (4, 21)
     assert found.dtype == np.uint8
@@ -76,7 +76,7 @@ def test_batch_is_a_function_of_seed_and_step():
 def test_held_out_part_is_never_trained_on(size):
     held_out = max(21, size // 10)
     text = np.concatenate([np.zeros(size - held_out, np.uint8), np.ones(held_out, np.uint8)])
-    corpus = Corpus(ByteStream([text]), 20)
+    corpus = Corpus(Stream([text]), 20)
     assert corpus.training_units == size - held_out
     assert not any(batch(corpus, 0, step, 16).any() for step in range(200))
     windows = corpus.windows(corpus.held_out_starts(most=100, multiple=4))
@@ -86,12 +86,12 @@ def test_held_out_part_is_never_trained_on(size):
 
 def test_held_out_windows_cover_the_held_out_part():
     text = (np.arange(2000) // 10).astype(np.uint8)
-    corpus = Corpus(ByteStream([text]), 20)
+    corpus = Corpus(Stream([text]), 20)
     assert set(corpus.windows(corpus.held_out_starts(most=100, multiple=1)).flat) == set(range(180, 200))
 
 
 def test_held_out_part_is_bounded():
-    corpus = Corpus(ByteStream([np.zeros(300 * MIB, np.uint8)]), 20)
+    corpus = Corpus(Stream([np.zeros(300 * MIB, np.uint8)]), 20)
     assert corpus.held_out_units == 16 * MIB
 
 
@@ -116,13 +116,13 @@ def test_offsets_past_two_to_the_31(tmp_path):
 
 def test_unigram_entropy():
     text = np.repeat(np.array([65, 66, 67], np.uint8), [500, 250, 250])
-    assert unigram_bits(Corpus(ByteStream([text]), 20)) == pytest.approx(1.5)
-    assert f"{unigram_bits(Corpus(ByteStream([text[:500]]), 20)):.3f}" == "0.000"
+    assert unigram_bits(Corpus(Stream([text]), 20)) == pytest.approx(1.5)
+    assert f"{unigram_bits(Corpus(Stream([text[:500]]), 20)):.3f}" == "0.000"
 
 
 def test_unigram_entropy_of_a_sample_of_a_large_text():
     text = random_bytes(70 * MIB) % 4
-    corpus = Corpus(ByteStream([text]), 20)
+    corpus = Corpus(Stream([text]), 20)
     read_bytes, read = [], corpus.stream.read
     corpus.stream.read = lambda start, length: (read_bytes.append(length), read(start, length))[1]
     assert unigram_bits(corpus) == pytest.approx(2, abs=1e-4)
@@ -131,4 +131,4 @@ def test_unigram_entropy_of_a_sample_of_a_large_text():
 
 def test_too_short_a_text_says_how_much_is_needed():
     with pytest.raises(UserError, match="has 41 bytes, must have at least 42"):
-        Corpus(ByteStream([np.zeros(41, np.uint8)]), 20)
+        Corpus(Stream([np.zeros(41, np.uint8)]), 20)

@@ -10,8 +10,9 @@ import tomllib
 import blaze_jax
 from tests.train_example.small import ROOT
 
-CORE = sorted(path for path in (ROOT / "train_example").glob("*.py") if path.stem not in ("__main__", "compare_layers"))
-"""All that is not in a folder beside; `__main__` and `compare_layers` open programs that are."""
+PROGRAMS = ("__main__", "compare_layers", "profile_step")
+CORE = sorted(path for path in (ROOT / "train_example").glob("*.py") if path.stem not in PROGRAMS)
+"""All that is not in a folder beside; the programs open what is."""
 PUBLIC = {"flax", "jax", "jaxtyping", "numpy", "optax"}
 
 

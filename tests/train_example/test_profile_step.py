@@ -11,10 +11,10 @@ import pytest
 from blaze_jax.benchmark.rates import Ceilings
 from blaze_jax.benchmark.timing import Kernel
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, windows
+from train_example import profile_step as profile
 from train_example.compile_step import lower_step, xla_options
 from train_example.config import Remat
-from train_example.profile_step import __main__ as profile
-from train_example.profile_step import parts
+from train_example.program import step_parts as parts
 from train_example.program.model import make_model
 from train_example.program.presets import PRESETS
 from train_example.step import init_state
@@ -68,7 +68,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     ],
 )
 def test_the_part_of_a_kernel(name, op, part):
-    assert parts.part_of(Kernel(name, "jit_f", 0, 1, op), parts.instructions(PROGRAM)) == part
+    assert parts.part_of(Kernel(name, "jit_f", 0, 1, op), parts.parts_of_instructions(PROGRAM)) == part
 
 
 def test_parts_add_up_to_the_time_in_which_anything_ran():
@@ -78,8 +78,8 @@ def test_parts_add_up_to_the_time_in_which_anything_ran():
         Kernel("mystery", "", 30, 4),
         Kernel("gemm", "", 40, 2, "dot.1"),
     ]
-    found = parts.by_part(kernels, parts.instructions(PROGRAM), 1)
-    times = {name: round(1e6 * part["ms"]) for name, part in found.items() if part["ms"]}
+    found = {row["part"]: row for row in parts.by_part(kernels, parts.parts_of_instructions(PROGRAM), 1)}
+    times = {name: round(1e6 * row["ms"]) for name, row in found.items() if row["ms"]}
     assert times == {"projections": 12, "experts": 5, parts.OTHER: 4}
     assert found["projections"]["launches"] == 2
     assert found[parts.OTHER]["kernels"] == [{"name": "mystery", "ms": pytest.approx(4e-6)}]
@@ -98,7 +98,7 @@ def test_every_part_of_the_model_is_found_in_its_program_and_the_record_accounts
     text = lower_step(CONFIG, model, state, windows(1, 8, 17)).compile(xla_options(CONFIG)).as_text()
     kernels = as_if_run(text)
     record = profile.profile_record(
-        kernels, 2, parts.instructions(text), CONFIG, 10_000, Ceilings(tflops=800.0, gbs=4000.0)
+        kernels, 2, parts.parts_of_instructions(text), CONFIG, 10_000, Ceilings(tflops=800.0, gbs=4000.0)
     )
     times = {row["part"]: row["ms"] for row in record["parts"]}
     assert all(times[name] for name in parts.PARTS if name != parts.OTHER), times

@@ -139,10 +139,19 @@ def test_a_head_of_its_own_where_the_embedding_should_be_the_head(tmp_path):
     [
         ("gpt_oss", {}, "is a model of gpt_oss, must be one of olmoe, qwen3_moe"),
         ("olmoe", {"hidden_size": "wide"}, "config.json: hidden_size='wide' must be an integer"),
-        ("qwen3_moe", {"rms_norm_eps": "small"}, "lacks or misstates a field"),
+        ("qwen3_moe", {"rms_norm_eps": "small"}, "rms_norm_eps='small' must be a positive number"),
+        ("qwen3_moe", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a positive number"),
+        ("olmoe", {"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta=nan must be a positive number"),
+        ("olmoe", {"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object"),
+        ("olmoe", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
+        ("olmoe", {"num_attention_heads": 3}, "num_attention_heads=3 must be a multiple of num_key_value_heads=2, and"),
+        ("olmoe", {"num_attention_heads": 10**12}, "num_attention_heads=1000000000000 must be an integer from 1"),
+        ("olmoe", {"head_dim": 7}, "heads of width 7"),
+        ("olmoe", {"vocab_size": 2.5}, "vocab_size=2.5 must be an integer"),
+        ("olmoe", {"layer_types": 7}, "layer_types=7, must be full_attention in every layer"),
     ],
 )
-def test_models_that_the_decoder_is_not(tmp_path, family, change, message):
+def test_models_that_the_decoder_is_not_and_fields_that_lie_are_named(tmp_path, family, change, message):
     with pytest.raises(UserError, match=message):
         public_config(changed(tmp_path, family, **change))
 

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from train_example.config import UserError
-from train_example.program import checkpoints
+from train_example.program.checkpoints import Checkpoints
 from train_example.program.metrics import MetricsLog, read_metrics
 from train_example.program.results import plot
 from train_example.step import TrainState
@@ -46,23 +46,47 @@ def test_metrics_that_are_missing_or_broken_or_cannot_be_written(tmp_path):
 
 
 def test_a_full_disk_is_told_in_one_line_and_the_newest_whole_checkpoint_stays(tmp_path, capfd):
-    manager = checkpoints.open_folder(tmp_path / "checkpoints")
+    saved = Checkpoints(tmp_path / "checkpoints")
     params = {f"w_{i}": jax.random.normal(jax.random.key(i), (40_000,)) for i in range(20)}
-    checkpoints.save(manager, 1, TrainState(jnp.int32(1), {"w": jnp.ones(3)}, {}, {}), {})
+    saved.save(1, TrainState(jnp.int32(1), {"w": jnp.ones(3)}, {}, {}), {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))  # of a file: the system says the same of a disk
     try:
         with pytest.raises(
             UserError, match=r"checkpoint 2 in .* cannot be written: File too large; make room, and"
         ) as e:
-            checkpoints.save(manager, 2, TrainState(jnp.int32(2), params, {}, {}), {})
+            saved.save(2, TrainState(jnp.int32(2), params, {}, {}), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(e.value)
     gc.collect()
-    manager.close()
+    saved.close()
     assert capfd.readouterr().err == ""
-    assert checkpoints.open_folder(tmp_path / "checkpoints").latest_step() == 1
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [1]
+
+
+def test_damage_to_any_file_of_a_checkpoint_is_noticed_and_the_next_older_one_is_taken(tmp_path, capsys):
+    saved = Checkpoints(tmp_path)
+    for step in (1, 2):
+        saved.save(step, TrainState(jnp.int32(step), {"w": jnp.ones(3000)}, {}, {}), {"text": "one"})
+    saved.close()
+    saved, newest = Checkpoints(tmp_path), tmp_path / "2"
+    files = {path: path.read_bytes() for path in newest.rglob("*") if path.is_file() and path.name != "sha256.json"}
+    assert len(files) > 8
+    for path, content in files.items():
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :] if content else b"1"
+        for damaged in (flipped, content[:-1], None):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            assert saved.newest_whole() == (1 if damaged != content else 2)
+            where = f"its {path.relative_to(newest)} is not as it was saved; --resume takes checkpoint 1 instead\n"
+            assert damaged == content or capsys.readouterr().err.endswith(where)
+        path.write_bytes(content)
+    assert saved.newest_whole() == 2
+    for step in (1, 2):
+        (tmp_path / str(step) / "sha256.json").write_text("[")
+    with pytest.raises(UserError, match=r"checkpoint 2 in .* its sha256.json is not .*; there is no older one"):
+        saved.newest_whole()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from tests.train_example.small import CONFIG, metrics, start
 from train_example.__main__ import main
+from train_example.program.checkpoints import only_run_in
 from train_example.program.presets import PRESETS
 from train_example.program.run import Interrupt
 
@@ -98,6 +100,8 @@ def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_pat
     out = tmp_path / "run"
     process = start(out, *OPTIONS)
     wait_for_step(out, 8)
+    assert main(["--out", str(out), "--resume"]) == 2
+    assert f"{out} has a run at work, process {process.pid} on" in capsys.readouterr().err
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
@@ -151,6 +155,30 @@ def test_resuming_a_finished_run_reports_it_again(finished, capsys):
     assert main(["--out", str(finished[0]), "--resume"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == finished[1].splitlines()[-1]
     assert metrics(finished[0]) == before
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_not_damaged(finished, tmp_path, capsys):
+    out = shutil.copytree(finished[0], tmp_path / "run")
+    for step, name in ((40, "d"), (36, "ocdbt.process_0/d")):
+        file = next((out / "checkpoints" / str(step) / "state" / name).iterdir())
+        file.write_bytes(file.read_bytes()[:-1])
+    assert main(["--out", str(out), "--resume"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1
+    assert f"checkpoint 40 in {out / 'checkpoints'} is damaged, its state/d/" in said.err
+    assert said.err.endswith("; --resume takes checkpoint 30 instead\n")
+    assert "training from step 30 to step 40" in said.out
+    assert numbers(out) == numbers(finished[0])
+    assert main(["--out", str(out), "--resume"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_second_run_in_a_folder_is_refused(finished, capsys):
+    out = finished[0]
+    with only_run_in(out):
+        assert main(["--out", str(out), "--resume"]) == 2
+    told = f"{out} has a run at work, process {os.getpid()} on {os.uname().nodename}: wait for it, or choose another"
+    assert capsys.readouterr().err == f"train_example: {told} --out\n"
 
 
 def test_damaged_checkpoint(finished, tmp_path, capsys):

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from tests.train_example.tiny_checkpoint import END, VOCABULARY, write_tiny_checkpoint
 from train_example.config import UserError
-from train_example.data import ByteStream, open_text
-from train_example.public_models.tokens import TokenStream
+from train_example.data import Stream, open_text
+from train_example.public_models.tokens import token_stream
 
 TEXT = "\n".join(topics[name] for name in sorted(topics)[:40])
 
@@ -31,7 +31,7 @@ def without_end(folder, tmp_path):
 
 
 def stream_of(folder, *documents, vocabulary=VOCABULARY):
-    return TokenStream(ByteStream([np.frombuffer(text.encode(), np.uint8) for text in documents]), folder, vocabulary)
+    return token_stream(Stream([np.frombuffer(text.encode(), np.uint8) for text in documents]), folder, vocabulary)
 
 
 def ids(stream):
@@ -51,10 +51,10 @@ def test_documents_are_tokenised_apart_and_end_with_the_models_token(folder, tmp
     assert tokenizer.encode("list").ids != tokenizer.encode("li").ids + tokenizer.encode("st").ids
     for name, text in {"1": "li", "2": "st", "3": ""}.items():
         (tmp_path / name).write_text(text)
-    stream = TokenStream(open_text(str(tmp_path)), folder, VOCABULARY)
+    stream = token_stream(open_text(str(tmp_path)), folder, VOCABULARY)
     end = tokenizer.token_to_id(END)
     assert ids(stream) == [*tokenizer.encode("li").ids, end, *tokenizer.encode("st").ids, end]
-    assert (stream.documents, stream.end) == (2, end)
+    assert (len(stream.documents), stream.end) == (2, end)
 
 
 def test_what_the_tokenizers_last_user_cut_off_or_filled_up_is_forgotten(without_end):
@@ -96,6 +96,6 @@ def test_what_cannot_be_tokens(folder, tmp_path):
         stream_of(folder, TEXT, vocabulary=100)
     (tmp_path / "latin").write_bytes("déjà".encode("latin-1"))
     with pytest.raises(UserError, match=r"latin is not UTF-8 \(invalid continuation byte: b'\\xe9'\): convert it"):
-        TokenStream(open_text(str(tmp_path / "latin")), folder, VOCABULARY)
+        token_stream(open_text(str(tmp_path / "latin")), folder, VOCABULARY)
     with pytest.raises(UserError, match=r"tokenizer.json cannot be read"):
         stream_of(tmp_path, "text")

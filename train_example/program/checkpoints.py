@@ -1,85 +1,195 @@
-"""Checkpoints of a run: the training state, and a description of the run in JSON; the newest few stay."""
+"""Checkpoints of a run: the training state, and a description of the run in JSON; the newest few stay.
+
+Neither orbax nor tensorstore notices a flipped bit, so each checkpoint has a file with the hashes of its others.
+"""
 
 import errno
 import gc
+import hashlib
+import json
 import logging
 import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from train_example.config import UserError
 from train_example.step import TrainState
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 _KEPT = 3
 _SECONDS_UNDER_WAY = 1.0
 _NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_HASHES, _LOCK = "sha256.json", "lock"
 
 
-def open_folder(folder: Path) -> ocp.CheckpointManager:
-    """The checkpoints in a folder, which is made when missing. A save is complete, on disk, when it returns."""
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=_KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=True
-    )
-    return ocp.CheckpointManager(folder.absolute(), options=options)
-
-
-def save(manager: ocp.CheckpointManager, step: int, state: TrainState, description: dict[str, Any]) -> None:
-    """Saves the state after `step` steps.
+@contextmanager
+def only_run_in(out: Path) -> Iterator[None]:
+    """Keeps other runs out of a folder until the block or the process ends. Of several processes, the first does.
 
     Raises:
-      UserError: it cannot be written, as on a full disk.
+      UserError: another run is there.
     """
-    items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(description))
-    with _one_message():
+    if fcntl is None or jax.process_index():
+        yield
+        return
+    with (out / _LOCK).open("a+") as file:
         try:
-            manager.save(step, args=items, force=True)
-            return
-        except (OSError, ValueError) as error:
-            reason = next((text for text in _NO_ROOM if text in str(error)), " ".join(str(error).split())[:300])
-        gc.collect()  # writes that did not begin
-        time.sleep(_SECONDS_UNDER_WAY)  # those that did tell of it when they end
-    raise UserError(
-        f"checkpoint {step} in {manager.directory} cannot be written: {reason}; make room, and --resume goes on from "
-        "the newest one that is whole"
-    )
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(f"{out} has a run at work, {file.read()}: wait for it, or choose another --out") from None
+        except OSError as error:
+            print(f"{out} cannot be locked, start no other run there: {error.strerror}", file=sys.stderr)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        yield
 
 
-def description(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-    """The description that `save` was given.
+class Checkpoints:
+    """The checkpoints in a folder, which is made when missing.
 
-    Raises:
-      UserError: it cannot be read.
+    A save is complete, on disk, when it returns. Its files are hashed while training goes on; a checkpoint whose hashes
+    are not there, as after a kill, is taken to be whole.
     """
-    return _restore(manager, step, run=ocp.args.JsonRestore())
 
+    def __init__(self, folder: Path):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=_KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
+        self.folder = folder.absolute()
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._hashing = ThreadPoolExecutor(1)
 
-def restore(manager: ocp.CheckpointManager, step: int, like: TrainState) -> TrainState:
-    """The state, bit for bit, where `like` is, which has its shapes and dtypes; by default on the first device.
+    def close(self) -> None:
+        """Waits for the hashes of the last checkpoint."""
+        self._hashing.shutdown()
+        self._manager.close()
 
-    Raises:
-      UserError: it cannot be read.
-    """
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or device), like)
-    return _restore(manager, step, state=ocp.args.StandardRestore(abstract))
+    def steps(self) -> list[int]:
+        """The steps after which the state was saved, the last one first."""
+        return sorted(self._manager.all_steps(), reverse=True)
 
+    def save(self, step: int, state: TrainState, description: dict[str, Any]) -> None:
+        """Saves the state after `step` steps, in the place of a damaged checkpoint where there is one.
 
-def _restore(manager: ocp.CheckpointManager, step: int, **item: Any) -> Any:
-    try:
-        (restored,) = manager.restore(step, args=ocp.args.Composite(**item)).values()
-    except (KeyError, ValueError, OSError) as error:
+        Raises:
+          UserError: it cannot be written, as on a full disk.
+        """
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(description))
+        with _one_message():
+            try:
+                if step in self.steps():
+                    self._manager.delete(step)
+                self._manager.save(step, args=items, force=True)
+                if jax.process_index() == 0:
+                    self._hashing.submit(_write_hashes, self.folder / str(step))
+                return
+            except (OSError, ValueError) as error:
+                reason = next((text for text in _NO_ROOM if text in str(error)), " ".join(str(error).split())[:300])
+            gc.collect()  # writes that did not begin
+            time.sleep(_SECONDS_UNDER_WAY)  # those that did tell of it when they end
         raise UserError(
-            f"checkpoint {step} in {manager.directory} cannot be read, is it of this program and whole? {error}"
-        ) from error
-    return restored
+            f"checkpoint {step} in {self.folder} cannot be written: {reason}; make room, and --resume goes on from "
+            "the newest one that is whole"
+        )
+
+    def newest_whole(self) -> int:
+        """The step of the newest checkpoint whose files are as they were saved; a line tells of newer ones.
+
+        Raises:
+          UserError: there is none.
+        """
+        whole, told = 0, ""
+        for step in self.steps() if jax.process_index() == 0 else []:
+            file = _damaged_file(self.folder / str(step))
+            if file is None:
+                whole = step
+                break
+            told += f"checkpoint {step} in {self.folder} is damaged, its {file} is not as it was saved; "
+        whole = int(multihost_utils.broadcast_one_to_all(np.int32(whole)))
+        if not whole:
+            raise UserError(f"{told}there is no older one that --resume could take")
+        if told:
+            print(f"train_example: {told}--resume takes checkpoint {whole} instead", file=sys.stderr)
+        return whole
+
+    def description(self, step: int) -> dict[str, Any]:
+        """The description that `save` was given.
+
+        Raises:
+          UserError: it cannot be read.
+        """
+        return self._restore(step, run=ocp.args.JsonRestore())
+
+    def restore(self, step: int, like: TrainState) -> TrainState:
+        """The state, bit for bit, where `like` is, which has its shapes and dtypes; by default on the first device.
+
+        Raises:
+          UserError: it cannot be read.
+        """
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or device), like)
+        return self._restore(step, state=ocp.args.StandardRestore(abstract))
+
+    def _restore(self, step: int, **item: Any) -> Any:
+        try:
+            (restored,) = self._manager.restore(step, args=ocp.args.Composite(**item)).values()
+        except Exception as error:  # what the library raises depends on the file that is damaged
+            raise UserError(
+                f"checkpoint {step} in {self.folder} cannot be read, is it of this program and whole? {error}"
+            ) from error
+        return restored
+
+
+def _hash(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:  # a disk that cannot read it any more
+        return str(error)
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """The hash of each file of a checkpoint, by its path there."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(_HASHES)]
+    with ThreadPoolExecutor() as pool:
+        return dict(zip((path.relative_to(folder).as_posix() for path in files), pool.map(_hash, files), strict=True))
+
+
+def _write_hashes(folder: Path) -> None:
+    unfinished = folder / f"{_HASHES}.unfinished"
+    try:
+        unfinished.write_text(json.dumps(_hashes(folder), indent=1))
+        unfinished.replace(folder / _HASHES)
+    except OSError as error:
+        print(f"{folder / _HASHES} cannot be written: {error.strerror}; damage stays unseen", file=sys.stderr)
+
+
+def _damaged_file(folder: Path) -> str | None:
+    """The first file of a checkpoint that is not as it was saved; None if all are, or nobody knows."""
+    try:
+        saved, found = json.loads((folder / _HASHES).read_text()), _hashes(folder)
+        return next((name for name, digest in saved.items() if found.get(name) != digest), None)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return _HASHES
 
 
 @contextmanager

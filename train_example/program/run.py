@@ -14,7 +14,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from pallas_kernels.mosaic.device import on_nvidia_gpu
@@ -22,13 +21,13 @@ from train_example.config import TrainConfig, UserError
 from train_example.data import Corpus, open_text
 from train_example.loop import due, mesh_of, train
 from train_example.model import Decoder
-from train_example.program import checkpoints
 from train_example.program.arguments import new_config, resumed_config
+from train_example.program.checkpoints import Checkpoints, only_run_in
 from train_example.program.devices import parallelism, state_shardings
 from train_example.program.metrics import MetricsLog, progress_bar, show
 from train_example.program.model import first_state, make_model
 from train_example.program.results import generate, plot
-from train_example.public_models.tokens import TokenStream
+from train_example.public_models.tokens import token_stream
 from train_example.public_models.weights import save_model
 from train_example.step import TrainState, Tree
 
@@ -58,7 +57,7 @@ class Setup:
     corpus: Corpus
     model: Decoder
     out: Path
-    saved: ocp.CheckpointManager
+    saved: Checkpoints
     first_step: int
     text: dict[str, float]
 
@@ -74,10 +73,10 @@ def run(arguments: Namespace) -> None:
     Raises:
       UserError: the input does not fit, or training diverged.
     """
-    setup = prepare(arguments)
-    config, out, is_first_process = setup.config, setup.out, jax.process_index() == 0
-    metrics = out / "metrics.jsonl" if is_first_process else None
-    with closing(setup.saved), MetricsLog(metrics, setup.first_step) as log:
+    with ExitStack() as stack:
+        setup = prepare(arguments, stack)
+        config, out, is_first_process = setup.config, setup.out, jax.process_index() == 0
+        log = stack.enter_context(MetricsLog(out / "metrics.jsonl" if is_first_process else None, setup.first_step))
         print(_introduction(setup), flush=True)
         if is_first_process and setup.first_step < config.steps and (out / "model").exists():
             # The model of a run that was done makes way for the next one's.
@@ -117,28 +116,34 @@ class Interrupt(ExitStack):
         os.write(2, _MESSAGE)  # print may be at work already when a signal comes
 
 
-def prepare(arguments: Namespace) -> Setup:
-    """Opens the text and the folder.
+def prepare(arguments: Namespace, stack: ExitStack) -> Setup:
+    """Opens the text, and the folder until the stack ends.
 
     Raises:
       UserError: something does not fit.
     """
-    out, options, saved, description = arguments.out, arguments.options, None, None
+    out, options, saved, description, done = arguments.out, arguments.options, None, None, 0
     folder = out / "checkpoints"
+
+    def opened() -> Checkpoints:
+        stack.enter_context(only_run_in(out))  # first: opening removes what a run at work has not finished
+        saved = stack.enter_context(closing(Checkpoints(folder)))
+        if saved.steps() and not arguments.resume:
+            raise UserError(f"{out} has a run already: go on with it by --resume, or choose another --out")
+        return saved
+
     try:
-        saved = checkpoints.open_folder(folder) if folder.is_dir() else None
+        saved = opened() if folder.is_dir() else None
     except OSError as error:
         raise UserError(f"--out {out} cannot be read: {error.strerror}; choose another folder") from error
-    done = saved and saved.latest_step()
     if arguments.resume:
-        if saved is None or done is None:
+        if saved is None or not saved.steps():
             raise UserError(f"nothing to resume: {out} has no checkpoint; leave --resume out to start a run there")
-        description = checkpoints.description(saved, done)
+        done = saved.newest_whole()
+        description = saved.description(done)
         config = resumed_config(options, description["config"], out)
         if config.steps <= done and config.steps != description["config"]["steps"]:
             raise UserError(f"the run in {out} has done {done} steps, --steps {config.steps} must be more")
-    elif done is not None:
-        raise UserError(f"{out} has a run already: go on with it by --resume, or choose another --out")
     else:
         config = new_config(options)
 
@@ -151,17 +156,17 @@ def prepare(arguments: Namespace) -> Setup:
     try:
         if saved is None:
             folder.mkdir(parents=True, exist_ok=True)
-            saved = checkpoints.open_folder(folder)
+            saved = opened()
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another folder") from error
-    return Setup(config, corpus, model, out, saved, done or 0, text)
+    return Setup(config, corpus, model, out, saved, done, text)
 
 
 def make_corpus(config: TrainConfig) -> Corpus:
     """The text of a run, in bytes, or in the tokens of the model that it starts from."""
     stream, vocabulary = open_text(config.data), config.model.vocabulary
     if config.checkpoint:
-        stream = TokenStream(stream, config.checkpoint, vocabulary)
+        stream = token_stream(stream, config.checkpoint, vocabulary)
     return Corpus(stream, config.sequence_length, vocabulary)
 
 
@@ -203,7 +208,7 @@ def _check(config: TrainConfig, model: Decoder) -> None:
 def _train(setup: Setup, log: MetricsLog) -> TrainState:
     """Takes the steps that are left, or those until the interrupt, and saves the state after the last."""
     config, elapsed = setup.config, log.records[-1]["elapsed"] if log.records else 0.0
-    restored = partial(checkpoints.restore, setup.saved, setup.first_step) if setup.first_step else None
+    restored = partial(setup.saved.restore, setup.first_step) if setup.first_step else None
     description: dict[str, Any] = {"config": asdict(config), "text": setup.text}
     with Interrupt() as interrupt, progress_bar(setup.first_step, config.steps) as bar:
         state = first_state(config, setup.model, restored)
@@ -212,7 +217,7 @@ def _train(setup: Setup, log: MetricsLog) -> TrainState:
             show(bar, record)
             stop = multihost_utils.process_allgather(np.array(interrupt.requested)).any()  # in any process
             if stop or due(config, record["step"], config.checkpoint_every):
-                checkpoints.save(setup.saved, record["step"], state, description)
+                setup.saved.save(record["step"], state, description)
             if stop:
                 break
     return state
@@ -221,7 +226,7 @@ def _train(setup: Setup, log: MetricsLog) -> TrainState:
 def _introduction(setup: Setup) -> str:
     config, corpus, stream = setup.config, setup.corpus, setup.corpus.stream
     start = f"from step {setup.first_step} " if setup.first_step else ""
-    documents = f"{stream.documents:,} document{'s' if stream.documents > 1 else ''}"
+    documents = f"{len(stream.documents):,} document{'s' if len(stream.documents) > 1 else ''}"
     lines = [
         f"{config.preset}: {setup.num_parameters / 1e6:,.1f} million parameters in {config.dtype} arithmetic",
         f"text: {documents}, {len(stream):,} {stream.unit}, the last {corpus.held_out_units:,} of them held out",
@@ -230,7 +235,7 @@ def _introduction(setup: Setup) -> str:
     if (scheduled := config.schedule_steps or config.steps) != config.steps:
         after = ", then a tenth of its peak" if scheduled < config.steps else ""
         lines.append(f"learning rate: that of a run of {scheduled} steps{after} (--schedule-steps)")
-    if isinstance(stream, TokenStream) and stream.end is None:
+    if stream.unit == "tokens" and stream.end is None:
         lines.insert(2, "no end token: the model's files name none, so each document begins right after another")
     return "\n".join(lines)
 

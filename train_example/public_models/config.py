@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blaze_jax import checkpoints
-from blaze_jax.json_file import read_json
+from blaze_jax import MoEConfig, checkpoints
+from blaze_jax.checks import shown
+from blaze_jax.huggingface import Fields, PublicModel
+from blaze_jax.json_file import CheckpointError, read_json
 from train_example.config import ModelConfig, UserError
 from train_example.layers import QKNorm
 
@@ -54,54 +56,68 @@ def public_config(folder: str | Path) -> ModelConfig:
     try:
         fields = read_json(path)
         public = checkpoints.read_model(path)
-    except checkpoints.CheckpointError as error:
+        if public.family not in FAMILIES:
+            raise CheckpointError(f"is a model of {public.family}, must be one of {', '.join(FAMILIES)}")
+        return _decoder(fields, public, path)
+    except CheckpointError as error:
         raise UserError(f"--checkpoint {folder}: {error}") from error
-    if public.family not in FAMILIES:
-        raise UserError(f"--checkpoint {folder} is a model of {public.family}, must be one of {', '.join(FAMILIES)}")
-    rotation = fields.get("rope_parameters") or {}
-    try:
-        _check(fields, rotation, f"--checkpoint {folder}: {path.name} has")
-        heads = int(fields["num_attention_heads"])
-        positions = fields.get("max_position_embeddings")
-        return ModelConfig(
-            width=public.width,
-            num_layers=public.num_layers,
-            num_heads=heads,
-            num_kv_heads=int(fields.get("num_key_value_heads") or heads),
-            num_experts=public.layer.num_experts,
-            experts_per_token=public.layer.experts_per_token,
-            expert_width=public.layer.expert_width,
-            activation=str(public.layer.activation),
-            dense_layers=public.dense_layers,
-            dense_width=public.dense_width or 0,
-            head_width=int(fields.get("head_dim") or public.width // heads),
-            qk_norm=FAMILIES[public.family],
-            rotary_base=float(rotation.get("rope_theta", fields.get("rope_theta", 10_000.0))),
-            norm_epsilon=float(fields["rms_norm_eps"]),
-            tied_head=bool(fields.get("tie_word_embeddings", False)),
-            vocabulary=int(fields["vocab_size"]),
-            max_positions=None if positions is None else int(positions),
-            router=public.layer.router,
-            load_balancing_weight=public.layer.load_balancing_weight,
+
+
+def _decoder(content: Mapping[str, Any], public: PublicModel[MoEConfig], path: Path) -> ModelConfig:
+    """Returns the sizes that a `config.json` says; CheckpointError for a field that the decoder has not."""
+    rotation = content.get("rope_parameters") or {}
+    if not isinstance(rotation, Mapping):
+        raise CheckpointError(f"{path}: rope_parameters={shown(rotation)} must be an object")
+    _check(content, rotation, f"{path.name} has")
+    # Null stands for what a field has where it is missing; newer files keep the rotation's base among its parameters.
+    given = {name: value for name, value in {**content, **rotation}.items() if value is not None}
+    fields = Fields(given, str(path))
+    heads = fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", heads)
+    head_width = fields.count("head_dim", public.width // heads)
+    if heads % kv_heads or head_width % 2 or ("head_dim" not in given and public.width % heads):
+        raise CheckpointError(
+            f"{path}: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv_heads}, and heads of "
+            f"width {head_width}, by head_dim or hidden_size={public.width}, must have an even one and fill it"
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"--checkpoint {folder}: {path.name} lacks or misstates a field: {error!r}") from error
+    return ModelConfig(
+        width=public.width,
+        num_layers=public.num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        num_experts=public.layer.num_experts,
+        experts_per_token=public.layer.experts_per_token,
+        expert_width=public.layer.expert_width,
+        activation=str(public.layer.activation),
+        dense_layers=public.dense_layers,
+        dense_width=public.dense_width or 0,
+        head_width=head_width,
+        qk_norm=FAMILIES[public.family],
+        rotary_base=fields.number("rope_theta", 10_000.0, positive=True),
+        norm_epsilon=fields.number("rms_norm_eps", positive=True),
+        tied_head=fields.boolean("tie_word_embeddings", False),
+        vocabulary=fields.count("vocab_size"),
+        max_positions=fields.count("max_position_embeddings") if "max_position_embeddings" in given else None,
+        router=public.layer.router,
+        load_balancing_weight=public.layer.load_balancing_weight,
+    )
 
 
 def _check(fields: Mapping[str, Any], rotation: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for what would change the mathematics."""
+    """Raises CheckpointError for what would change the mathematics."""
     _check_values(fields, _MUST_BE, {*_USED.split(), *_WITHOUT_EFFECT.split()}, where)
     _check_values(rotation, _ROTATION_MUST_BE, {"rope_theta"}, f"{where} rope_parameters's")
-    if any(kind != _FULL for kind in fields.get("layer_types") or []):
-        raise UserError(f"{where} layer_types={fields['layer_types']}, must be {_FULL} in every layer")
+    kinds = fields.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != _FULL for kind in kinds):
+        raise CheckpointError(f"{where} layer_types={fields['layer_types']}, must be {_FULL} in every layer")
 
 
 def _check_values(fields: Mapping[str, Any], must_be: Mapping[str, Any], known: set[str], where: str) -> None:
     for name, value in fields.items():
         if name in must_be:
             if value != must_be[name] and value is not None:
-                raise UserError(f"{where} {name}={value}, must be {must_be[name]}")
+                raise CheckpointError(f"{where} {name}={value}, must be {must_be[name]}")
         elif value and name not in known and not name.startswith("_"):
-            raise UserError(
+            raise CheckpointError(
                 f"{where} {name}={value}, which this decoder does not know; leave it out if it changes nothing"
             )

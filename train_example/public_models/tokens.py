@@ -1,16 +1,16 @@
 """Text as the tokens of a public model, by the tokenizer that lies beside its weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jaxtyping import Int32
+from tokenizers import Tokenizer
 
 from blaze_jax.checkpoints import CheckpointError
 from blaze_jax.json_file import read_json
 from train_example.config import UserError
-from train_example.data import ByteStream
+from train_example.data import Stream
 
 _CHUNK = 2**20
 _FILE = "tokenizer.json"
@@ -21,63 +21,39 @@ _NAMES_THE_END = {
 }
 
 
-class TokenStream:
-    """All tokens of a text, in memory: four bytes each. Every document ends with the model's own end token.
+def token_stream(text: Stream, folder: str | Path, vocabulary: int) -> Stream:
+    """All tokens of a text, in memory: four bytes each. Every document ends with the end token that the model names.
 
     Args:
       text: the bytes, UTF-8.
       folder: the model's folder, with `tokenizer.json`.
       vocabulary: how many tokens the model knows.
 
-    Attributes:
-      unit: what the stream consists of.
-      bytes_per_unit: how many bytes of text a token stands for.
-      documents: how many there are.
-      end: the token that ends each; None where the model's files name none.
-
     Raises:
       UserError: there is no tokenizer, or one that does not fit the model, or the text is no UTF-8.
     """
-
-    unit = "tokens"
-
-    def __init__(self, text: ByteStream, folder: str | Path, vocabulary: int):
-        path = Path(folder) / _FILE
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise UserError("--checkpoint needs the package tokenizers: install the extra train") from error
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no narrower one
-            raise UserError(f"--checkpoint {folder}: {path.name} cannot be read: {error}") from error
-        # Files are published with those of whoever used the tokenizer last.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.end = _end_token(Path(folder), self._tokenizer)
-        pieces = []
-        for document in range(text.documents):
-            pieces += [self._tokenizer.encode(part, add_special_tokens=False).ids for part in _parts(text, document)]
-            pieces.append([] if self.end is None else [self.end])
-        self._tokens = np.concatenate([np.asarray(piece, np.int32) for piece in pieces])
-        if self._tokens.size and self._tokens.max() >= vocabulary:
-            raise UserError(f"{path} has the token {self._tokens.max()}, but the model only {vocabulary}")
-        self.documents = text.documents
-        self.bytes_per_unit = len(text) / max(len(self), 1)
-
-    def __len__(self) -> int:
-        return self._tokens.size
-
-    def read(self, start: int, length: int) -> Int32[np.ndarray, " N"]:
-        """A copy of the tokens from `start` to `start + length`."""
-        return self._tokens[start : start + length].copy()
-
-    def decode(self, units: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
-        return self._tokenizer.decode(list(units), skip_special_tokens=False)
+    path = Path(folder) / _FILE
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower one
+        raise UserError(f"--checkpoint {folder}: {path.name} cannot be read: {error}") from error
+    # Files are published with those of whoever used the tokenizer last.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    end = _end_token(Path(folder), tokenizer)
+    documents = []
+    for document in range(len(text.documents)):
+        pieces = [tokenizer.encode(part, add_special_tokens=False).ids for part in _parts(text, document)]
+        pieces.append([] if end is None else [end])
+        documents.append(np.concatenate([np.asarray(piece, np.int32) for piece in pieces]))
+    largest = max(tokens.max(initial=0) for tokens in documents)
+    if largest >= vocabulary:
+        raise UserError(f"{path} has the token {largest}, but the model only {vocabulary}")
+    bytes_per_token = len(text) / max(sum(tokens.size for tokens in documents), 1)
+    return Stream(documents, "tokens", bytes_per_token, end, partial(tokenizer.decode, skip_special_tokens=False))
 
 
-def _end_token(folder: Path, tokenizer: Any) -> int | None:
+def _end_token(folder: Path, tokenizer: Tokenizer) -> int | None:
     """The id of the token that ends a text, the first where there are several; None where no file names one.
 
     Raises:
@@ -98,7 +74,7 @@ def _end_token(folder: Path, tokenizer: Any) -> int | None:
     return None
 
 
-def _parts(text: ByteStream, document: int) -> Iterator[str]:
+def _parts(text: Stream, document: int) -> Iterator[str]:
     """A document in parts of about a MiB that end with a line, where there are lines; a tokenizer splits there, too."""
     end = int(text.ends[document])
     first = int(text.ends[document - 1]) if document else 0
@@ -111,7 +87,8 @@ def _parts(text: ByteStream, document: int) -> Iterator[str]:
                 yield (whole + newline).decode()
         yield rest.decode()
     except UnicodeDecodeError as error:
+        found = f"{error.reason}: {error.object[error.start : error.end]!r}"
         raise UserError(
-            f"--data: {text.parts[document]} is not UTF-8 ({error.reason}: {error.object[error.start : error.end]!r}): "
-            "convert it, for instance with iconv, or leave it out"
+            f"--data: {text.documents[document]} is not UTF-8 ({found}): convert it, for instance with iconv, or leave "
+            "it out"
         ) from error

@@ -116,7 +116,6 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
     origin = Path(origin)
     files = checkpoints.Folder(origin)
     flat: dict[Names, Any] = dict(flatten_dict(params))
-    on_host = all(isinstance(value, np.ndarray) for value in flat.values())
     unfinished = out.with_name(out.name + ".unfinished")
     if out.exists():
         raise UserError(f"the model cannot be saved: {out} is there already")
@@ -126,7 +125,7 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
         for stack, layers in model.config.stacks().items():
             of_stack = {path[1:]: value for path, value in flat.items() if path[0] == stack}
             for at, layer in enumerate(layers):
-                one = jax.tree.map(lambda value, at=at: value[at], of_stack) if on_host else _take(of_stack, at)
+                one = {path: value[at] for path, value in of_stack.items()}
                 write_tensors(unfinished, _of_layer(files, model.moe, layer, one), f"layer-{layer:05}")
         for path in origin.iterdir():
             weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -160,11 +159,6 @@ def _new_tensors(
     for path in filter(params.__contains__, entries):  # in their order
         name, shape = prefix + entries[path].name, entries[path].shape(params[path].shape)
         yield NewTensor(name, files[name].dtype, shape, partial(stored, path))
-
-
-@jax.jit
-def _take(params: dict[Names, Array], at) -> dict[Names, Array]:
-    return {path: lax.dynamic_index_in_dim(value, at, keepdims=False) for path, value in params.items()}
 
 
 def _load_stack(

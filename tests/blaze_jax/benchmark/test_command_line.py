@@ -11,7 +11,6 @@ from blaze_jax.benchmark.__main__ import STUDIES, _cases, main, parse_arguments
 from blaze_jax.benchmark.own_process import ProcessError
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.studies import Routed
-from blaze_jax.benchmark.timing import Sustained
 from pallas_kernels.mosaic.interpreter import interpreted
 
 SMALL = "16,8,4,3,2"
@@ -53,7 +52,7 @@ def test_the_table_of_kernels_and_its_json(capsys, measured):
 @pytest.mark.skipif(not ON_CPU, reason="in the interpreter")
 @pytest.mark.slow
 def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
-    monkeypatch.setattr(rates, "sustain", lambda call, **_: Sustained(1.0, 1.0, 1))
+    monkeypatch.setattr(rates, "take_turns", lambda calls, **_: {name: {"us": 1.0} for name in calls})
     options = "--config 8,8,8,2,1 --dtype bfloat16 --repeats 1 --implementation mosaic_gpu --family ampere"
     with interpreted():
         assert main(["kernels", *shlex.split(options)]) == 0
@@ -65,7 +64,7 @@ def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
 @pytest.mark.slow
 def test_our_layer_and_every_peer_have_a_line_for_each_pass(capsys, measured, tmp_path):
     figures = tmp_path / "figures"
-    written = measured(f"--config {SMALL} --config 32,8,4,3,1 --repeats 2 --float32-weights --plot {figures}")
+    written = measured(f"--config {SMALL} --config 32,8,4,3,1 --repeats 2 --turns 1 --float32-weights --plot {figures}")
     out = capsys.readouterr().out
     assert not ON_CPU or "no GPU here but cpu: wall time, and small sizes" in out
     assert out.index("T=16, d=8") < out.index("T=32, d=8")

@@ -6,7 +6,8 @@ import pytest
 from jax.profiler import ProfileData
 
 from blaze_jax.benchmark import timing
-from blaze_jax.benchmark.timing import Kernel, Timing, TraceError, busy_ns, kernels_of, split, sustain, time_calls
+from blaze_jax.benchmark.back_to_back import take_turns
+from blaze_jax.benchmark.timing import Kernel, Timing, TraceError, busy_ns, kernels_of, split, time_calls
 
 ON_CPU = jax.default_backend() == "cpu"
 
@@ -120,20 +121,11 @@ def test_wall_time_and_the_reason_when_there_is_no_trace(gpu, monkeypatch):
     assert times["a"].note == "wall time, because the trace has no plane of a GPU, only: /host:CPU"
 
 
-def test_sustained_counts_the_last_calls_alone(gpu):
-    result = sustain(gpu.call(("x", 2), ("y", 3)), seconds=0.002, warm_seconds=0.001)
-    assert result.us == pytest.approx(5)
-    assert result.note == ""
-    assert result.calls >= 1
-
-
 @pytest.mark.skipif(not ON_CPU, reason="the wall clock is for platforms without a GPU")
 def test_a_cpu_has_the_wall_clock():
     times = time_calls({"a": lambda: jnp.ones(16) + 1}, repeats=5)["a"]
     assert (times.clock, len(times.samples_us), times.kernels) == ("wall", 5, {})
-    long_run = sustain(lambda: jnp.ones(16) + 1, seconds=0.01, warm_seconds=0.001)
-    assert long_run.us == long_run.wall_us > 0
-    assert times.note == long_run.note == "wall time, because there is no GPU, only cpu"
+    assert times.note == "wall time, because there is no GPU, only cpu"
 
 
 def test_median_and_spread():
@@ -147,7 +139,9 @@ def test_device_time_on_a_gpu_agrees_with_the_clock_of_a_long_run():
     factor = jnp.ones((4096, 4096), jnp.bfloat16)
     dot = jax.jit(jnp.dot)
     times = time_calls({"dot": lambda: dot(factor, factor)}, repeats=5)["dot"]
-    long_run = sustain(lambda: dot(factor, factor), seconds=0.2)
+    long_run = take_turns({"dot": lambda: dot(factor, factor)}, turns=1, seconds=0.2)["dot"]
+    assert 200 < long_run["mhz"] < 3000
+    assert 20 < long_run["watts"] < 2000
     assert times.clock == "device"
     assert times.note == ""
-    assert times.us == pytest.approx(long_run.wall_us, rel=0.5)
+    assert times.us == pytest.approx(long_run["us"], rel=0.5)

@@ -60,3 +60,15 @@ def write(folder: Path, tensors: dict, config: dict | None = None) -> Path:
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def parsed(content: bytes) -> tuple[dict, bytes]:
+    """Header and body of a file, by the format's definition."""
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def joined(header: dict | bytes, body: bytes, length: int | None = None) -> bytes:
+    """A file of that header and body; its length may be a lie."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + body

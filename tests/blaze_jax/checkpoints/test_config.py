@@ -1,6 +1,7 @@
 """A `config.json` in the words of the models' public files: used, passed over, or refused by its name."""
 
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -83,9 +84,10 @@ def test_files_of_transformers_5_by_path_folder_or_content(family):
     assert MoEConfig.from_huggingface(str(path)) == layer
 
 
-def test_dense_layers_of_qwen3():
+def test_dense_layers_are_listed_or_every_other_or_the_first():
     config = PUBLIC["qwen3_moe"] | {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}
     assert checkpoints.read_model(config).dense_layers == (0, 2, 3, 4)
+    assert len(checkpoints.read_model(PUBLIC["deepseek_v3"] | {"first_k_dense_replace": 10**9}).dense_layers) == 61
 
 
 def test_losses_count_where_transformers_adds_them():
@@ -98,16 +100,12 @@ def test_losses_count_where_transformers_adds_them():
     ("family", "change", "message"),
     [
         ("mixtral", {"model_type": "llama"}, "model_type='llama' must be mixtral or qwen3_moe or olmoe"),
-        ("mixtral", {"model_type": None}, "model_type"),
         ("mixtral", {"hidden_act": "quick"}, "hidden_act='quick' must be silu or"),
-        ("mixtral", {"num_local_experts": "8"}, "num_local_experts='8' must be an integer"),
         ("mixtral", {"num_experts": 4}, "num_experts=4 must be num_local_experts=8"),
         ("mixtral", {"num_experts_per_tok": 9}, "experts_per_token=9 must be from 1 to"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 must be 0"),
         ("mixtral", {"experts_everywhere": True}, "experts_everywhere=True is unknown to mixtral, and could change"),
         ("mixtral", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* is unknown"),
-        ("olmoe", {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
-        ("olmoe", {"hidden_size": True}, "hidden_size=True must be an integer"),
         ("olmoe", {"n_group": 4}, "n_group=4 is unknown to olmoe"),
         ("qwen3_moe", {"mlp_only_layers": [48]}, "mlp_only_layers=.* from 0 to 47"),
         ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers"),
@@ -116,18 +114,13 @@ def test_losses_count_where_transformers_adds_them():
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' must be noaux_tc"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 must be 1"),
         ("deepseek_v3", {"n_group": 7}, "num_groups=7 must be a divisor"),
-        ("deepseek_v3", {"n_group": None}, "n_group=None must be an integer"),
-        ("deepseek_v3", {"routed_scaling_factor": float("nan")}, "routed_scaling_factor=nan must be a finite number"),
         ("deepseek_v3", {"quantization_config": {"weight_block_size": [64, 64]}}, "weight_block_size"),
         ("deepseek_v3", {"quantization_config": "fp8"}, "quantization_config='fp8' must be null, or have"),
         ("gpt_oss", {"experts_per_token": 2}, "experts_per_token=2 must be num_experts_per_tok=4"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu' must be silu"),
         ("gpt_oss", {"swiglu_limit": -1.0}, "limit=-1.0 must be positive"),
-        ("olmoe", {"hidden_size": 10**30}, "hidden_size=1000.* must be an integer from"),
         ("olmoe", {"num_experts": 10**12}, "num_experts=1000000000000 must be an integer from"),
         ("qwen3_moe", {"num_hidden_layers": 10**12, "decoder_sparse_step": 2}, "num_hidden_layers=1000000000000"),
-        ("deepseek_v3", {"n_shared_experts": 10**400}, "n_shared_experts=1000.* must be an integer from"),
-        ("deepseek_v3", {"routed_scaling_factor": 10**400}, "routed_scaling_factor=1000.* must be a finite number"),
         ("gpt_oss", {"swiglu_limit": -(10**400)}, "swiglu_limit=-1000.* must be a finite number"),
         ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False must be True"),
     ],
@@ -137,15 +130,25 @@ def test_what_contradicts_or_is_beyond_reason_is_named(family, change, message):
         checkpoints.read_model(PUBLIC[family] | change)
 
 
+NEEDED = """hidden_size num_hidden_layers hidden_act norm_topk_prob n_group topk_group model_type routed_scaling_factor
+n_shared_experts first_k_dense_replace moe_intermediate_size num_local_experts num_experts n_routed_experts"""
+NO_SUCH_VALUE = ("8", None, [1], {}, math.nan, 1e400, 10**400, -(10**400))
+
+
 @pytest.mark.default_cases("mixtral", "qwen3_moe", "olmoe", "kimi_k2", "gpt_oss")
 @pytest.mark.parametrize("family", LAYERS)
-def test_what_decides_the_mathematics_must_be_there(family):
+def test_what_decides_the_mathematics_must_be_there_and_of_its_type(family):
     config = PUBLIC[family]
-    needed = {"hidden_size", "num_hidden_layers", "hidden_act", "norm_topk_prob", "n_group", "topk_group", "model_type"}
-    needed |= {"routed_scaling_factor", "n_shared_experts", "first_k_dense_replace", "moe_intermediate_size"}
-    for name in needed & config.keys():
-        with pytest.raises(checkpoints.CheckpointError, match=f"{name} is missing"):
+    for name in config.keys() & NEEDED.split():
+        other = 1 if isinstance(config[name], bool) else True
+        for value in (*NO_SUCH_VALUE, other):
+            with pytest.raises(checkpoints.CheckpointError, match=f"config: {name}=.* must be "):
+                checkpoints.read_model(config | {name: value})
+        with pytest.raises(checkpoints.CheckpointError, match="is missing, must be "):
             checkpoints.read_model({key: value for key, value in config.items() if key != name})
+
+
+TWICE = "{" + ",".join(f'"a{n % 80_000}": 0' for n in range(80_001)) + "}"
 
 
 @pytest.mark.default_cases("*")
@@ -154,41 +157,40 @@ def test_what_decides_the_mathematics_must_be_there(family):
     [
         ("", "is not JSON"),
         ("[1]", "must hold a JSON object, holds list"),
-        ('{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' stands there twice"),
+        (TWICE, "'a0' stands there twice"),
         ("[" * 100_000, "is not JSON"),
         ("\x00\xff", "is not JSON"),
         (None, "cannot be read"),
+        ("a pipe", "is no file"),
     ],
+    ids=lambda value: str(value)[:20],
 )
-def test_broken_files_are_named(tmp_path, text, message):
+def test_broken_files_are_named_in_no_time(tmp_path, text, message):
     path = tmp_path / "config.json"
-    if text is not None:
+    if text == "a pipe":
+        os.mkfifo(path)
+    elif text is not None:
         path.write_text(text)
+    start = time.perf_counter()
     with pytest.raises(checkpoints.CheckpointError, match=f"config.json: .*{message}"):
         MoEConfig.from_huggingface(path)
+    assert time.perf_counter() - start < 5
+
+
+OF_OTHER_PARTS = {"qkv_bias": True, "use_qk_norm": True, "mlp_bias": False, "expert_capacity": None, "n_group": 0}
+OF_OTHER_PARTS |= {"shared_expert_intermediate_size": 0, "partial_rotary_factor": 0.5, "factor": 2, "attn_factor": 1}
+OF_OTHER_PARTS |= {"exact": True, "unsloth_fixed": True, "unsloth_version": "2025.9", "text_config": None, 7: 8}
+OF_OTHER_PARTS |= {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32768}
+OF_OTHER_PARTS |= {"_experts_implementation": "grouped_mm", "attention_dropout": 0.1, "logits_to_keep": 1}
+OF_OTHER_PARTS |= {"tokenizer_class": "Qwen2Tokenizer", "router_aux_loss_coef": 0.5, "seq_aux": True}
+OF_OTHER_PARTS |= {"aux_loss_alpha": 0.1, "max_window_layers": 28, "sliding_window": 4096, "use_sliding_window": True}
+OF_OTHER_PARTS |= {"quantization_config": None}
 
 
 @pytest.mark.default_cases("*")
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"qkv_bias": True},
-        {"use_qk_norm": True},
-        {"shared_expert_intermediate_size": 0, "mlp_bias": False, "expert_capacity": None, "n_group": 0},
-        {"partial_rotary_factor": 0.5, "factor": 2, "attn_factor": 1, "exact": True},
-        {"unsloth_fixed": True, "unsloth_version": "2025.9"},
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 32768},
-        {"_experts_implementation": "grouped_mm"},
-        {"attention_dropout": 0.1, "logits_to_keep": 1, "tokenizer_class": "Qwen2Tokenizer"},
-        {"router_aux_loss_coef": 0.5, "seq_aux": True, "aux_loss_alpha": 0.1},
-        {"max_window_layers": 28, "sliding_window": 4096, "use_sliding_window": True},
-        {"text_config": None, "quantization_config": None},
-        {7: 8},
-    ],
-)
-def test_what_concerns_other_parts_is_passed_over(fields):
-    for family in ("qwen3_moe", "olmoe", "mixtral"):
-        assert checkpoints.read_model(PUBLIC[family] | fields) == checkpoints.read_model(PUBLIC[family])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
+def test_what_concerns_other_parts_is_passed_over(family):
+    assert checkpoints.read_model(PUBLIC[family] | OF_OTHER_PARTS) == checkpoints.read_model(PUBLIC[family])
 
 
 REFUSED = """expert_capacity_factor numExpertsPerGroup moe_shared_size use_gate gating_dropout mlp_bias ffn_mult
@@ -201,20 +203,6 @@ drop_tokens normalize_weights quantization use_bias"""
 def test_what_could_change_the_layer_is_refused(name):
     with pytest.raises(checkpoints.CheckpointError, match=f"{name}=2 is unknown to olmoe, and could change the layer"):
         checkpoints.read_model(PUBLIC["olmoe"] | {name: 2})
-
-
-def test_a_kilobyte_takes_no_time(tmp_path):
-    assert len(checkpoints.read_model(PUBLIC["deepseek_v3"] | {"first_k_dense_replace": 10**9}).dense_layers) == 61
-    path = tmp_path / "config.json"
-    path.write_text("{" + ",".join(f'"a{n % 80_000}": 0' for n in range(80_001)) + "}")
-    start = time.perf_counter()
-    with pytest.raises(checkpoints.CheckpointError, match="'a0' stands there twice"):
-        checkpoints.read_model(path)
-    assert time.perf_counter() - start < 5
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(checkpoints.CheckpointError, match=r"config\.json: is no file"):
-        checkpoints.read_model(path)
 
 
 def test_a_name_that_cannot_be_printed_is_escaped():

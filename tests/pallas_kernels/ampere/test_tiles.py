@@ -5,23 +5,23 @@ import jax.numpy as jnp
 import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
-from pallas_kernels.ampere.down_backward import ROWS, Pieces
-from pallas_kernels.ampere.operands import Panels
-from pallas_kernels.ampere.tile import Tile, default_tile
+from pallas_kernels.ampere.operands import PIECE_ROWS, Pieces
+from pallas_kernels.ampere.tile import Tile
+from pallas_kernels.tuning.parameters import MmaTuning, mma_heuristic
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, product
 
-LARGE, SMALL = default_tile("8.0"), default_tile("8.6")
+LARGE, SMALL = (mma_heuristic("up_projection", "bfloat16", capability) for capability in ("8.0", "8.6"))
 TILES = [
     LARGE,
     SMALL,
-    Tile(128, 64, 3, abreast=2),
-    Tile(128, 64, 3, sweep=2),
-    *(Tile(columns, k_step, 2) for columns in (128, 256) for k_step in (32, 64)),
+    MmaTuning(128, 64, 3, abreast=2),
+    MmaTuning(128, 64, 3, sweep=2),
+    *(MmaTuning(columns, k_step, 2) for columns in (128, 256) for k_step in (32, 64)),
 ]
 
 
-@pytest.mark.default_cases("ampere-bfloat16-*", "ampere-float32-Tile(columns=128, *, sweep=2)")
+@pytest.mark.default_cases("ampere-bfloat16-*", "ampere-float32-MmaTuning(columns=128, *, sweep=2)")
 @pytest.mark.parametrize(
     ("dtype", "tile"), [("bfloat16", t) for t in TILES] + [("float32", t) for t in TILES if t.k_step == 64], ids=str
 )
@@ -51,16 +51,20 @@ def test_sweeps_give_the_same_bits(kernels, sweep):
         back = kernels.down_backward(x, w_up[1], None, pre, row_weights, rows.groups, **options)
         return down, back, kernels.up_backward(pre, w_up, rows.groups, 0, n, tuning=tile)
 
-    found, expected = (jax.tree.map(lambda a: a[rows.owned], run(Tile(128, 64, 3, sweep=s))) for s in (sweep, 1))
+    found, expected = (jax.tree.map(lambda a: a[rows.owned], run(MmaTuning(128, 64, 3, sweep=s))) for s in (sweep, 1))
     assert_same_bits(found, expected)
 
 
-PIECES = [Pieces(1, kind, 64, LARGE) for kind in ("bfloat16", "float32")]
+SHORT, LONG = (Tile(MmaTuning(256, k_step, 3), "bfloat16") for k_step in (32, 64))
+NARROW, WIDE = Pieces(LONG, 1, 64), Pieces(Tile(LARGE, "float32"), 1, 64)
 LOADED = {
-    **{f"rows of {tile}": (tile.lhs_word, tile.k_step, tile.k_step // 8, 1) for tile in TILES},
-    **{f"panels of {tile}": (Panels.of(tile, "bfloat16").word, tile.k_step, 8, 1) for tile in TILES},
-    "panels of float32": (Panels.of(LARGE, "float32").word, 32, 8, 2),
-    **{f"pieces of {p.kind}": (p.word, ROWS, p.chunks, 1 + (p.kind == "float32")) for p in PIECES},
+    "rows of few columns": (SHORT.lhs_word, SHORT.depth, SHORT.chunks, 1),
+    "rows of many columns": (LONG.lhs_word, LONG.depth, LONG.chunks, 1),
+    "few rows of panels": (SHORT.panel_word, SHORT.depth, 8, 1),
+    "many rows of panels": (LONG.panel_word, LONG.depth, 8, 1),
+    "panels of float32": (WIDE.tile.panel_word, WIDE.tile.depth, 8, 2),
+    "pieces": (NARROW.word, PIECE_ROWS, NARROW.chunks, 1),
+    "pieces of float32": (WIDE.word, PIECE_ROWS, WIDE.chunks, 2),
 }
 """Where 16 bytes are, for how many rows and chunks, and how many neighbouring chunks are loaded together."""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import simt
-from pallas_kernels.simt.races import RaceError
+from pallas_kernels.simt.interpreter import RaceError
 from pallas_kernels.simt.threads import (
     block_barrier,
     branch,

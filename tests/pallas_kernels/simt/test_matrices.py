@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import simt
+from pallas_kernels.simt.interpreter import RaceError
 from pallas_kernels.simt.matrices import (
     chunk_size,
     commit_copies,
@@ -16,7 +17,6 @@ from pallas_kernels.simt.matrices import (
     tensor_operand,
     wait_for_copies,
 )
-from pallas_kernels.simt.races import RaceError
 from pallas_kernels.simt.threads import block_barrier, thread, warp_barrier, when
 from pallas_kernels.simt.values import Float
 from tests.numerics import assert_close, assert_same_bits

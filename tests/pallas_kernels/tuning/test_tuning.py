@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import hopper, tuning, xla
-from pallas_kernels.ampere.tile import default_tile
 from pallas_kernels.tuning import add_tunings, find_tuning, parameters, tables_in_use, tried
 from pallas_kernels.tuning.parameters import (
     H200,
@@ -182,7 +181,7 @@ def test_the_packages_file_keeps_what_the_rules_do_not_give(on_an_h200):
 )
 @pytest.mark.default_cases("*")
 def test_the_tile_for_ampere_by_what_fits(capability, kind, expected):
-    tile = default_tile(capability, kind=kind)
+    tile = mma_heuristic("up_projection", kind, capability)
     assert (tile.columns, tile.k_step, tile.stages, tile.abreast) == (*expected, 1)
     assert tile.shared_bytes <= block_kib(capability) * 1024
     gradients = mma_heuristic("mma_up_weight_gradients", kind, capability)

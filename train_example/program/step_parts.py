@@ -8,7 +8,7 @@ and five times backward.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -50,12 +50,12 @@ _MOVES = _NAMES | _COPIES | {"dynamic-slice", "dynamic-update-slice"}
 _FLOAT32 = 4
 
 
-def by_part(kernels: Iterable[Kernel], program: Mapping[str, "Instruction"], steps: int) -> dict[str, dict[str, Any]]:
+def by_part(kernels: Iterable[Kernel], program: Mapping[str, str | None], steps: int) -> list[dict[str, Any]]:
     """The time of every part in a step, in the order of `PARTS`, from the kernels of several equal steps.
 
     Returns:
-      For each part "ms", in which its kernels ran, the first of them where several did, so that all parts together are
-      the time in which anything ran; "launches"; and "kernels" with the "ms" of each "name", the longest first.
+      For each "part" the "ms" in which its kernels ran, the first of them where several did, so that all parts together
+      are the time in which anything ran; "launches"; and "kernels" with the "ms" of each "name", the longest first.
     """
     times: dict[str, Any] = defaultdict(Counter)
     launches, end = Counter(), float("-inf")
@@ -64,46 +64,29 @@ def by_part(kernels: Iterable[Kernel], program: Mapping[str, "Instruction"], ste
         times[name][kernel.name] += max(0.0, kernel.end_ns - max(end, kernel.start_ns)) / steps / 1e6
         launches[name] += 1
         end = max(end, kernel.end_ns)
-    return {
-        name: {
+    return [
+        {
+            "part": name,
             "ms": times[name].total(),
             "launches": launches[name] / steps,
             "kernels": [{"name": kernel, "ms": ms} for kernel, ms in times[name].most_common() if ms],
         }
         for name in PARTS
-    }
+    ]
 
 
-def part_of(kernel: Kernel, program: Mapping[str, "Instruction"]) -> str:
+def part_of(kernel: Kernel, program: Mapping[str, str | None]) -> str:
     """The part that a kernel belongs to; `OTHER` if nothing says which."""
     as_instruction = re.sub(r"_(\d+)$", r".\1", kernel.name)  # XLA calls the kernel of loop_fusion.3 loop_fusion_3
     found = program.get(kernel.op) or program.get(kernel.name) or program.get(as_instruction)
-    if found is not None:
-        if found.moves:
-            return CASTS
-        for op_name in found.op_names:
-            for part, (source, _) in _PARTS.items():
-                if re.search(source, op_name):
-                    return part
-        if any(re.search(_STACKING, op_name) for op_name in found.op_names):
-            return CASTS
-    return next((part for part, (_, name) in _PARTS.items() if name and re.search(name, kernel.name)), OTHER)
+    return found or next((part for part, (_, name) in _PARTS.items() if name and re.search(name, kernel.name)), OTHER)
 
 
-class Instruction(NamedTuple):
-    """An instruction of a compiled program.
+def parts_of_instructions(text: str) -> dict[str, str | None]:
+    """The part that each instruction of a program belongs to, by its name; None if nothing says which.
 
-    Attributes:
-      op_names: where in the source it comes from, its own place first, then those of what is fused into it.
-      moves: whether it computes nothing.
+    `text` is `compiled.as_text()`, where a computation stands before its callers.
     """
-
-    op_names: tuple[str, ...]
-    moves: bool
-
-
-def instructions(text: str) -> dict[str, Instruction]:
-    """All instructions of a program, `compiled.as_text()`, by their names. A computation stands before its callers."""
     program, bodies = {}, {}
     body: list[tuple[str, str]] = []  # operations and their places, those of called computations instead of the calls
     for line in text.splitlines():
@@ -113,11 +96,21 @@ def instructions(text: str) -> dict[str, Instruction]:
             place, called = _OP_NAME.search(line), _CALLED.search(line)
             own = place[1] if place else ""
             inner = bodies.get(called[1] if called else None) or [(found[2], own)]
-            names = dict.fromkeys([own, *(name for _, name in reversed(inner))])  # the root is the last
-            moves = all(operation in _MOVES for operation, _ in inner)
-            program[found[1]] = Instruction(tuple(filter(None, names)), moves)
+            program[found[1]] = _part_of_operations(own, inner)
             body += inner
     return program
+
+
+def _part_of_operations(own: str, inner: list[tuple[str, str]]) -> str | None:
+    """The part of an instruction from its own place in the source and all operations that are fused into it."""
+    if all(operation in _MOVES for operation, _ in inner):
+        return CASTS
+    places = dict.fromkeys([own, *(place for _, place in reversed(inner))])  # the root is the last
+    for place in places:
+        for part, (source, _) in _PARTS.items():
+            if re.search(source, place):
+                return part
+    return CASTS if any(re.search(_STACKING, place) for place in places) else None
 
 
 def step_work(config: TrainConfig, num_parameters: int) -> Mapping[str, list[Work]]:

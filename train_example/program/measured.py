@@ -17,22 +17,22 @@ from train_example.program.arguments import add_options, new_config
 from train_example.program.model import make_model
 from train_example.step import Batch, init_state
 
-_COUNTS = ("steps", "batch_size", "sequence_length", "accumulate", "seed")
-_CHOICES = ("remat", "save", "attention", "momentum_dtype", "unroll")
+_OPTIONS = ("steps", "batch_size", "sequence_length", "accumulate", "seed")
+_OPTIONS += ("remat", "save", "attention", "momentum_dtype", "unroll")
 
 
 def options_parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that `configuration` takes, the experts' layer apart."""
     epilog = "Options left out are the preset's, 1b or on a CPU tiny, but there are 200 steps."
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description, epilog=epilog)
-    add_options(parser, *_COUNTS, *_CHOICES)
+    add_options(parser, *_OPTIONS)
     return parser
 
 
 def configuration(arguments: argparse.Namespace, layer: str) -> TrainConfig:
     """The preset's, with what the command line changes; by default one that the device here can train."""
     preset = "tiny" if jax.default_backend() == "cpu" else "1b"
-    given = {name: value for name, value in vars(arguments).items() if name in ("preset", *_COUNTS, *_CHOICES)}
+    given = {name: value for name, value in vars(arguments).items() if name in ("preset", *_OPTIONS)}
     return new_config({"preset": preset, "steps": 200} | given | {"experts_layer": layer})
 
 

@@ -1,4 +1,4 @@
-"""Times each part of a training step on a GPU and says what the part could reach.
+"""Times the parts of a training step on a GPU, and what each could reach: `python -m train_example.profile_step`.
 
 Nothing is saved but what `--json` and `--plot` name.
 """
@@ -17,10 +17,10 @@ from blaze_jax.benchmark.results import ResultsFile, command_line, describe, env
 from blaze_jax.benchmark.tables import terminal
 from blaze_jax.benchmark.timing import Kernel, TraceError, time_calls, trace
 from train_example.config import ExpertsLayer, TrainConfig, UserError
-from train_example.profile_step.parts import Instruction, by_part, instructions, memory_floor, step_work
-from train_example.profile_step.run import Run, configuration, options_parser
 from train_example.program.arguments import whole
 from train_example.program.devices import allow_all_memory
+from train_example.program.measured import Run, configuration, options_parser
+from train_example.program.step_parts import by_part, memory_floor, parts_of_instructions, step_work
 
 _WARM_STEPS, _TIMED_STEPS = 3, 30
 _WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
@@ -91,26 +91,25 @@ def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
     record |= {"kind": "step_profile", **sizes, "wall_ms": wall_ms}
     record["floor_gib"] = {name: size / 2**30 for name, size in memory_floor(config, run.parameters).items()}
     record["tokens_per_second"] = config.batch_size * config.sequence_length / wall_ms * 1e3
-    program = instructions(profiled.as_text() or "")
+    program = parts_of_instructions(profiled.as_text() or "")
     return record | profile_record(kernels, traced, program, config, run.parameters, ceilings)
 
 
 def profile_record(
     kernels: Sequence[Kernel],
     steps: int,
-    program: Mapping[str, Instruction],
+    program: Mapping[str, str | None],
     config: TrainConfig,
     parameters: int,
     ceilings: Ceilings,
 ) -> dict[str, Any]:
     """Milliseconds of a step, part by part, and their bounds, from the kernels of several equal steps."""
-    work, rows = step_work(config, parameters), []
-    for name, times in by_part(kernels, program, steps).items():
+    work, rows = step_work(config, parameters), by_part(kernels, program, steps)
+    for row in rows:
         least: dict[str, float] = defaultdict(float)
-        for us, bound in (ceilings.least_us(*one) for one in work.get(name, [])):
+        for us, bound in (ceilings.least_us(*one) for one in work.get(row["part"], [])):
             least[bound] += us / 1e3
-        bounds = {"bound_ms": sum(least.values()), "bound": max(least, key=least.__getitem__, default=None)}
-        rows.append({"part": name, **times, **bounds})
+        row |= {"bound_ms": sum(least.values()), "bound": max(least, key=least.__getitem__, default=None)}
     step_ms = (max(k.end_ns for k in kernels) - min(k.start_ns for k in kernels)) / steps / 1e6
     busy = sum(row["ms"] for row in rows)
     flops = sum(one.flops for works in work.values() for one in works)
