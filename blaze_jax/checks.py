@@ -3,7 +3,7 @@
 import reprlib
 import warnings
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from numbers import Integral, Real
 
 import jax
@@ -74,7 +74,7 @@ def _check(arguments: dict, holds, rule: str) -> None:
             raise ValueError(f"{name}={value!r} must be {rule}")
 
 
-@cache
+@lru_cache(4096)  # a message may hold sizes, of which a long run can have any number
 def warn_once(message: str) -> None:
     """Warns of `message`, the first time that it is given in this process."""
     warnings.warn(message, stacklevel=2)

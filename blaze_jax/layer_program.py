@@ -120,8 +120,7 @@ def run_layer(
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
         by_token = vary_over(by_token, frozenset(devices.axes))
-        num_tokens = by_token[0].shape[0] * lax.axis_size(devices.axes)
-        y, routing = program.layer(num_tokens, by_token, params, selection_bias)
+        y, routing = program.layer(by_token[0].shape[0] * lax.axis_size(devices.axes), by_token, params, selection_bias)
     chosen, weights = tokens_in_order((routing.experts, routing.weights), x, explicit, in_order)
     losses = auxiliary_losses(routing, config)
     routing = routing._replace(experts=chosen, weights=weights, weighted_losses=losses)

@@ -8,7 +8,7 @@ from typing import Any
 from blaze_jax.benchmark.plots import draw
 from blaze_jax.benchmark.results import Record, read_results, source, succeeded
 from blaze_jax.benchmark.sizes import GPU_SIZES, PASSES
-from blaze_jax.benchmark.studies import DECIDERS
+from blaze_jax.benchmark.studies import Routed
 from blaze_jax.benchmark.tables import Row, both_ms, cell, flatness, label, markdown, merged, table
 
 START = "<!-- results: {}, written by `python -m docs.write_benchmarks`, do not edit -->"
@@ -48,7 +48,7 @@ def render(kind: str, results: Sequence[Result]) -> str:
     lines: list[str] = []
     for result in results:
         if records := of_kind(kind, [result]):
-            lines += markdown(_routing(records) if kind == "routing" else _by_size(records))
+            lines += markdown(_by_size(records))
             lines += ["", flatness(records)] if kind == "scaling" else []
             lines += ["", f"{source(result)}: `{result['command']}`", ""]
     if kind == "compare":
@@ -87,6 +87,8 @@ def _what(record: Record) -> tuple[str, str]:
     """The head of a column, and what was measured: a number of tokens, sizes, or a model."""
     if record["kind"] == "scaling":
         return "tokens", f"{record['sizes']['num_tokens']:,}"
+    if record["kind"] == "routing":
+        return "T, E, K", _name({name: record[name] for name in Routed._fields})
     return ("T, d, n, E, K", _name(record["sizes"])) if "sizes" in record else ("model", record["title"])
 
 
@@ -103,29 +105,6 @@ def _sizes_left_out(compared: Sequence[Record]) -> list[str]:
     if not missing or not any(sizes in defaults for sizes in measured):
         return []
     return [f"Default sizes not compared: {'; '.join(missing)}."]
-
-
-def _routing(records: list[Record]) -> list[Row]:
-    """A row for each case, where the terminal has one for each call."""
-    both = list(records[0]["calls"])[:2]  # ours and XLA's, from logits to indices; parts of them follow
-    rows: list[Row] = [
-        (
-            "T, E, K",
-            *(f"{name}, µs" for name in both),
-            "faster by",
-            *(f"{name}, separate call, µs" for name in both),
-            *(f"ours, {name}, µs" for name in DECIDERS),
-        )
-    ]
-    for record in records:
-        calls, sizes = record["calls"], (record["num_experts"], record["experts_per_token"])
-        us, walls, deciders = (
-            [format(calls[name][field], digits) for name in names]
-            for names, field, digits in ((both, "us", ".1f"), (both, "wall_us", ".0f"), (DECIDERS, "us", ".1f"))
-        )
-        case = f"{record['num_tokens']:,}, {', '.join(map(str, sizes))}"
-        rows.append((case, *us, f"{record['speedup']:.1f}×", *walls, *deciders))
-    return rows
 
 
 if __name__ == "__main__":

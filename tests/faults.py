@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,20 +81,20 @@ FAULTS = [Fault(*fault) for fault in [
     ("known_expert", "select((expert >= 0) & (expert < num_experts), expert, num_experts)", "select(expert < num_experts, expert, num_experts)", "dispatch"),
     ("check_ids", "wrong = (values < EMPTY_SLOT) | (values >= num_experts)", "wrong = values >= num_experts", "dispatch experts_errors"),
     # the loops over rows
-    ("_for_each_batch", "mine = (row >= wanted[:, None]) & (row < end[:, None])", "mine = row < end[:, None]", "loops experts weight_gradients"),
-    ("_for_each_batch", "tiles = ((end - first).max() + turn.rows - 1) // turn.rows", "tiles = (end - first).max() // turn.rows", "loops experts weight_gradients"),
-    ("_for_each_batch", "tiles = ((end - first).max() +", "tiles = ((end - first).min() +", "loops experts weight_gradients"),
-    ("_for_each_batch", "busy = (load > 0).sum(dtype=jnp.int32)", "busy = (load > 1).sum(dtype=jnp.int32)", "loops experts weight_gradients"),
-    ("read_own_rows", "return jnp.where(tile.mine, read_rows(array, tile), 0)", "return read_rows(array, tile)", "loops experts weight_gradients"),
-    ("product", "preferred_element_type=accumulator_dtype(lhs.dtype)", "preferred_element_type=lhs.dtype", "up_projection_and_backward weight_gradients"),
-    ("sum_rows", "accumulator_dtype(o.dtype, *read), groups, like)", "o.dtype, groups, like)", "weight_gradients experts"),
+    ("_for_each_batch", "mine = (row >= wanted[:, None]) & (row < end[:, None])", "mine = row < end[:, None]", "loops experts products"),
+    ("_for_each_batch", "tiles = ((end - first).max() + turn.rows - 1) // turn.rows", "tiles = (end - first).max() // turn.rows", "loops experts products"),
+    ("_for_each_batch", "tiles = ((end - first).max() +", "tiles = ((end - first).min() +", "loops experts products"),
+    ("_for_each_batch", "busy = (load > 0).sum(dtype=jnp.int32)", "busy = (load > 1).sum(dtype=jnp.int32)", "loops experts products"),
+    ("read_own_rows", "return jnp.where(tile.mine, read_rows(array, tile), 0)", "return read_rows(array, tile)", "loops experts products"),
+    ("product", "preferred_element_type=accumulator_dtype(lhs.dtype)", "preferred_element_type=lhs.dtype", "products"),
+    ("sum_rows", "accumulator_dtype(o.dtype, *read), groups, like)", "o.dtype, groups, like)", "products experts"),
     # each term of the VJP, portable
-    ("down_backward", "d_weight = (d_hidden * hidden).sum(-1, keepdims=True)", "d_weight = d_hidden.sum(-1, keepdims=True)", "down_projection_and_backward experts"),
-    ("down_backward", "d_weight += product(dy_rows, own[1][:, None], 2, 2)", "d_weight += 0", "down_projection_and_backward experts"),
-    ("down_backward", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(d_hidden), weight * hidden", "down_projection_and_backward experts"),
-    ("down_backward", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(weight * d_hidden), hidden", "down_projection_and_backward experts"),
-    ("down_weight_gradients", "_column_sums(weight * dy_rows", "_column_sums(dy_rows", "weight_gradients experts"),
-    ("up_projection", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", "up_projection_and_backward experts"),
+    ("down_backward", "d_weight = (d_hidden * hidden).sum(-1, keepdims=True)", "d_weight = d_hidden.sum(-1, keepdims=True)", "products experts"),
+    ("down_backward", "d_weight += product(dy_rows, own[1][:, None], 2, 2)", "d_weight += 0", "products experts"),
+    ("down_backward", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(d_hidden), weight * hidden", "products experts"),
+    ("down_backward", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(weight * d_hidden), hidden", "products experts"),
+    ("down_weight_gradients", "_column_sums(weight * dy_rows", "_column_sums(dy_rows", "products experts"),
+    ("up_projection", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", "products experts"),
     ("combine", "weights[:, slot, None].astype(wide) * row", "row", "combine experts"),
     ("combine_columns", "carry[0] < width, turn,", "carry[0] <= width - block, turn,", "experts"),
     ("_weights_of_parts", "jnp.where(tokens.experts < num_experts, tokens.weights, jnp.nan)", "tokens.weights", "experts_errors experts"),
@@ -102,18 +103,18 @@ FAULTS = [Fault(*fault) for fault in [
     ("_forward", "tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)", "tuple(pre_activations)", "experts_memory"),
     ("_compute", "checkpoint_name((dispatch, most_pairs), INDEX_NAME)", "(dispatch, most_pairs)", "experts_memory"),
     # the Hopper kernels, interpreted
-    ("multiply", "gather.wait_landed(self.refs.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", "up_projection_and_backward interpreter"),
-    ("half", "rows = jnp.clip(self.rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(self.rows, 0, GROUP_ROWS)", "tile_queue up_projection_and_backward"),
-    ("one", "self.release(step + self.stages - 1)", "self.release(step)", "up_projection_and_backward down_projection_and_backward"),
-    ("store_through", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", "up_projection_and_backward interpreter"),
-    ("down_backward", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", "down_projection_and_backward"),
-    ("only_valid", "lax.cond(valid_rows < self.rows,", "lax.cond(valid_rows < 0,", "weight_gradients"),
+    ("multiply", "gather.wait_landed(self.refs.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", "products interpreter"),
+    ("half", "rows = jnp.clip(self.rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(self.rows, 0, GROUP_ROWS)", "tile_queue products"),
+    ("one", "self.release(step + self.stages - 1)", "self.release(step)", "products"),
+    ("store_through", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", "products interpreter"),
+    ("down_backward", "d_weight += (d_hidden * hidden).sum(axis=1)", "d_weight = (d_hidden * hidden).sum(axis=1)", "products"),
+    ("only_valid", "lax.cond(valid_rows < self.rows,", "lax.cond(valid_rows < 0,", "products weight_gradients"),
     ("_silu_jvp", "sigmoid + silu * (1 - sigmoid)", "sigmoid + silu * sigmoid", "activations"),
-    ("down_backward", "value_and_gradients(activation, pre, weight * d_hidden)", "value_and_gradients(activation, pre, d_hidden)", "down_projection_and_backward"),
-    ("multiply", "@pl.when(tile.end - row < K_STEP)", "@pl.when(tile.end - row < 0)", "weight_gradients"),
-    ("fill", "row = jnp.where(k + 1 < steps, row, start_of(following))", "row = row", "weight_gradients tile_queue"),
-    ("_wait", "plgpu.barrier_wait(self.refs.handed.at[place])", "pass", "tile_queue weight_gradients"),
-    ("_hand", "pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))", "pass", "tile_queue weight_gradients"),
+    ("down_backward", "value_and_gradients(activation, pre, weight * d_hidden)", "value_and_gradients(activation, pre, d_hidden)", "products"),
+    ("multiply", "@pl.when(tile.end - row < K_STEP)", "@pl.when(tile.end - row < 0)", "products weight_gradients"),
+    ("fill", "row = jnp.where(k + 1 < steps, row, start_of(following))", "row = row", "products tile_queue"),
+    ("_wait", "plgpu.barrier_wait(self.refs.handed.at[place])", "pass", "tile_queue products"),
+    ("_hand", "pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))", "pass", "tile_queue products"),
     ("find", "is_one, number = number < tiles,", "is_one, number = number <= tiles,", "tile_queue"),
     ("combine", "addend.load_vector(Long(token) * width + column, COLUMNS).wide()", "sums", "combine"),
     ("combine", "jnp.zeros(shape, wide) if addend is None else addend.astype(wide)", "jnp.zeros(shape, wide)", "combine"),
@@ -126,29 +127,29 @@ FAULTS = [Fault(*fault) for fault in [
     ("sum_products", "ahead = ring.tile.stages - 1", "ahead = ring.tile.stages", "tiles"),
     ("wait", "wait_for_copies(self.tile.stages - 2)", "wait_for_copies(self.tile.stages - 1)", "tiles"),
     ("wait", "simt.block_barrier()", "pass", "tiles"),
-    ("sum_products", "state = operands.state(following + 1)", "state = operands.state(following)", "weight_gradients"),
+    ("sum_products", "state = operands.state(following + 1)", "state = operands.state(following)", "products weight_gradients"),
     ("traced", "jax.sharding.use_abstract_mesh(_NO_MESH)", "jax.named_scope('')", "elementwise"),
     ("kernel_launch", "arrays = vary_over(arrays, varying_axes(arrays))", "pass", "launches"),
     ("sweep_columns", "simt.block_barrier()  # all have left", "0  # all have left", "tiles"),
     ("sweep_columns", "if not ring_is_free or each == 1:", "if each == 1:", "tiles"),
     ("row_matmul", "start_piece(column_tile, step - k.number)", "start_piece(sweep, step - k.number)", "tiles"),
-    ("halves", "column_tile * width + later + self.panel * PANEL", "column_tile * width + self.panel * PANEL", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
-    ("row_matmul", "ring.wait()", "pass", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("halves", "column_tile * width + later + self.panel * PANEL", "column_tile * width + self.panel * PANEL", "products weight_gradients combine"),
+    ("row_matmul", "ring.wait()", "pass", "products weight_gradients combine"),
     ("load_rows", "tensor_operand(load_matrices(rows, word + start), tile.kind)", "load_matrices(rows, word + start)", "float32"),
     ("load_columns", "tensor_operand(load_matrices(columns, word + first * tile.row_words), tile.kind)", "load_matrices(columns, word + first * tile.row_words)", "float32"),
     ("copy_rows", "all_or_none(first + chunk_elements < k.depth, valid_rows - row) > i * apart", "valid_rows - row > i * apart", "edges"),
-    ("copy_panels", "all_or_none(step_row + row < k.depth, Int(end) - column) > later", "Int(end) - column > later", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("copy_panels", "all_or_none(step_row + row < k.depth, Int(end) - column) > later", "Int(end) - column > later", "products weight_gradients combine"),
     ("choose", "select(second, step - self.of_pair, step) * self.tile.depth", "step * self.tile.depth", "experts"),
     ("load_panels", "return tensor_operand([registers[i] for i in ((0, 2, 1, 3) if left else range(4))], tile.kind)", "return [registers[i] for i in ((0, 2, 1, 3) if left else range(4))]", "float32"),
     ("panel_word", "else row % 8", "else row % 4", "tiles"),
-    ("load_panels", "(lane % 8 + lane // 16 * 8, lane // 8 % 2) if left", "(lane % 16, lane // 16) if left", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("load_panels", "(lane % 8 + lane // 16 * 8, lane // 8 % 2) if left", "(lane % 16, lane // 16) if left", "products weight_gradients combine"),
     ("start", "known = (of_warp < where.rows) & (column < self.columns)", "known = column < self.columns", "edges"),
     ("word", "else (row >> 1) % 4", "else row % 4", "tiles"),
-    ("abreast", "across = minimum(Int(row_tiles) - first, rows)", "across = Int(rows)", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
-    ("_row_contraction", "known = (row < end) & (token >= 0)", "known = (row <= end) & (token >= 0)", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
-    ("down_backward", "row_weights[2 * of_rows + i]", "row_weights[of_rows + i]", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("abreast", "across = minimum(Int(row_tiles) - first, rows)", "across = Int(rows)", "products weight_gradients combine"),
+    ("_row_contraction", "known = (row < end) & (token >= 0)", "known = (row <= end) & (token >= 0)", "products weight_gradients combine"),
+    ("down_backward", "row_weights[2 * of_rows + i]", "row_weights[of_rows + i]", "products weight_gradients combine"),
     ("up_projection", "[add_bias(values, own) for", "[add_bias(add_bias(values, own), own) for", "tiles"),
-    ("store_rows", "(row < where.rows) & (own < num_columns)", "(row <= where.rows) & (own < num_columns)", "down_projection_and_backward up_projection_and_backward weight_gradients combine"),
+    ("store_rows", "(row < where.rows) & (own < num_columns)", "(row <= where.rows) & (own < num_columns)", "products weight_gradients combine"),
     ("mma_heuristic", "block_kib(capability) > 99", "block_kib(capability) >= 99", "tuning"),
     ("launch", "memories[after].accesses = memories[after - updated].accesses", "pass", "language"),
     # tokens in ranges
@@ -190,7 +191,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_surroundings", "None if are_observers() else", "", "eager"),
     ("traced_once", "jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inlined else False)", "run", "eager"),
     ("as_on_all", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", "meshes"),
-    ("row_range", "(place >= 0) & (place < offsets[-1])", "place >= 0", "row_range"),
+    ("row_range", "(place >= 0) & (place < offsets[-1])", "place >= 0", "parts"),
     # public checkpoints
     ("decode_mxfp4", "[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]", "decode"),
     ("decode_mxfp4", "jnp.where(scale == MXFP4_NAN", "jnp.where(scale == 256", "decode"),
@@ -209,7 +210,9 @@ FAULTS = [Fault(*fault) for fault in [
     ("check_all_known", "if self._values.get(name) and not", "if name in self._values and not", "config"),
     ("_find_layout", "optional = set() if config.selection_bias else", "optional = set() if config.has_selection_bias else", "save"),
     ("_qwen3_moe", "(n + 1) % step", "n % step", "config"),
-    ("_write_index", "unfinished.replace(folder / INDEX)", 'unfinished.replace(folder / "index")', "save"),
+    ("_write_index", "rename(unfinished, folder / INDEX)", 'rename(unfinished, folder / "index")', "save"),
+    ("rename", "os.fsync(folder)", "pass", "save"),
+    ("check_hashes", "digest != saved[name]", "not digest", "save"),
     ("write_tensors", "stack.enter_context(locked(folder))", "pass", "save"),
     ("_free_path", "TensorFile(path).tensors.keys() <= names", "False", "save"),
     ("write_tensors", "elif len(kept) < len(file.tensors):", "elif False:", "save"),
@@ -222,6 +225,12 @@ FAULTS = [Fault(*fault) for fault in [
     ("get_sharding", "P(*(split.get(name) for name in self.names))", "P(*(axes for _, axes in self.mesh_axes))", "parallelism"),
     ("__call__", 'self.sow("losses", name, loss)', 'self.sow("losses", name, 2 * loss)', "modules"),
     ("call_layer", "x = in_common_dtype(x, module.dtype, params)", "x = x", "modules"),
+    ("applied", "mask = some if mask is None else mask & some", "mask = some", "given_routing"),
+    ("applied", "& (ids < logits.shape[1]) & ~first)", "& (ids < logits.shape[1]))", "given_routing"),
+    ("applied", "jnp.where(mask[:, None], logits, -jnp.inf)", "logits", "given_routing"),
+    ("layer", "tokens = jnp.where(given.mask[:, None], tokens, 0)", "pass", "given_routing"),
+    ("layer", "jnp.where(given.mask[:, None], y, 0), routing", "y, routing", "given_routing"),
+    ("_over_mesh", "jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)", "jnp.pad(ids, ((0, padding), (0, 0)))", "given_routing"),
     ("_is_in_order", "return in_order or not any(_leading(x)[1:])", "return True", "collectives"),
     ("tokens_in_order", "if mesh is None or _is_in_order(x, in_order):", "if True:", "meshes"),
     ("devices_of", "(*split, *(axis for axis in axes if axis not in split))", "axes", "collectives"),
@@ -248,25 +257,19 @@ class Definition(NamedTuple):
 def definitions() -> list[Definition]:
     """Everything that has a name in the project, but for local variables."""
     found = []
-
-    def visit(node, name, path, text, lines):
-        for child in ast.iter_child_nodes(node):
-            own = None
-            if isinstance(child, SCOPES):
-                own = child.name
-            elif isinstance(child, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Module | ast.ClassDef):
-                own = getattr(child.targets[0] if isinstance(child, ast.Assign) else child.target, "id", None)
-            if own:
-                first = min(part.lineno for part in (child, *getattr(child, "decorator_list", ())))
-                found.append(Definition(f"{name}.{own}", path, text, lines[first - 1], lines[child.end_lineno]))
-            visit(child, f"{name}.{own}" if isinstance(child, SCOPES) else name, path, text, lines)
-
     for path in sorted(p.relative_to(ROOT) for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
         text = (ROOT / path).read_text(encoding="utf-8")
-        lines = [0]
-        for line in text.splitlines(keepends=True):
-            lines.append(lines[-1] + len(line))
-        visit(ast.parse(text), ".".join(path.with_suffix("").parts), path, text, lines)
+        starts = list(accumulate(map(len, text.splitlines(keepends=True)), initial=0))
+        nodes = [(ast.parse(text), ".".join(path.with_suffix("").parts))]
+        for node, name in nodes:  # which grow meanwhile
+            for child in ast.iter_child_nodes(node):
+                own = child.name if isinstance(child, SCOPES) else None
+                if isinstance(child, ast.Assign | ast.AnnAssign) and isinstance(node, ast.Module | ast.ClassDef):
+                    own = getattr(child.targets[0] if isinstance(child, ast.Assign) else child.target, "id", None)
+                if own:
+                    first = min(part.lineno for part in (child, *getattr(child, "decorator_list", ())))
+                    found.append(Definition(f"{name}.{own}", path, text, starts[first - 1], starts[child.end_lineno]))
+                nodes.append((child, f"{name}.{own}" if isinstance(child, SCOPES) else name))
     return found
 
 
@@ -324,9 +327,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*")
     parser.add_argument("--all", action="store_true", help="with every case of the tests")
-    parser.add_argument(
-        "--named", action="store_true", help="with the tests named with each fault, not the whole suite"
-    )
+    parser.add_argument("--named", action="store_true", help="with the tests named with each fault alone")
     arguments = parser.parse_args()
     options = ["--all"] if arguments.all else []
     chosen = [f for f in FAULTS if not arguments.words or any(w in " ".join(f[:3]) for w in arguments.words)]
@@ -342,10 +343,8 @@ def main() -> int:
             found = found or (not arguments.named and noticed(fault, *options))
             if not found:
                 survivors.append(fault)
-            print(
-                f"{number}/{len(chosen)} {'noticed' if found else 'SURVIVED'}: {fault.function}: {fault.new}",
-                flush=True,
-            )
+            outcome = "noticed" if found else "SURVIVED"
+            print(f"{number}/{len(chosen)} {outcome}: {fault.function}: {fault.new}", flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults noticed")
     return int(len(survivors) > (0 if arguments.all else MAY_SURVIVE * len(chosen)))
 

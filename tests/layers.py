@@ -72,7 +72,8 @@ def of_linen(params, x, config: MoEConfig, dtype=None):
 
 def nnx_module(params, config: MoEConfig, **options) -> blaze_jax.nnx.MoE:
     """A module of flax.nnx that holds these parameters, instead of those that it initialises."""
-    module = blaze_jax.nnx.MoE(WIDTH, config, use_bias="b_down" in params, rngs=nnx.Rngs(0), **options)
+    width, use_bias = len(params["w_router"]), "b_down" in params
+    module = blaze_jax.nnx.MoE(width, config, use_bias=use_bias, rngs=nnx.Rngs(0), **options)
     for name, value in params.items():
         getattr(module, name).set_value(value)
     return module

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -15,7 +14,6 @@ from train_example.config import VOCABULARY, UserError
 type Units = Integer[np.ndarray, " N"]
 
 _MAX_HELD_OUT = 16 * 2**20
-_OPEN_FILES = 64
 
 
 def _text_of_bytes(units: Sequence[int]) -> str:
@@ -24,7 +22,7 @@ def _text_of_bytes(units: Sequence[int]) -> str:
 
 @dataclass
 class Stream:
-    """Documents laid end to end, as numbers. Files are mapped where they are read, never loaded whole.
+    """Documents laid end to end, as numbers. Files are read where they are asked for, never whole.
 
     Attributes:
       documents: arrays of numbers, and paths of files that consist of bytes and are not empty.
@@ -49,15 +47,15 @@ class Stream:
         return int(self.ends[-1])
 
     def read(self, start: int, length: int) -> Units:
-        """A copy of the numbers from `start` to `start + length`."""
+        """A copy of the numbers from `start` to `start + length`; UserError for a file that has changed its size."""
         pieces, stop = [], start + length
         document = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
-            source = self.documents[document]
-            array = _mapped(source) if isinstance(source, Path) else source
-            offset = start - (int(self.ends[document]) - array.size)
-            pieces.append(array[offset : offset + stop - start])
-            start += pieces[-1].size
+            source, end = self.documents[document], int(self.ends[document])
+            first = int(self.ends[document - 1]) if document else 0
+            part = slice(start - first, min(stop, end) - first)
+            pieces.append(_read(source, end - first, part) if isinstance(source, Path) else source[part])
+            start = end
             document += 1
         return np.concatenate(pieces)
 
@@ -104,10 +102,8 @@ class Corpus:
 
     def windows(self, starts: Int[np.ndarray, "*B"]) -> Integer[np.ndarray, "*B S+1"]:
         """A sequence and the byte after it from each start."""
-        length = self.sequence_length + 1
-        return np.stack([self.stream.read(start, length) for start in starts.ravel().tolist()]).reshape(
-            *starts.shape, length
-        )
+        windows = [self.stream.read(start, self.sequence_length + 1) for start in starts.ravel().tolist()]
+        return np.stack(windows).reshape(*starts.shape, -1)
 
 
 def open_text(path: str | None) -> Stream:
@@ -145,6 +141,13 @@ def _visible_files(root: Path) -> list[Path]:
     return found
 
 
-@lru_cache(_OPEN_FILES)  # a folder may hold more files than a process may have open
-def _mapped(path: Path) -> Units:
-    return np.memmap(path, np.uint8, mode="r")
+def _read(path: Path, size: int, part: slice) -> Units:
+    """Bytes of a file of that size. They are not mapped: who maps a file that is cut then is killed."""
+    try:
+        if path.stat().st_size == size:
+            found = np.fromfile(path, np.uint8, part.stop - part.start, offset=part.start)
+            if found.size == part.stop - part.start:
+                return found
+    except OSError as error:
+        raise UserError(f"--data {path} cannot be read any more: {error.strerror}") from error
+    raise UserError(f"--data {path} has another size than when it was opened: let texts be as they are during a run")

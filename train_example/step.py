@@ -132,12 +132,8 @@ def make_evaluation(model: Decoder) -> Callable[[TrainState, Batch], Float[Array
 
     def evaluate(state: TrainState, batches: Batch) -> Float[Array, ""]:
         variables = {"params": state.params, "router_state": state.router_state}
-
-        def mean(windows: UInt8[Array, "M S+1"]) -> Float[Array, ""]:
-            logits = model.apply(variables, windows[:, :-1])
-            return cross_entropy(jnp.asarray(logits), windows)
-
-        return lax.map(mean, batches).mean()
+        means = lax.map(lambda w: cross_entropy(jnp.asarray(model.apply(variables, w[:, :-1])), w), batches)
+        return means.mean()
 
     return evaluate
 

@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
@@ -106,16 +106,16 @@ def write_tensors(
     groups, paths = _groups(tensors), []
     with ExitStack() as stack:
         contents = [_content(group, {"format": "pt"}) for group in groups]
-        written = [stack.enter_context(_written(folder / stem, content)) for content in contents]
+        complete = [stack.enter_context(written(folder / stem, content)) for content in contents]
         stack.enter_context(locked(folder))
         files, file_of = checked()
         if SINGLE_FILE in files:
             raise CheckpointError(f"{folder / SINGLE_FILE}: was not there when the writing began")
         index = {name: file for name, file in file_of.items() if not replaced(name)}
-        for number, (group, unfinished) in enumerate(zip(groups, written, strict=True), start=1):
+        for number, (group, unfinished) in enumerate(zip(groups, complete, strict=True), start=1):
             of_many = f"-{number:05}-of-{len(groups):05}" if len(groups) > 1 else ""
             paths.append(_free_path(folder / f"{stem}{of_many}", names, files))
-            unfinished.replace(paths[-1])
+            rename(unfinished, paths[-1])
             index |= {tensor.name: paths[-1].name for tensor in group}
         if set(index.values()) != {SINGLE_FILE}:
             _write_index(folder, index)
@@ -144,8 +144,8 @@ def _free_path(start: Path, names: set[str], files: Collection[str]) -> Path:
 def _write_index(folder: Path, index: dict[str, str]) -> None:
     sizes = [(folder / file).stat().st_size for file in set(index.values()) if (folder / file).exists()]
     content = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(index.items()))}
-    with _written(folder / INDEX, [json.dumps(content, indent=1).encode()]) as unfinished:
-        unfinished.replace(folder / INDEX)
+    with written(folder / INDEX, [json.dumps(content, indent=1).encode()]) as unfinished:
+        rename(unfinished, folder / INDEX)
 
 
 def _groups(tensors: list[NewTensor]) -> list[list[NewTensor]]:
@@ -171,8 +171,8 @@ def _kept(file: TensorFile, replaced: Callable[[str], bool]) -> list[NewTensor]:
 
 def _rewrite(file: TensorFile, tensors: Sequence[NewTensor]) -> None:
     """Gives the file another content, which gets its name when it is on the disk."""
-    with _written(file.path, _content(tensors, file.metadata)) as unfinished:
-        unfinished.replace(file.path)
+    with written(file.path, _content(tensors, file.metadata)) as unfinished:
+        rename(unfinished, file.path)
 
 
 def _content(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
@@ -197,7 +197,7 @@ def _content(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> Itera
 
 
 @contextmanager
-def _written(path: Path, content: Iterable[bytes | memoryview]) -> Iterator[Path]:
+def written(path: Path, content: Iterable[bytes | memoryview]) -> Iterator[Path]:
     """Writes a file beside `path`, under a name that nobody else has, for the caller to rename; else it is removed."""
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")
     try:
@@ -209,6 +209,17 @@ def _written(path: Path, content: Iterable[bytes | memoryview]) -> Iterator[Path
         yield unfinished
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def rename(unfinished: Path, path: Path) -> None:
+    """Gives a file its name, which is on the disk afterwards, where the system can say so of folders."""
+    unfinished.replace(path)
+    with suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 @contextmanager

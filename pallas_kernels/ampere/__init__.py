@@ -3,7 +3,7 @@
 The same operations and signatures as `pallas_kernels.xla`, written per thread in the language `pallas_kernels.simt`,
 whose interpreter runs them and finds races. `docs/performance.md` says why, and what registers they take.
 
-A block multiplies a `tile`. Its `operands` come through a ring of slots in shared memory, and the `pipeline` keeps
+A block multiplies a tile, whose `operands` come through a ring of slots in shared memory, and the `pipeline` keeps
 copies under way and tensor cores at work. `row_matmul` is the kernel that finds rows and columns and stores products:
 `projections` end a product with a bias or an activation, and `down_backward` with more operands. `weight_gradients`
 contract over an expert's rows.

@@ -11,11 +11,10 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels import simt
-from pallas_kernels.ampere.operands import Sums, add_products, copied, no_sums
-from pallas_kernels.ampere.tile import Tile
+from pallas_kernels.ampere.operands import Sums, Tile, add_products
 from pallas_kernels.simt.matrices import commit_copies, wait_for_copies
 from pallas_kernels.simt.threads import branch, loop
-from pallas_kernels.simt.values import Int, Pointer, minimum
+from pallas_kernels.simt.values import Float, Int, Pointer, minimum
 
 
 class Slots(NamedTuple):
@@ -80,7 +79,7 @@ def sum_products(ring: Slots, operands: Operands, steps, state: Sequence[Int]) -
 
     def turn(k, *flat):
         sums, (left, right), state = jax.tree.unflatten(tree, flat)
-        sums, following, slot = copied(sums), k + ahead, ring.slot(k)
+        following, slot = k + ahead, ring.slot(k)
         for number, place in enumerate(places):
             if not held_ahead:
                 left, right = load(slot, place, left)
@@ -100,7 +99,8 @@ def sum_products(ring: Slots, operands: Operands, steps, state: Sequence[Int]) -
         return jax.tree.leaves((sums, (left, right) if held_ahead else ([], []), state))
 
     first = load(ring.slot(0), places[0], []) if held_ahead else ([], [])
-    flat, tree = jax.tree.flatten((no_sums(ring.tile), first, list(state)))
+    no_sums = [[[[Float(0.0)] * 4 for _ in range(4)] for _ in range(2)] for _ in range(ring.tile.warp_rows // 16)]
+    flat, tree = jax.tree.flatten((no_sums, first, list(state)))
     return jax.tree.unflatten(tree, loop(0, steps, 1, turn, flat))[0]
 
 

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import simt
+from pallas_kernels.ampere.operands import HALF
 from pallas_kernels.ampere.row_matmul import (
     add_bias,
     biases_of,
@@ -18,7 +19,6 @@ from pallas_kernels.ampere.row_matmul import (
     store_rows,
     store_sums,
 )
-from pallas_kernels.ampere.tile import HALF
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TileSchedule, bias_part, sum_in_order
 from pallas_kernels.simt.elementwise import value, with_gradients

@@ -16,9 +16,8 @@ from jax import lax
 
 from pallas_kernels import simt
 from pallas_kernels.ampere import operands
-from pallas_kernels.ampere.operands import Pieces, Steps, Sums
+from pallas_kernels.ampere.operands import WARPGROUPS, Pieces, Steps, Sums, WarpOutput, WarpPart, abreast, tuned_tile
 from pallas_kernels.ampere.pipeline import Operands, Slots, sweep_columns
-from pallas_kernels.ampere.tile import WARPGROUPS, WarpOutput, WarpPart, abreast, tuned_tile
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.simt.matrices import CHUNK, commit_copies, pack

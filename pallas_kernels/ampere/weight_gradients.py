@@ -14,20 +14,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import simt
-from pallas_kernels.ampere.operands import UNIT, Sums, all_or_none, load_half, load_panels
-from pallas_kernels.ampere.pipeline import Operands, Slots, sweep_columns
-from pallas_kernels.ampere.row_matmul import store_sums
-from pallas_kernels.ampere.tile import (
+from pallas_kernels.ampere.operands import (
     PANEL_CHUNKS,
     PANEL_ROW_WORDS,
     PANEL_ROWS_AT_ONCE,
+    UNIT,
     WARPGROUPS,
     WARPS,
+    Sums,
     WarpOutput,
     WarpPart,
     abreast,
+    all_or_none,
+    load_half,
+    load_panels,
     tuned_tile,
 )
+from pallas_kernels.ampere.pipeline import Operands, Slots, sweep_columns
+from pallas_kernels.ampere.row_matmul import store_sums
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.simt.matrices import start_copy

@@ -11,10 +11,12 @@ after the other, a second each, once all of it is lowered. A process keeps what 
 compiled in a small program of its own is ready when XLA comes to it.
 """
 
+import logging
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
+from threading import BoundedSemaphore, Thread, main_thread
 from typing import Any
 
 import jax
@@ -69,17 +71,37 @@ def _numbered(trees: tuple) -> tuple:
     return structure.unflatten(range(structure.num_leaves))
 
 
-begun: dict[bytes, Future] = {}
-"""The assembly of each kernel, by its hash."""
+ASSEMBLY = "assembly"
+"""The name of the threads that assemble kernels."""
+
+begun: set[bytes] = set()
+"""Hashes of the kernels whose assembly has begun; XLA keeps what was assembled."""
+
+_waiting: deque[tuple[bytes, Callable[[], Any]]] = deque()
+_free = BoundedSemaphore(os.cpu_count() or 1)  # threads that may still be started
 
 
 def assemble_early(name: bytes, compile_alone: Callable[[], Any]) -> None:
     """Begins to assemble the kernel of that hash, unless that was done before."""
     if name in begun or "MOSAIC_GPU_DUMP_PTXAS" in os.environ:  # the assembler's reports keep the program's order
         return
-    begun[name] = _threads().submit(compile_alone)
+    begun.add(name)
+    _waiting.append((name, compile_alone))
+    if _free.acquire(blocking=False):
+        Thread(target=_assemble, name=ASSEMBLY).start()
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="assembly")  # as many as there are cores, at most 32
+def _assemble() -> None:
+    """Assembles what waits. At the program's end Python waits for the kernel in hand, and no other is begun."""
+    try:
+        while _waiting and main_thread().is_alive():
+            name, compile_alone = _waiting.popleft()
+            try:
+                compile_alone()
+            except Exception:  # XLA raises it again, with the program that the kernel is in
+                begun.discard(name)
+                logging.getLogger(__name__).debug("early assembly failed", exc_info=True)
+    except IndexError:  # another thread took the last one
+        pass
+    finally:
+        _free.release()

@@ -65,10 +65,7 @@ def _pointer(ref, space) -> _Pointer:
 
 
 def _type(kind: str):
-    integers = {"bool": 1, "int32": 32, "int64": 64}
-    if kind in integers:
-        return ir.IntegerType.get_signless(integers[kind])
-    return {"float32": ir.F32Type, "bfloat16": ir.BF16Type, "float16": ir.F16Type}[kind].get()
+    return mgpu.utils.dtype_to_ir_type(jnp.dtype(kind))
 
 
 def _vector(kind: str, size: int):
@@ -155,8 +152,8 @@ class Code:
 
     def zero_vector(self, kind, size):
         of = _vector(kind, size)
-        zero = ir.IntegerAttr.get(_type(kind), 0) if kind == "int32" else ir.FloatAttr.get(_type(kind), 0.0)
-        return arith.constant(of, ir.DenseElementsAttr.get_splat(of, zero))
+        zero = ir.IntegerAttr if kind == "int32" else ir.FloatAttr
+        return arith.constant(of, ir.DenseElementsAttr.get_splat(of, zero.get(_type(kind), 0)))
 
     def broadcast(self, x, size):
         return vector.broadcast(ir.VectorType.get((size,), x.type), x)
@@ -166,7 +163,7 @@ class Code:
 
     def is_same(self, pointer, other):
         addresses = [llvm.ptrtoint(_type("int64"), p.value) for p in (pointer, other)]
-        return arith.cmpi(arith.CmpIPredicate.eq, *addresses)
+        return arith.cmpi(_Is.eq, *addresses)
 
     def either_pointer(self, condition, pointer, otherwise):
         return pointer._replace(value=arith.select(condition, pointer.value, otherwise.value))

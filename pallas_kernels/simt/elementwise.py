@@ -1,9 +1,9 @@
 """Elementwise functions and their derivatives, written in jax, of one number per thread."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import mul
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -44,7 +44,8 @@ def with_gradients(function: Callable, arguments: int) -> Callable[[Sequence[Flo
 
 
 def _ours(name: str, inputs: Sequence) -> Any:
-    return _OPERATIONS[name](*map(_constant, inputs)) if name in _OPERATIONS else None
+    operation = partial(_of_machine, name) if name in _OF_MACHINES else _OPERATIONS.get(name)
+    return operation and operation(*map(_constant, inputs))
 
 
 def _others(equation, inputs: Sequence) -> list:
@@ -62,7 +63,7 @@ def _constant(x) -> Any:
 
 
 def _power(x: Float, exponent: int) -> Float:
-    product = reduce(mul, [x] * abs(exponent)) if exponent else Float(1.0)
+    product = reduce(operator.mul, [x] * abs(exponent)) if exponent else Float(1.0)
     return product if exponent >= 0 else reciprocal(product)
 
 
@@ -78,8 +79,8 @@ def _negative(x: Float) -> Float:
     return x * -1.0
 
 
-def _of_machine(name: str) -> Callable:
-    return lambda x: Float(machine().function(name, x.value))
+def _of_machine(name: str, x: Float) -> Float:
+    return Float(machine().function(name, x.value))
 
 
 def _itself(x):
@@ -90,47 +91,41 @@ def _to_float(x):
     return x if isinstance(x, Float) else select(x, Float(1.0), Float(0.0)) if isinstance(x, Bool) else x.to_float()
 
 
+_OF_MACHINES = ("cos", "erf", "expm1", "log1p", "rsqrt", "sin", "sqrt", "tanh")
+
 _OPERATIONS: dict[str, Callable] = {
     "abs": lambda x: maximum(x, _negative(x)),
-    "add": lambda a, b: a + b,
-    "add_any": lambda a, b: a + b,
-    "and": lambda a, b: a & b,
+    "add": operator.add,
+    "add_any": operator.add,
+    "and": operator.and_,
     "broadcast_in_dim": _itself,
     "clamp": lambda low, x, high: _negative(maximum(_negative(maximum(x, low)), _negative(high))),
     "convert_element_type": _to_float,
     "copy": _itself,
-    "cos": _of_machine("cos"),
     "div": lambda a, b: a * reciprocal(b),
     "eq": lambda a, b: a.equals(b),
-    "erf": _of_machine("erf"),
-    "erfc": lambda x: Float(1.0) - _of_machine("erf")(x),
+    "erfc": lambda x: Float(1.0) - _of_machine("erf", x),
     "exp": _exp,
     "exp2": exp2,
     "exp_neg_sq": lambda x: _exp(_negative(x * x)),
-    "expm1": _of_machine("expm1"),
     "ge": _at_least,
-    "gt": lambda a, b: a > b,
+    "gt": operator.gt,
     "le": lambda a, b: _at_least(b, a),
     "log": lambda x: log2(x) * math.log(2),
-    "log1p": _of_machine("log1p"),
     "logistic": lambda x: reciprocal(_exp(_negative(x)) + 1.0),
     "lt": lambda a, b: b > a,
     "max": maximum,
     "min": lambda a, b: _negative(maximum(_negative(a), _negative(b))),
-    "mul": lambda a, b: a * b,
+    "mul": operator.mul,
     "ne": lambda a, b: ~a.equals(b),
     "neg": _negative,
-    "not": lambda x: ~x,
+    "not": operator.invert,
     "one_minus_square": lambda x: (x * -1.0 + 1.0) * (x + 1.0),
-    "or": lambda a, b: a | b,
+    "or": operator.or_,
     "pow": lambda a, b: exp2(log2(a) * b),
-    "rsqrt": _of_machine("rsqrt"),
     "select_n": lambda which, a, b: select(which, b, a),
     "sign": lambda x: select(x > 0.0, Float(1.0), select(Float(0.0) > x, Float(-1.0), x)),
-    "sin": _of_machine("sin"),
-    "sqrt": _of_machine("sqrt"),
     "square": lambda x: x * x,
     "stop_gradient": _itself,
-    "sub": lambda a, b: a - b,
-    "tanh": _of_machine("tanh"),
+    "sub": operator.sub,
 }

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.nnx import Param, Rngs
 
-from blaze_jax import MoE, MoEConfig, Router, expert_ffn, moe, nnx
+from blaze_jax import MoEConfig, Router, expert_ffn, moe
 from blaze_jax.experts import compute_experts
 from blaze_jax.routing import route_and_group
 from pallas_kernels import hopper, simt
+from tests.layers import DOORS
 from tests.numerics import assert_same_bits
 
 T, E, K, D, N = 300, 12, 3, 256, 256
@@ -53,39 +53,24 @@ def test_another_implementation_groups_its_own():
 def launches(layer):
     """How often each kernel from logits to rows stands in the program of a layer's value and gradients."""
 
-    def step(x, params):
-        return layer(x, params).astype(jnp.float32).sum()
+    def step(params, x):
+        return layer(params, x, CONFIG, jnp.bfloat16)[0].astype(jnp.float32).sum()
 
     params = {name: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16) for name, p in CONFIG.parameters(D).items()}
-    traced = jax.jit(jax.value_and_grad(step, argnums=(0, 1))).trace(jax.ShapeDtypeStruct((T, D), jnp.bfloat16), params)
+    traced = jax.jit(jax.value_and_grad(step, argnums=(0, 1))).trace(params, jax.ShapeDtypeStruct((T, D), jnp.bfloat16))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     names = ("moe_router", "moe_dispatch_count", "moe_dispatch_place")
     return [text.count(f"{name}_mosaic_gpu") for name in names]
 
 
-def functional(x, params, **options):
-    return moe(x, params, CONFIG, **options)[0]
-
-
-def linen(x, params):
-    return MoE(CONFIG, dtype=jnp.bfloat16, train=False).apply({"params": params}, x)
-
-
-def of_nnx(x, params):
-    module = nnx.MoE(D, CONFIG, dtype=jnp.bfloat16, train=False, rngs=Rngs(0))
-    for name, value in params.items():
-        setattr(module, name, Param(value))
-    return module(x)
-
-
-@pytest.mark.parametrize("layer", [functional, linen, of_nnx])
-def test_two_launches_from_logits_to_rows(layer):
-    assert launches(layer) == [1, 0, 1]
+@pytest.mark.parametrize("door", DOORS)
+def test_two_launches_from_logits_to_rows(door):
+    assert launches(DOORS[door]) == [1, 0, 1]
 
 
 @pytest.mark.slow
 def test_experts_of_somebody_else_group_what_they_are_given():
-    def experts(*arguments, b_gate, b_up, b_down, activation, save, implementation):
-        return expert_ffn(*arguments, activation=activation, save=save, implementation=implementation)
+    def experts(*arguments, b_gate, b_up, b_down, **options):
+        return expert_ffn(*arguments, **options)
 
-    assert launches(partial(functional, experts=experts)) == [1, 1, 2]
+    assert launches(lambda params, x, config, _: moe(x, params, config, experts=experts)) == [1, 1, 2]

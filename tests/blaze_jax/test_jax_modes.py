@@ -147,10 +147,17 @@ def sized(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["everything", "rounded", "limited"])
-def test_export_of_layer(config):
+@pytest.mark.parametrize(
+    ("config", "sizes", "leading"),
+    [
+        *((config, "T", (13,)) for config in ("everything", "rounded", "limited")),
+        ("plain", "B, 4", (3, 4)),
+        ("plain", "B, S", (2, 5)),
+    ],
+)
+def test_export_of_layer(config, sizes, leading):
     config = CONFIGS[config]
-    params, x = random_parameters(config, use_bias=True), random_tokens(13)
+    params, x = random_parameters(config, use_bias=True), random_tokens(*leading)
 
     def outputs(params, x):
         y, routing = layer(x, params, config, train=True)
@@ -161,18 +168,9 @@ def test_export_of_layer(config):
         return jnp.square(y).sum() + jnp.square(weights).sum() + loss, out
 
     step = jax.value_and_grad(loss, (1, 2), has_aux=True)
-    again = exported(outputs, specs_of(params), sized(f"T, {WIDTH}"), vjp_order=1)
+    again = exported(outputs, specs_of(params), sized(f"{sizes}, {WIDTH}"), vjp_order=1)
     out, ref = (jax.jit(partial(step, function))(params, x) for function in (again, outputs))
     assert_close(out, ref)
-
-
-@pytest.mark.parametrize(("leading", "shape"), [("B, 4", (3, 4)), ("B, S", (2, 5))])
-@pytest.mark.slow
-def test_export_of_any_leading_shape(leading, shape):
-    config = CONFIGS["plain"]
-    params, x = random_parameters(config), random_tokens(*shape)
-    again = exported(lambda *a: moe(*a, config)[0], sized(f"{leading}, {WIDTH}"), specs_of(params))
-    assert_close(again(x, params), layer(x, params, config)[0])
 
 
 @pytest.mark.slow

@@ -156,19 +156,20 @@ def test_vmap_of_split_examples_is_refused():
 
 def test_axes_without_a_role_split_tokens():
     """But not those over which an enclosing vmap splits its examples, nor those of an enclosing shard_map."""
-    mesh, x = make_mesh(CUBE), random_tokens(2, 8)
+    x, automatic, explicit = random_tokens(2, 8), make_mesh(CUBE), make_mesh(CUBE, AxisType.Explicit)
     params, parallel = random_parameters(SMALL), Parallelism(expert="expert")
 
-    def tokens_of_a_device(layer):
+    def tokens_of_a_device(layer, spec=None, mesh=automatic):
         with jax.set_mesh(mesh), observed_layers() as layers:
-            jax.eval_shape(layer, x)
+            jax.eval_shape(layer, put(x, spec, mesh))
         return {traced.num_tokens for traced in layers}
 
     def one(x):
         return moe(x, params, SMALL, parallel=parallel)[0]
 
     by_batch = partial(jax.shard_map, in_specs=P("batch"), out_specs=P("batch"), axis_names={"batch"}, check_vma=False)
-    assert tokens_of_a_device(one) == {16 // 8}
+    assert tokens_of_a_device(one) == tokens_of_a_device(lambda x: moe(x, params, SMALL)[0]) == {16 // 8}
+    assert tokens_of_a_device(one, P("more"), explicit) == {16 // 4}
     assert tokens_of_a_device(jax.vmap(one, spmd_axis_name="batch")) == {8 // 4}
     assert tokens_of_a_device(by_batch(one)) == {8 // 4}
 
@@ -311,10 +312,11 @@ def test_constant_tokens_inside_shard_map():
     """They are the same on all devices, to jax's check of what varies, and the layer sums over devices."""
     params, parallel = random_parameters(SMALL), Parallelism(data="data", expert="expert")
 
-    def layer(params):
-        return moe(jnp.ones((3, WIDTH)), params, SMALL, parallel=parallel)[0]
+    def layer(params, tokens=3, parallel=parallel):
+        y, routing = moe(jnp.ones((tokens, WIDTH)), params, SMALL, parallel=parallel)
+        return y, routing.weighted_losses
 
     with jax.set_mesh(make_mesh({"data": 2, "expert": 2})):
-        specs = (parallel.specs(SMALL, WIDTH),)
-        y = jax.jit(jax.shard_map(layer, in_specs=specs, out_specs=P(parallel.axes)))(params)
-    assert_close(y, moe(jnp.ones((12, WIDTH)), params, SMALL)[0])
+        specs, outs = (parallel.specs(SMALL, WIDTH),), (P(parallel.axes), P())
+        out = jax.jit(jax.shard_map(layer, in_specs=specs, out_specs=outs))(params)
+    assert_close(out, layer(params, 12, None))

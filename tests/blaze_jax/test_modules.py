@@ -67,11 +67,15 @@ def test_initialisers_are_used(module):
 
 
 def test_same_initial_distribution():
-    params = [jax.jit(lambda m=m: unboxed(created(m, EVERYTHING, use_bias=True)))() for m in MODULES]
-    linen, own = (jax.tree.map(np.std, p) for p in params)
+    makers = {m: lambda m=m: unboxed(created(m, EVERYTHING, use_bias=True)) for m in MODULES}
+    makers["function"] = lambda: init(jax.random.key(0), EVERYTHING, WIDTH, use_bias=True)
+    linen, *others = (jax.tree.map(np.std, jax.jit(make)()) for make in makers.values())
+    assert linen.keys() == EVERYTHING.parameters(WIDTH, use_bias=True).keys()
     assert {name for name, deviation in linen.items() if deviation == 0} == {"b_up", "b_down"}
-    for name, deviation in linen.items():
-        assert 0.7 * deviation <= own[name] <= 1.4 * deviation, name
+    for own in others:
+        assert own.keys() == linen.keys()
+        for name, deviation in linen.items():
+            assert 0.7 * deviation <= own[name] <= 1.4 * deviation, name
 
 
 @pytest.mark.parametrize(
@@ -221,49 +225,42 @@ class Scanned(nn.Module):
         return scanned(layer(self.config, name="moe"), x, None)[0]
 
 
-def warned_calls() -> dict:
-    """Calls and what is to be said of each."""
-    x, plain = random_tokens(3), {"params": random_parameters(PLAIN)}
-    state = {"params": random_parameters(EVERYTHING), "router_state": {"selection_bias": jnp.zeros(6)}}
-    stacked = {"params": {"moe": jax.tree.map(lambda a: jnp.stack([a, a]), plain["params"])}}
-    module, both = nnx_module(state["params"], EVERYTHING), ["losses", "router_state"]
-    in_training_only = "bias_update_rate applies in training only, and train was left out"
-
-    def linen(config, variables, **options):
-        return partial(jax.eval_shape, partial(MoE(config).apply, **options), variables, x)
-
-    def own(run):
-        return partial(nnx.eval_shape, run, module)
-
-    return {
-        "losses": (linen(PLAIN, plain), "collects .* load_balancing_loss: apply with mutable"),
-        "scan": (
-            lambda: jax.eval_shape(partial(Scanned(PLAIN, collected=()).apply, mutable=["losses"]), stacked, x),
-            r"collects .*in nn.scan also variable_axes=\{'losses': 0\}",
-        ),
-        "router_state": (
-            linen(EVERYTHING, state, train=True, mutable=["losses"]),
-            r"selection_bias does not move .* mutable=\['router_state'\]",
-        ),
-        "train": (linen(EVERYTHING, state, mutable=both), in_training_only),
-        "nnx losses": (
-            own(lambda module: module(x, train=True)),
-            "nobody collects .* and z_loss: call the model through nnx.capture",
-        ),
-        "nnx train": (own(lambda module: nnx.capture(module, AuxiliaryLoss)(x)), in_training_only),
-        "nothing": (linen(EVERYTHING, state, train=False, mutable=["losses"]), None),
-    }
-
-
-@pytest.mark.parametrize("name", ["losses", "scan", "router_state", "train", "nnx losses", "nnx train", "nothing"])
-@pytest.mark.default_cases("*")
-def test_what_nobody_collects_is_warned_of_once(name):
+def assert_warned_of_once(message: str, call) -> None:
     warn_once.cache_clear()
-    call, message = warned_calls()[name]
-    if message:
-        with pytest.warns(UserWarning, match=message):
-            call()
+    with pytest.warns(UserWarning, match=message):
+        call()
     call()
+
+
+IN_TRAINING_ONLY = "bias_update_rate applies in training only, and train was left out"
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (PLAIN, {}, "collects .* load_balancing_loss: apply with mutable"),
+        (EVERYTHING, {"train": True, "mutable": ["losses"]}, r"bias does not move .* mutable=\['router_state'\]"),
+        (EVERYTHING, {"mutable": ["losses", "router_state"]}, IN_TRAINING_ONLY),
+        (Scanned(PLAIN, collected=()), {"mutable": ["losses"]}, r"in nn.scan also variable_axes=\{'losses': 0\}"),
+    ],
+    ids=["losses", "router_state", "train", "scan"],
+)
+@pytest.mark.default_cases("*")
+def test_what_nobody_collects_of_linen_is_warned_of(config, options, message):
+    module = MoE(config) if isinstance(config, MoEConfig) else config
+    variables = jax.eval_shape(module.init, jax.random.key(0), random_tokens(3))
+    assert_warned_of_once(
+        message, partial(jax.eval_shape, partial(module.apply, **options), variables, random_tokens(3))
+    )
+
+
+def test_what_nobody_collects_of_nnx_is_warned_of():
+    x, module = random_tokens(3), nnx_module(random_parameters(EVERYTHING), EVERYTHING)
+    for message, run in [
+        ("nobody collects .* and z_loss: call the model through nnx.capture", lambda module: module(x, train=True)),
+        (IN_TRAINING_ONLY, lambda module: nnx.capture(module, AuxiliaryLoss)(x)),
+    ]:
+        assert_warned_of_once(message, partial(nnx.eval_shape, run, module))
 
 
 @pytest.mark.parametrize("form", ["attribute", "static argument"])

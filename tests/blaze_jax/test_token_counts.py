@@ -48,12 +48,14 @@ def test_room_for_all_changes_nothing(options):
     assert_same_bits(route(SKEWED, K, **options), route(SKEWED, K))
 
 
-def test_dropped_choice_has_no_gradient():
-    def weights(logits):
-        return route(logits, K, expert_capacity=3, scoring="sigmoid", normalize_weights=False).weights.sum()
-
-    used = members(route(SKEWED, K, expert_capacity=3).experts)
-    assert_same_bits(np.asarray(jax.jit(jax.grad(weights))(SKEWED)) != 0, used != 0)
+@pytest.mark.parametrize("options", [{"expert_capacity": 3}, {"token_rounding": "up", "rounding_tile": 8}])
+@pytest.mark.default_cases("*")
+def test_the_choice_of_tokens_has_no_gradient(options):
+    routed = partial(route, experts_per_token=K, scoring="sigmoid", normalize_weights=False, **options)
+    gradient = jax.jit(jax.grad(lambda logits: routed(logits).weights.sum()))(SKEWED)
+    used, probability = members(routed(SKEWED).experts), reference.scores_of(SKEWED, "sigmoid")
+    assert_close(gradient, used * probability * (1 - probability))
+    assert_same_bits(np.asarray(gradient) != 0, used != 0)
 
 
 @pytest.mark.parametrize(
@@ -224,11 +226,3 @@ def test_route_weights_rounded_choices_like_chosen_ones(mode, scoring):
     assert_same_bits(out.tokens_per_expert, counts_of(experts))
     assert_same_bits(out.demand, plain.demand)
     assert_close(out.dropped_share, 1 - kept[:, :K].mean())
-
-
-def test_rounding_has_no_gradient_of_its_own():
-    options = {"scoring": "sigmoid", "normalize_weights": False, "token_rounding": "up", "rounding_tile": 8}
-    gradient = jax.jit(jax.grad(lambda l: route(l, K, **options).weights.sum()))(LOGITS)
-    probability = reference.scores_of(LOGITS, "sigmoid")
-    used = members(route(LOGITS, K, **options).experts)
-    assert_close(gradient, used * probability * (1 - probability))

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import P
 
 from blaze_jax import expert_ffn, experts
 from blaze_jax.plan import TokenRanges, token_ranges
-from tests.expert_problems import make_problem, results
+from tests.expert_problems import Problem, apply, make_problem, results
 from tests.numerics import assert_close, assert_same_bits
+from tests.over_devices import make_mesh
 from tests.pallas_kernels.rows import portable_dispatch
 from tests.routings import ROUTINGS
 
@@ -108,46 +110,32 @@ def compare(problem, in_ranges, **options):
         assert_close(ours[name], expected[name], 1e-6)
 
 
-def gradients(ffn, problem):
-    arguments = (problem.x, problem.params["w_up"], problem.params["w_down"], problem.weights)
-
-    def loss(x, w_up, w_down, weights):
-        y = ffn(x, problem.params["w_gate"], w_up, w_down, weights, problem.experts)
-        return (y * problem.dy).sum()
-
-    return jax.grad(loss, argnums=(0, 1, 2, 3)), arguments
-
-
 @pytest.mark.parametrize("transformed", ["checkpoint", "vmap", "shard_map"])
 @pytest.mark.default_cases("vmap", "shard_map")
 def test_under_transformations(in_ranges, transformed):
-    problem = make_problem(*ROUTINGS["random"], biases=False)
-    grad, arguments = gradients(in_ranges, problem)
-    wanted = jax.jit(grad)(*arguments)
+    problem, other = (make_problem(*ROUTINGS["random"], biases=False, seed=seed) for seed in (0, 1))
+    run = partial(results, in_ranges)
+    expected = run(problem)
     if transformed == "checkpoint":
-        found = jax.jit(gradients(jax.checkpoint(in_ranges), problem)[0])(*arguments)
+        found = results(jax.checkpoint(in_ranges), problem)
     elif transformed == "vmap":
-        twice = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), arguments)
-        found = jax.tree.map(lambda a: a[0], jax.jit(jax.vmap(grad))(*twice))
+        both = jax.tree.map(lambda *arrays: jnp.stack(arrays), other, problem)
+        found = jax.tree.map(lambda array: array[1], jax.jit(jax.vmap(run))(both))
     else:
-        mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        spec = jax.P("data")
-        replicated = (spec, jax.P(), jax.P(), spec)
-        found = jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=replicated, out_specs=replicated))(*arguments)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert_close(ours, theirs, 1e-6)
+        by_token = dict.fromkeys(("x", "weights", "experts", "dy", "y"), P("data"))
+        specs = Problem(params=P(), **{name: spec for name, spec in by_token.items() if name != "y"})
+        outs = {name: by_token.get(name, P()) for name in expected}
+        found = jax.jit(jax.shard_map(run, mesh=make_mesh({"data": 1}), in_specs=(specs,), out_specs=outs))(problem)
+    assert_close(found, expected, 1e-6)
 
 
 def test_first_pass_under_checkpoint_keeps_no_pre_activations(in_ranges):
-    problem = make_problem(*ROUTINGS["random"], biases=False)
-    _, arguments = gradients(in_ranges, problem)
+    *arguments, _ = make_problem(*ROUTINGS["random"], biases=False)
 
-    def layer(x, w_up, w_down, weights):
-        return in_ranges(x, problem.params["w_gate"], w_up, w_down, weights, problem.experts)
-
-    def first_pass(layer):
-        return jax.jit(lambda *args: jax.vjp(layer, *args)).lower(*arguments).as_text()
+    def first_pass(ffn):
+        run = jax.jit(lambda x, *others: jax.vjp(lambda x: apply(ffn, x, *others), x))
+        return run.lower(*arguments).as_text()
 
     of_all_ranges = "tensor<3x26x12xf32>"
-    assert of_all_ranges in first_pass(layer)
-    assert of_all_ranges not in first_pass(jax.checkpoint(layer))
+    assert of_all_ranges in first_pass(in_ranges)
+    assert of_all_ranges not in first_pass(jax.checkpoint(in_ranges))

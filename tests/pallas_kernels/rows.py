@@ -24,15 +24,6 @@ ACTIVATIONS = {1: get_activation("gelu").function, 2: get_activation("swiglu").f
 """By the number of projections."""
 
 over_alignments = pytest.mark.parametrize("row_alignment", [1, 8])
-over_dtypes_and_biases = pytest.mark.parametrize(
-    ("dtype", "biases"), [("float32", False), ("float32", True), ("bfloat16", True), ("float16", False)]
-)
-over_variants = pytest.mark.parametrize(
-    ("dtype", "biases", "projections"),
-    [("float32", False, 2), ("float32", True, 1), ("bfloat16", True, 2), ("float16", False, 1)],
-)
-over_projections = pytest.mark.parametrize("projections", [1, 2])
-
 
 portable_dispatch = jax.jit(xla.dispatch, static_argnums=1, static_argnames=("row_alignment", "spare_rows"))
 

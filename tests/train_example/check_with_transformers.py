@@ -1,14 +1,32 @@
-"""Loads with transformers what `train_example --checkpoint` has saved, and compares its logits with the decoder's.
+"""What transformers says of models that `train_example` has saved, and of config.json with other values of its fields.
 
 Run it in two environments, for neither needs what the other has. First `python -m
 tests.train_example.check_with_transformers FOLDER`, which writes token ids and the decoder's logits into the folder,
-then `python tests/train_example/check_with_transformers.py FOLDER` with torch and transformers. No test runs it.
+then `python tests/train_example/check_with_transformers.py FOLDER` with torch and transformers 5, which compares them.
+There `python tests/train_example/check_with_transformers.py` writes the logits of `VARIANTS`. No test runs it.
 """
 
+import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 FILE = "logits.safetensors"
+LOGITS_OF_VARIANTS = Path(__file__).with_name("variants.safetensors")
+FIXTURES = Path(__file__).parents[1] / "blaze_jax" / "checkpoints" / "fixtures"
+
+_ROTATION = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+_COMMON = {"rms_norm_eps": 0.1, "num_experts_per_tok": 3, **_ROTATION}
+VARIANTS = {
+    "olmoe": _COMMON
+    | {"hidden_act": "gelu", "norm_topk_prob": True}
+    | {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen3_moe": _COMMON | {"hidden_act": "gelu_pytorch_tanh", "norm_topk_prob": False},
+    "olmoe ": {"hidden_act": "relu"},
+    "qwen3_moe ": {"hidden_act": "gelu", "sliding_window": 2, "max_window_layers": 1},
+}
+"""Changes to a fixture's config.json by the family's name, with spaces for a second one."""
 
 
 def write_logits(folder: Path) -> None:
@@ -28,24 +46,50 @@ def write_logits(folder: Path) -> None:
     save_file({"ids": ids, "logits": np.asarray(logits)}, folder / FILE)
 
 
-def compare_logits(folder: Path) -> None:
-    """The side of transformers."""
+def logits_of(folder: Path, file: Path):
+    """Transformers' logits of the ids in a file, and all that it has to say of the weights."""
     import torch
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
 
-    expected = load_file(folder / FILE)
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not any(info.values()), info
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
     with torch.no_grad():
-        logits = model(input_ids=expected["ids"].long()).logits
-    error = (logits - expected["logits"]).norm() / logits.norm()
+        return model(input_ids=load_file(file)["ids"].long()).logits, info
+
+
+def compare_logits(folder: Path) -> None:
+    """The side of transformers."""
+    from safetensors.torch import load_file
+    from transformers import PreTrainedTokenizerFast
+
+    logits, info = logits_of(folder, folder / FILE)
+    assert not any(info.values()), info
+    error = (logits - load_file(folder / FILE)["logits"]).norm() / logits.norm()
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     text = "It loads, and its text comes back."
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    print(f"{type(model).__name__}: relative error of the logits {error:.1e}")
+    print(f"relative error of the logits {error:.1e}")
     assert error < 1e-5
 
 
+def write_variants() -> None:
+    """Writes transformers' logits of the fixtures where fields have other values."""
+    from safetensors.torch import save_file
+
+    logits = {}
+    for name, change in VARIANTS.items():
+        fixture = FIXTURES / name.strip()
+        with tempfile.TemporaryDirectory() as folder:
+            copy = shutil.copytree(fixture, Path(folder) / "model")
+            config = json.loads((copy / "config.json").read_text()) | change
+            (copy / "config.json").write_text(json.dumps(config))
+            logits[name], _ = logits_of(copy, fixture / "expected.safetensors")
+    save_file(logits, LOGITS_OF_VARIANTS)
+
+
 if __name__ == "__main__":
-    (write_logits if __package__ else compare_logits)(Path(sys.argv[1]))
+    if len(sys.argv) == 1:
+        write_variants()
+    else:
+        (write_logits if __package__ else compare_logits)(Path(sys.argv[1]))

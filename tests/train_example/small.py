@@ -1,7 +1,11 @@
-"""A model and batches small enough for many tests, and the program that trains it."""
+"""A model and batches small enough for many tests; `python -m tests.train_example.small` is the program that trains it.
+
+That is `train_example` with a preset "tiny" which is small enough for tests.
+"""
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,7 +57,7 @@ def train_step(config, model):
 
 def start(out, *options, devices=None):
     """The program, with the small model as its preset, in a process of its own; on that many virtual devices."""
-    command = [sys.executable, "-W", "error", "-m", "tests.train_example.small_program", "--out", str(out), *options]
+    command = [sys.executable, "-W", "error", "-m", "tests.train_example.small", "--out", str(out), *options]
     virtual = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} if devices else {}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | virtual, stdout=pipe, stderr=pipe, text=True)
@@ -64,3 +68,8 @@ def metrics(out):
     file = out / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+if __name__ == "__main__":
+    PRESETS["tiny"] = CONFIG
+    runpy.run_module("train_example", run_name="__main__")

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from blaze_jax.benchmark.own_process import ProcessError
 from blaze_jax.benchmark.plots import draw
 from blaze_jax.benchmark.results import read_results
 from tests.train_example.small import FULL_MODEL
@@ -21,14 +20,8 @@ CONFIG = replace(PRESETS["tiny"], model=FULL_MODEL, steps=8, batch_size=4, seque
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     """Starting processes takes longer than the steps."""
-
-    def run(function, *arguments):
-        try:
-            return function(*arguments)
-        except Exception as error:
-            raise ProcessError(f"{type(error).__name__}: {error}") from error
-
-    monkeypatch.setattr(compare_layers, "run_apart", run)
+    monkeypatch.setattr(compare_layers, "run_apart", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(compare_layers, "ProcessError", Exception)
 
 
 @pytest.mark.slow
@@ -78,4 +71,4 @@ def test_a_cpu_trains_the_preset_that_is_made_for_it(capsys, monkeypatch):
     assert compare_layers.main(["--experts-layer", "sort+ragged_dot"]) == 1
     said = capsys.readouterr()
     assert said.out.endswith("; preset tiny\n")
-    assert said.err == "sort+ragged_dot: ZeroDivisionError: division by zero\n"
+    assert said.err == "sort+ragged_dot: division by zero\n"

@@ -1,5 +1,6 @@
 """The text: streams, splits, batches."""
 
+import os
 import resource
 
 import numpy as np
@@ -62,6 +63,19 @@ def batch(corpus, seed, step, size):
     return corpus.windows(corpus.batch_starts(seed, step, size))
 
 
+@pytest.mark.parametrize(
+    "change", [lambda file: os.truncate(file, 4000), lambda file: os.truncate(file, 6000), os.unlink]
+)
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, change):
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode() * 5000)
+    text = open_text(str(tmp_path))
+    assert bytes(text.read(4999, 5002)) == b"a" + b"b" * 5000 + b"c"
+    change(tmp_path / "b")
+    with pytest.raises(UserError, match=r"--data .*/b (has another size than when it was opened|cannot be read)"):
+        text.read(4999, 5002)
+
+
 def test_batch_is_a_function_of_seed_and_step():
     corpus, again = (Corpus(Stream([random_bytes(5000)]), 20) for _ in range(2))
     found = batch(corpus, 1, 7, 4)
@@ -84,15 +98,10 @@ def test_held_out_part_is_never_trained_on(size):
     assert windows.shape[0] % 4 == 0
 
 
-def test_held_out_windows_cover_the_held_out_part():
-    text = (np.arange(2000) // 10).astype(np.uint8)
-    corpus = Corpus(Stream([text]), 20)
+def test_held_out_windows_cover_the_held_out_part_which_is_bounded():
+    corpus = Corpus(Stream([(np.arange(2000) // 10).astype(np.uint8)]), 20)
     assert set(corpus.windows(corpus.held_out_starts(most=100, multiple=1)).flat) == set(range(180, 200))
-
-
-def test_held_out_part_is_bounded():
-    corpus = Corpus(Stream([np.zeros(300 * MIB, np.uint8)]), 20)
-    assert corpus.held_out_units == 16 * MIB
+    assert Corpus(Stream([np.zeros(300 * MIB, np.uint8)]), 20).held_out_units == 16 * MIB
 
 
 @pytest.mark.slow
@@ -114,15 +123,11 @@ def test_offsets_past_two_to_the_31(tmp_path):
     assert unigram_bits(corpus) < 0.01
 
 
-def test_unigram_entropy():
+def test_unigram_entropy_is_that_of_the_text_and_of_a_sample_of_a_large_one():
     text = np.repeat(np.array([65, 66, 67], np.uint8), [500, 250, 250])
     assert unigram_bits(Corpus(Stream([text]), 20)) == pytest.approx(1.5)
     assert f"{unigram_bits(Corpus(Stream([text[:500]]), 20)):.3f}" == "0.000"
-
-
-def test_unigram_entropy_of_a_sample_of_a_large_text():
-    text = random_bytes(70 * MIB) % 4
-    corpus = Corpus(Stream([text]), 20)
+    corpus = Corpus(Stream([random_bytes(70 * MIB) % 4]), 20)
     read_bytes, read = [], corpus.stream.read
     corpus.stream.read = lambda start, length: (read_bytes.append(length), read(start, length))[1]
     assert unigram_bits(corpus) == pytest.approx(2, abs=1e-4)

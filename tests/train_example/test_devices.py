@@ -84,27 +84,23 @@ def test_two_processes_train_as_one(alone, tmp_path):
     assert {int(path.name) for path in (split / "checkpoints").iterdir()} == {32, 36, 40}
 
 
+def state_and_shardings(model, **mesh):
+    state = jax.eval_shape(partial(init_state, CONFIG, model))
+    return state, state_shardings(parallelism(mesh), state, model.moe, CONFIG.model.width)
+
+
 @ON_CPU
 def test_a_device_keeps_its_share_of_the_state():
-    mesh = {"fsdp": 2, "expert": 2, "tensor": 2}
-    model = decoder()
-    state = jax.eval_shape(partial(init_state, CONFIG, model))
-    shardings = state_shardings(parallelism(mesh), state, model.moe, CONFIG.model.width)
+    state, shardings = state_and_shardings(decoder(), fsdp=2, expert=2, tensor=2)
     shares = jax.tree.map(lambda a, s: np.prod(s.shard_shape(a.shape)) / max(a.size, 1), state, shardings)
-    split = {
-        jax.tree_util.keystr(path): share
-        for (path, share), leaf in zip(jax.tree_util.tree_leaves_with_path(shares), jax.tree.leaves(state), strict=True)
-        if leaf.size > 1
-    }
-    assert set(split.values()) == {1 / 8}, split
+    split = {share for share, leaf in zip(*map(jax.tree.leaves, (shares, state)), strict=True) if leaf.size > 1}
+    assert split == {1 / 8}, shares
 
 
 @ON_CPU
 def test_no_stack_is_split_between_its_layers():
     model = decoder(replace(CONFIG.model, num_layers=8, num_dense_layers=0, dense_layers=(1,), dense_width=24))
-    state = jax.eval_shape(partial(init_state, CONFIG, model))
-    shardings = state_shardings(parallelism({"fsdp": 2}), state, model.moe, CONFIG.model.width)
-    later = jax.tree.leaves(shardings.params["moe_blocks_1"])
+    later = jax.tree.leaves(state_and_shardings(model, fsdp=2)[1].params["moe_blocks_1"])
     assert [sharding.spec[0] for sharding in later] == [None] * len(later)
 
 

@@ -20,30 +20,22 @@ from train_example.program.presets import PRESETS
 from train_example.step import init_state
 
 CONFIG = replace(CONFIG, model=FULL_MODEL)
-PROGRAM = """HloModule jit_train_step
-
+PROGRAM = """
 %fused_copy (p: f32[8]) -> bf16[8] {
-  %p = f32[8]{0} parameter(0)
   ROOT %convert.1 = bf16[8]{0} convert(%p), metadata={op_name="final_norm/convert"}
 }
 
 %fused_stack (q: f32[2,8], r: f32[8], i: s32[]) -> f32[2,8] {
-  %q = f32[2,8]{1,0} parameter(0)
-  %r = f32[8]{0} parameter(1)
-  %i = s32[] parameter(2)
-  %c = s32[] constant(1)
   %subtract.1 = s32[] subtract(%c, %i), metadata={op_name="jit(f)/while/body/sub"}
   ROOT %dus = f32[2,8]{1,0} dynamic-update-slice(%q, %r, %i), metadata={op_name="while/dynamic_update_slice"}
 }
 
 %fused_experts (s: f32[8]) -> (f32[8], f32[8]) {
-  %s = f32[8]{0} parameter(0)
   %custom.1 = f32[8]{0} custom-call(%s), metadata={op_name="jit(f)/moe_blocks/moe/experts/moe_up/mpmd_map"}
   ROOT %tuple.1 = (f32[8]{0}, f32[8]{0}) tuple(%custom.1, %custom.1)
 }
 
 ENTRY %main (a: f32[8]) -> f32[8] {
-  %a = f32[8]{0} parameter(0)
   %loop_convert_fusion.3 = bf16[8]{0} fusion(%a), kind=kLoop, calls=%fused_copy, metadata={op_name="final_norm/convert"}
   %fusion-start.2 = ((f32[2,8]{1,0}), f32[2,8]{1,0}, u32[]) fusion-start(%a), kind=kLoop, calls=%fused_stack
   %dynamic_slice_fusion = (f32[8]{0}, f32[8]{0}) fusion(%a), kind=kCustom, calls=%fused_experts
@@ -105,12 +97,12 @@ def test_every_part_of_the_model_is_found_in_its_program_and_the_record_accounts
     assert sum(times.values()) == record["device_ms"] == pytest.approx(20 * len(kernels) / 2 / 1e6)
     assert times[parts.OTHER] < 0.1 * record["device_ms"]
     assert record["step_ms"] == pytest.approx((30 * len(kernels) - 10) / 2 / 1e6)
-    assert sum(row["ms"] for row in record["parts"]) + record["gaps_ms"] == pytest.approx(record["step_ms"])
+    assert record["device_ms"] + record["gaps_ms"] == pytest.approx(record["step_ms"])
     assert all(row["bound_ms"] > 0 for row in record["parts"] if row["part"] != parts.OTHER)
     assert record["bound_ms"] == pytest.approx(sum(row["bound_ms"] for row in record["parts"]))
 
 
-def test_the_arithmetic_is_six_operations_a_parameter_and_token_and_that_of_attention():
+def test_the_work_is_six_operations_a_parameter_and_token_and_that_of_attention_and_the_optimizers_bytes():
     config = replace(CONFIG, model=replace(FULL_MODEL, num_dense_layers=0, num_kv_heads=FULL_MODEL.num_heads))
     m, tokens = config.model, config.batch_size * config.sequence_length
     flops = {name: sum(one.flops for one in works) for name, works in parts.step_work(config, 1).items()}
@@ -120,9 +112,7 @@ def test_the_arithmetic_is_six_operations_a_parameter_and_token_and_that_of_atte
     matrices = 6 * pairs * 3 * m.width * m.expert_width
     assert flops["experts"] == (matrices + 4 * pairs * m.width) * m.num_layers  # and the sums over slots
     assert flops["attention"] == 7 * tokens * config.sequence_length * m.width * m.num_layers
-
-
-def test_the_optimizer_reads_and_writes_parameters_and_moments():
+    # The optimizer reads and writes parameters and moments.
     (work,) = parts.step_work(CONFIG, 100)["optimizer"]
     assert work.bytes == 100 * (2 * 2 + 6 * 4)
     (work,) = parts.step_work(replace(CONFIG, momentum_dtype="bfloat16", dtype="float32"), 100)["optimizer"]
@@ -159,18 +149,16 @@ def test_without_a_gpu_the_command_says_so_at_once(capsys):
     assert capsys.readouterr().err == "profile_step: there is no GPU to trace, the device here is cpu\n"
 
 
-@pytest.mark.parametrize("momentum_dtype", ["float32", "bfloat16"])
-def test_the_floor_of_memory_holds_the_whole_state(momentum_dtype):
-    config = replace(CONFIG, momentum_dtype=momentum_dtype)
-    state = jax.eval_shape(lambda: init_state(config, make_model(config)))
-    parameters, moments = (sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in (state.params, state[3]))
-    floor = parts.memory_floor(config, parameters // 4)
-    assert floor["float32 parameters"] == parameters
-    assert floor["optimizer's moments"] == pytest.approx(moments, rel=1e-3)  # there are counters, too
-    assert floor["working copy and gradients"] == parameters  # half and half
-
-
-def test_the_floor_of_memory_keeps_what_the_remat_setting_does_not_compute_again():
+def test_the_floor_of_memory_holds_the_whole_state_and_what_the_remat_setting_does_not_compute_again():
+    for config in (CONFIG, replace(CONFIG, momentum_dtype="bfloat16")):
+        state = jax.eval_shape(lambda c=config: init_state(c, make_model(c)))
+        parameters, moments = (
+            sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in (state.params, state.optimizer_state)
+        )
+        floor = parts.memory_floor(config, parameters // 4)
+        assert floor["float32 parameters"] == parameters
+        assert floor["optimizer's moments"] == pytest.approx(moments, rel=1e-3)  # there are counters, too
+        assert floor["working copy and gradients"] == parameters  # half and half
     config = replace(CONFIG, model=replace(FULL_MODEL, num_dense_layers=0), accumulate=2, dtype="float32")
     kept = {r: parts.memory_floor(replace(config, remat=r), 1)["kept for the backward pass"] for r in get_args(Remat)}
     m, tokens = config.model, config.batch_size * config.sequence_length // 2

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from tests.blaze_jax.checkpoints.models import FIXTURES, expected
 from tests.numerics import assert_close
-from tests.train_example.variants import FILE, VARIANTS
+from tests.train_example.check_with_transformers import LOGITS_OF_VARIANTS, VARIANTS
 from train_example.config import UserError
 from train_example.model import Decoder
 from train_example.program.arguments import new_config
@@ -123,7 +123,7 @@ def test_logits_are_those_of_transformers_with_other_values_of_the_fields(tmp_pa
     model = Decoder(config, config.moe(), jnp.float32)
     params = load_params(FIXTURES / family, model)
     logits = jax.jit(model.apply)({"params": params}, expected(family)["ids"])
-    assert_close(logits, load_file(FILE)[name], 1e-5)
+    assert_close(logits, load_file(LOGITS_OF_VARIANTS)[name], 1e-5)
 
 
 def test_a_head_of_its_own_where_the_embedding_should_be_the_head(tmp_path):

@@ -1,4 +1,4 @@
-"""The training step, the optimizer and the evaluation."""
+"""The training step and what XLA is told of it, the optimizer and the evaluation."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,8 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters.mlir import ir
 
+from blaze_jax import transport_options
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, decoder, train_step, windows
+from train_example.compile_step import demand_equal_bits, xla_options
+from train_example.program.presets import PRESETS
 from train_example.step import learning_rate_schedule, make_evaluation, matrices, working_copy
 
 
@@ -58,11 +62,8 @@ def test_auxiliary_losses_are_trained_on_but_reported_apart():
 @pytest.mark.slow
 def test_weight_decay_is_for_matrices():
     _, state = train_step(CONFIG, decoder(FULL_MODEL))
-    decayed = {
-        jax.tree_util.keystr(path): on for path, on in jax.tree_util.tree_leaves_with_path(matrices(state.params))
-    }
-    vectors = {name for name, on in decayed.items() if not on}
-    assert vectors == {
+    decayed = jax.tree_util.tree_leaves_with_path(matrices(state.params))
+    assert {jax.tree_util.keystr(path) for path, on in decayed if not on} == {
         "['final_norm']['scale']",
         *(f"['{k}_blocks']['{n}_norm']['scale']" for k in ("dense", "moe") for n in ("attention", "feed_forward")),
     }
@@ -76,21 +77,18 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth():
     assert rates[10] == pytest.approx(1.0)
     assert all(a >= b for a, b in pairwise(rates[10:]))
     assert rates[200] == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_learning_rate_of_a_very_short_run(steps):
-    schedule = learning_rate_schedule(replace(CONFIG, steps=steps))
-    assert all(0 < float(schedule(step)) <= CONFIG.learning_rate * 1.000001 for step in range(steps))
+    for steps in (1, 2, 3):
+        schedule = learning_rate_schedule(replace(CONFIG, steps=steps))
+        assert all(0 < float(schedule(step)) <= CONFIG.learning_rate * 1.000001 for step in range(steps))
 
 
 def test_products_get_a_16_bit_copy_of_their_matrices_and_routers_and_norms_do_not():
     _, state = train_step(CONFIG, decoder(FULL_MODEL))
     copy = working_copy(state.params, jnp.bfloat16)
-    wide = {path[-1].key for path, leaf in jax.tree_util.tree_leaves_with_path(copy) if leaf.dtype == jnp.float32}
-    narrow = {path[-1].key for path, leaf in jax.tree_util.tree_leaves_with_path(copy) if leaf.dtype == jnp.bfloat16}
-    assert wide == {"scale", "w_router"}
-    assert {"w_gate", "w_up", "w_down", "shared_w_up", "kernel", "embedding"} <= narrow
+    kinds = {(path[-1].key, leaf.dtype.name) for path, leaf in jax.tree_util.tree_leaves_with_path(copy)}
+    assert {name for name, dtype in kinds if dtype == "float32"} == {"scale", "w_router"}
+    matrices_of = ("w_gate", "w_up", "w_down", "shared_w_up", "kernel", "embedding")
+    assert {(name, "bfloat16") for name in matrices_of} <= kinds
 
 
 @pytest.mark.slow
@@ -117,9 +115,34 @@ def test_evaluation_is_the_mean_cross_entropy_whatever_the_microbatches():
     batches = windows(3, 4, 17)
     variables = {"params": state.params, "router_state": state.router_state}
     logits = jax.jit(model.apply)(variables, batches.reshape(12, 17)[:, :-1])
-    log_probabilities = jax.nn.log_softmax(logits)
     targets = batches.reshape(12, 17)[:, 1:, None].astype(np.int32)
-    expected = -jnp.take_along_axis(log_probabilities, targets, -1).mean()
+    expected = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets, -1).mean()
     evaluate = jax.jit(make_evaluation(model))
     np.testing.assert_allclose(evaluate(state, batches), expected, rtol=1e-6)
     np.testing.assert_allclose(evaluate(state, batches.reshape(1, 12, 17)), expected, rtol=1e-6)
+
+
+_ATTENTION = """
+func.func public @main(%x: tensor<f32>) -> tensor<f32> {
+  %0 = stablehlo.custom_call @"__cudnn$fmhaSoftmax"(%x) {backend_config = "JSON"} : (tensor<f32>) -> tensor<f32>
+  %1 = stablehlo.custom_call @"__cudnn$fmhaSoftmaxBackward"(%0) {backend_config = "JSON"} : (tensor<f32>) -> tensor<f32>
+  %2 = stablehlo.custom_call @"__cudnn$fmhaSoftmaxBackward"(%1) {backend_config = "JSON"} : (tensor<f32>) -> tensor<f32>
+  return %2 : tensor<f32>
+}
+""".replace("JSON", r"{\22cudnn_fmha_backend_config\22: {\22fmha_scale\22: 0.125}}")
+
+
+def test_every_backward_pass_of_attention_is_deterministic_and_no_other_call_changes():
+    with jax.jit(jnp.sin).lower(1.0).compiler_ir("stablehlo").context:
+        module = ir.Module.parse(_ATTENTION)
+        demand_equal_bits(module)
+        calls = [line for line in str(module).splitlines() if "custom_call" in line]
+    marked = [r"\22fmha_scale\22: 0.125, \22force_deterministic\22: true" in line for line in calls]
+    assert marked == [False, True, True]
+
+
+def test_the_scatters_of_conventional_experts_keep_their_speed(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config = PRESETS["1b"]
+    assert xla_options(config) == transport_options() | {"xla_gpu_exclude_nondeterministic_ops": True}
+    assert xla_options(replace(config, experts_layer="sort+tokamax")) == transport_options()

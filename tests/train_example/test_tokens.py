@@ -38,16 +38,13 @@ def ids(stream):
     return stream.read(0, len(stream)).tolist()
 
 
-def test_tokens_are_the_tokenizers_and_the_text_comes_back(folder):
+def test_each_documents_tokens_are_the_tokenizers_with_the_models_end_token_and_the_text_comes_back(folder, tmp_path):
     stream = stream_of(folder, TEXT)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert ids(stream) == [*tokenizer.encode(TEXT).ids, tokenizer.token_to_id(END)]
     assert stream.decode(ids(stream)) == TEXT + END
     assert stream.bytes_per_unit == len(TEXT.encode()) / len(stream) > 1.1
-
-
-def test_documents_are_tokenised_apart_and_end_with_the_models_token(folder, tmp_path):
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # Documents are tokenized apart.
     assert tokenizer.encode("list").ids != tokenizer.encode("li").ids + tokenizer.encode("st").ids
     for name, text in {"1": "li", "2": "st", "3": ""}.items():
         (tmp_path / name).write_text(text)

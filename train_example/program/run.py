@@ -47,6 +47,7 @@ class Setup:
       config: how to train.
       corpus: the text.
       model: the model, which knows the mesh.
+      num_parameters: how many it has.
       out: folder of the results.
       saved: where the state goes.
       first_step: steps done already, 0 for a fresh run.
@@ -56,15 +57,11 @@ class Setup:
     config: TrainConfig
     corpus: Corpus
     model: Decoder
+    num_parameters: int
     out: Path
     saved: Checkpoints
     first_step: int
     text: dict[str, float]
-
-    @property
-    def num_parameters(self) -> int:
-        shapes = jax.eval_shape(self.model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-        return sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def run(arguments: Namespace) -> None:
@@ -147,27 +144,22 @@ def prepare(arguments: Namespace, stack: ExitStack) -> Setup:
     else:
         config = new_config(options)
 
-    corpus = make_corpus(config)
+    stream, vocabulary = open_text(config.data), config.model.vocabulary
+    if config.checkpoint:
+        stream = token_stream(stream, config.checkpoint, vocabulary)
+    corpus = Corpus(stream, config.sequence_length, vocabulary)
     text = {"bytes": len(corpus.stream), "unigram_bits": round(unigram_bits(corpus), 6)}
     if description is not None and description["text"] != text:
         raise UserError(f"the text is not the one that the run in {out} was trained on: give that one as --data")
     model = make_model(config, parallelism(arguments.mesh))
-    _check(config, model)
+    num_parameters = _check(config, model)
     try:
         if saved is None:
             folder.mkdir(parents=True, exist_ok=True)
             saved = opened()
     except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another folder") from error
-    return Setup(config, corpus, model, out, saved, done, text)
-
-
-def make_corpus(config: TrainConfig) -> Corpus:
-    """The text of a run, in bytes, or in the tokens of the model that it starts from."""
-    stream, vocabulary = open_text(config.data), config.model.vocabulary
-    if config.checkpoint:
-        stream = token_stream(stream, config.checkpoint, vocabulary)
-    return Corpus(stream, config.sequence_length, vocabulary)
+    return Setup(config, corpus, model, num_parameters, out, saved, done, text)
 
 
 def unigram_bits(corpus: Corpus) -> float:
@@ -183,8 +175,8 @@ def unigram_bits(corpus: Corpus) -> float:
     return float((share * np.log2(1 / share)).sum()) / corpus.stream.bytes_per_unit
 
 
-def _check(config: TrainConfig, model: Decoder) -> None:
-    """Raises UserError for what cannot run on the devices here."""
+def _check(config: TrainConfig, model: Decoder) -> int:
+    """The number of parameters; UserError for what cannot run on the devices here."""
     parallel, sequences = model.parallel, config.batch_size // config.accumulate
     if parallel is not None and sequences % mesh_of(parallel).size:
         raise UserError(
@@ -200,7 +192,10 @@ def _check(config: TrainConfig, model: Decoder) -> None:
             f"{jax.devices()[0].device_kind}: choose xla, or leave the option out"
         )
     try:
-        jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((sequences, config.sequence_length), jnp.int32))
+        tokens = jnp.zeros((sequences, config.sequence_length), jnp.int32)
+        return sum(
+            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0), tokens)["params"])
+        )
     except NotImplementedError as error:
         raise UserError(f"--implementation {config.implementation} cannot run this: {error}") from error
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import P, lax
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from blaze_jax import MoEConfig, checkpoints
@@ -140,12 +140,10 @@ def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dic
     yield from _new_tensors(files, _prefix(layer), _OF_LAYER, params)
     if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
         block = checkpoints.Layer(experts, layout=find_block(files, layer, moe).layout.name)
-        of_dtype: dict[np.dtype, dict[str, NewTensor]] = {}
-        for tensor in layer_tensors(layer, block, moe):
-            dtype = DTYPES[files[tensor.name].dtype]
-            if dtype not in of_dtype:
-                of_dtype[dtype] = {new.name: new for new in layer_tensors(layer, block, moe, dtype)}
-            yield of_dtype[dtype][tensor.name]
+        dtypes = {new.name: DTYPES[files[new.name].dtype] for new in layer_tensors(layer, block, moe)}
+        in_dtype = {dtype: layer_tensors(layer, block, moe, dtype) for dtype in set(dtypes.values())}
+        for number, dtype in enumerate(dtypes.values()):
+            yield in_dtype[dtype][number]
 
 
 def _new_tensors(
@@ -165,7 +163,7 @@ def _load_stack(
     files: checkpoints.Folder, model: Decoder, layers: list[int], like: dict[Names, jax.ShapeDtypeStruct]
 ) -> dict[Names, Array]:
     """The parameters of a run of blocks, each with a leading axis of layers, filled one layer after the other."""
-    of_layer = {path: _placed(leaf.shape[1:], _without_layers(leaf.sharding)) for path, leaf in like.items()}
+    of_layer = {path: _of_one_layer(leaf) for path, leaf in like.items()}
     experts = {path[1]: leaf.sharding for path, leaf in of_layer.items() if path[0] == "moe"}
     stacked = {path: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for path, leaf in like.items()}
     put = jax.jit(_put, donate_argnums=0, out_shardings={path: leaf.sharding for path, leaf in like.items()})
@@ -200,18 +198,15 @@ def _like(model: Decoder, shardings: Params | None) -> dict[Names, jax.ShapeDtyp
     shapes: dict[Names, Any] = dict(flatten_dict(variables["params"]))
     places: dict[Names, Any] = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
     places |= flatten_dict(shardings or {})
-    return {path: _placed(leaf.shape, places[path]) for path, leaf in shapes.items()}
+    return {path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=places[path]) for path, leaf in shapes.items()}
 
 
-def _placed(shape: tuple[int, ...], sharding: Sharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-
-
-def _without_layers(sharding: Sharding) -> Sharding:
-    """How one layer is split, where `sharding` splits a stack of them, but not that axis."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+def _of_one_layer(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """A layer's part of a stack of them, which is not split along that axis."""
+    sharding = stack.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
 
 
 def _check_names(files: checkpoints.Folder, model: Decoder) -> None:

@@ -97,7 +97,7 @@ def test_presets_and_no_peers():
 @pytest.mark.parametrize(
     ("command", "cases", "kind", "said"),
     [
-        ("routing", [Routed(512, 8, 2)], "routing", "XLA top_k + argsort dispatch"),
+        ("routing", [Routed(512, 8, 2)], "routing", "XLA's top_k + argsort"),
         ("scaling", [Sizes(t, 16, 8, 4, 2) for t in (64, 128)], "scaling", "ns per token"),
         ("rounding", [Sizes(64, 16, 8, 4, 2)], "token_rounding", "rounded nearest"),
         ("reading", [Sizes(1, 16, 8, 4, 2)], "reading", "layer at the file's speed"),

@@ -5,11 +5,15 @@ They are also written into the folder of a whole model, by several at once, and 
 
 import dataclasses
 import json
+import os
+import stat
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +34,19 @@ from tests.numerics import assert_same_bits
 WRITABLE = [f"{family}-bfloat16" for family in FAMILIES[:4]] + ["deepseek_v3-fused", "gpt_oss-mxfp4-decoded"]
 
 
+def stored_block(name):
+    return {key: value for key, value in tensors_of(FIXTURES / name).items() if key.startswith(block(name))}
+
+
+def halved(layer):
+    return layer._replace(params={name: value / 2 for name, value in layer.params.items()})
+
+
 @pytest.mark.default_cases("*")
 @pytest.mark.parametrize("name", WRITABLE)
 def test_what_was_read_is_written_bit_for_bit(tmp_path, name):
     save(name, tmp_path, load(name))
-    stored = {key: value for key, value in tensors_of(FIXTURES / name).items() if key.startswith(block(name))}
+    stored = stored_block(name)
     if name == "deepseek_v3-bfloat16":  # transformers wrote the selection bias in bfloat16, too
         bias = block(name) + "gate.e_score_correction_bias"
         stored[bias] = stored[bias].astype(np.float32)
@@ -58,6 +70,11 @@ def test_layers_are_added_to_a_folder(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_reading_and_writing_need_no_safetensors(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    save("olmoe", tmp_path, load("olmoe"))
+
+
 def test_many_files(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "LARGEST_FILE", 2000)
     files = save("mixtral", tmp_path, load("mixtral"), dtype="bfloat16")
@@ -70,8 +87,7 @@ def test_sharded_arrays_are_written(tmp_path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     sharding = {"w_up": NamedSharding(mesh, P("a", None, "b")), "w_down": NamedSharding(mesh, P(None, "b"))}
     save("olmoe", tmp_path, load("olmoe", sharding=sharding))
-    stored = {name: value for name, value in tensors_of(FIXTURES / "olmoe").items() if name.startswith(block("olmoe"))}
-    assert_same_bits(tensors_of(tmp_path), stored)
+    assert_same_bits(tensors_of(tmp_path), stored_block("olmoe"))
 
 
 def test_a_module_of_nnx_is_written(tmp_path):
@@ -130,10 +146,6 @@ def test_what_does_not_fit_is_refused(tmp_path, change, message):
     assert not (tmp_path / "new").exists()
 
 
-def halved(layer):
-    return layer._replace(params={name: value / 2 for name, value in layer.params.items()})
-
-
 @pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     "name", ["mixtral", "qwen3_moe", "olmoe-bfloat16", "olmoe-fused", "deepseek_v3", "glm4_moe", "gpt_oss"]
@@ -141,7 +153,7 @@ def halved(layer):
 def test_a_layer_takes_the_place_of_the_one_that_is_there(tmp_path, name):
     """In a folder of one file, and in one of several: all tensors stay, each once, but those of the layer change."""
     folder = copied(name, tmp_path)
-    before = tensors_of(folder)
+    before, opened = tensors_of(folder), checkpoints.Folder(folder)
     layer = halved(load(name))
     files = []
     with pytest.raises(checkpoints.CheckpointError, match=r"has the tensor .* already"):
@@ -154,6 +166,7 @@ def test_a_layer_takes_the_place_of_the_one_that_is_there(tmp_path, name):
         assert sorted(names) == sorted(before)
         assert set(written) <= set(files)
         assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors"}
+    assert_same_bits(load(name, opened).params, load(name).params)  # who has opened a folder reads what it was
     after = tensors_of(folder)
     assert_same_bits(*({k: v for k, v in all_.items() if not k.startswith(block(name))} for all_ in (after, before)))
     assert (folder / SINGLE_FILE).exists() == (name != "qwen3_moe")
@@ -161,15 +174,6 @@ def test_a_layer_takes_the_place_of_the_one_that_is_there(tmp_path, name):
         index = json.loads((folder / INDEX).read_text())["weight_map"]
         assert index.keys() == before.keys()
         assert set(index.values()) == {path.name for path in files}
-
-
-@pytest.mark.default_cases("*")
-@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe"])
-def test_who_has_opened_a_folder_reads_what_it_was(tmp_path, name):
-    folder = copied(name, tmp_path)
-    opened = checkpoints.Folder(folder)
-    save(name, folder, halved(load(name)), overwrite=True)
-    assert_same_bits(load(name, opened).params, load(name).params)
 
 
 def test_another_layout_takes_the_place_of_a_compressed_one(tmp_path):
@@ -189,9 +193,10 @@ def test_tensors_of_types_without_numpy_stay(tmp_path):
     assert_same_bits(checkpoints.load(folder, 0, config)[:2], layer[:2])
 
 
-def test_a_model_without_head_stays_one(tmp_path):
+def test_a_model_without_head_is_read_and_stays_one(tmp_path):
     stored = {name.removeprefix("model."): value for name, value in tensors_of(FIXTURES / "olmoe").items()}
     folder = write(tmp_path / "model", stored)
+    assert_same_bits(load("olmoe", folder).params, load("olmoe").params)
     save("olmoe", folder, load("olmoe"), overwrite=True)
     assert_same_bits(tensors_of(folder), stored)
 
@@ -262,32 +267,54 @@ def test_processes_wait_for_the_lock(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-class StoppedError(Exception):
-    pass
-
-
 @pytest.mark.default_cases("*")
-@pytest.mark.parametrize("where", ["parts", "_write_index", "_rewrite"])
-def test_a_writer_that_is_stopped_leaves_the_folder_whole_and_may_try_again(tmp_path, monkeypatch, where):
+@pytest.mark.parametrize("files", range(8))
+def test_a_writer_that_is_stopped_leaves_the_folder_whole_and_may_try_again(tmp_path, files):
+    """It writes the layer, the index, and the files without the layer, each with its folder."""
     folder, layer = copied("qwen3_moe", tmp_path), halved(load("qwen3_moe"))
     before = tensors_of(folder)
-
-    def stop(*_):
-        raise StoppedError
-
-    with monkeypatch.context() as patch:
-        if where == "parts":
-            patch.setattr(writing.np, "ascontiguousarray", stop)
-        else:
-            patch.setattr(writing, where, stop)
-        with pytest.raises(StoppedError):
-            save("qwen3_moe", folder, layer, overwrite=True)
+    effects = [None] * files + [KeyboardInterrupt]
+    with mock.patch.object(writing.os, "fsync", side_effect=effects), pytest.raises(KeyboardInterrupt):
+        save("qwen3_moe", folder, layer, overwrite=True)
     assert not list(folder.glob("*.unfinished"))
     found = load("qwen3_moe", folder)
-    assert_same_bits(found.params, layer.params if where == "_rewrite" else load("qwen3_moe").params)
+    assert_same_bits(found.params, (layer if files >= 3 else load("qwen3_moe")).params)
     save("qwen3_moe", folder, layer, overwrite=True)
     assert_same_bits(load("qwen3_moe", folder).params, layer.params)
     assert sorted(name for path in folder.glob("*.safetensors") for name in load_file(path)) == sorted(before)
+
+
+def test_a_name_is_on_the_disk_before_what_relies_on_it(tmp_path, monkeypatch):
+    """New files come before the index that names them, and that before old files go: each time the folder is synced."""
+    folder, done = copied("qwen3_moe", tmp_path), []
+    synced, replaced, removed = writing.os.fsync, Path.replace, Path.unlink
+
+    def note(what, change):
+        return lambda *args, **options: (done.append(what(*args)), change(*args, **options))[1]
+
+    monkeypatch.setattr(writing.os, "fsync", note(lambda file: "sync" * stat.S_ISDIR(os.fstat(file).st_mode), synced))
+    monkeypatch.setattr(Path, "replace", note(lambda _, path: path.suffix, replaced))
+    monkeypatch.setattr(Path, "unlink", note(lambda path: "-" * (path.suffix == ".safetensors"), removed))
+    save("qwen3_moe", folder, halved(load("qwen3_moe")), overwrite=True)
+    found = [what for what in done if what]
+    assert found[:4] == [".safetensors", "sync", ".json", "sync"]
+    assert found[4:].count(".safetensors") == found[4:].count("sync") > 0
+
+
+def test_hashes_tell_which_file_is_damaged(tmp_path):
+    folder = copied("qwen3_moe", tmp_path)
+    path = checkpoints.write_hashes(folder)
+    assert json.loads(path.read_text()).keys() == {file.name for file in folder.iterdir()} - {path.name}
+    checkpoints.check_hashes(folder)
+    damaged = folder / "model-00002-of-00004.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(checkpoints.CheckpointError, match=f"{damaged.name}: is not as it was when sha256.json was"):
+        checkpoints.check_hashes(folder)
+    damaged.unlink()
+    with pytest.raises(checkpoints.CheckpointError, match=f"{damaged.name}: no such file"):
+        checkpoints.check_hashes(folder)
 
 
 def test_a_file_of_someone_else_keeps_its_name(tmp_path):

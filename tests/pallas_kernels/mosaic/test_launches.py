@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ from pallas_kernels.compat import kernel_launch, varying_axes
 from pallas_kernels.compile_only import on_gpu
 from pallas_kernels.compile_only.ptxas_report import captured_ptxas_report
 from pallas_kernels.mosaic import launches
-from pallas_kernels.mosaic.launches import begun
+from pallas_kernels.mosaic.launches import ASSEMBLY, assemble_early, begun
 from tests.numerics import assert_same_bits
 
 
@@ -34,6 +35,42 @@ def add_number(own: bool):
     return lambda x: launch(moe_add, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
 
+def wait_for_assembly():
+    for thread in threading.enumerate():
+        if thread.name == ASSEMBLY:
+            thread.join()
+
+
+def test_a_kernel_is_assembled_once_and_again_after_a_failure():
+    name, seen = os.urandom(8), []
+
+    def compile_alone():
+        seen.append(1)
+        if len(seen) == 1:
+            raise RuntimeError("no memory")
+
+    for expected in (1, 2, 2):
+        assemble_early(name, compile_alone)
+        wait_for_assembly()
+        assert len(seen) == expected
+    assert name in begun
+
+
+AT_EXIT = """
+import time
+from pallas_kernels.mosaic.launches import assemble_early
+for name in range(100):
+    assemble_early(bytes([name]), lambda: (time.sleep(0.3), print("assembled", flush=True)))
+time.sleep(0.1)
+"""
+
+
+def test_what_waits_for_assembly_is_dropped_at_the_end_of_the_program():
+    run = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=True)
+    assert 1 <= run.stdout.count("assembled") <= (os.cpu_count() or 1)
+    assert not run.stderr
+
+
 @pytest.mark.compile_only
 @pytest.mark.parametrize(
     ("own", "reported", "early"), [(True, False, True), (True, True, False), (False, False, False)]
@@ -42,8 +79,7 @@ def test_a_program_finds_its_kernel_assembled_unless_it_is_another_packages(monk
     if reported:
         monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     lowered = jax.jit(add_number(own)).lower(on_gpu(jnp.zeros((128, 64), jnp.float32)))
-    for assembly in begun.values():
-        assembly.result()
+    wait_for_assembly()
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     with captured_ptxas_report() as assembled:
         lowered.compile()

@@ -9,7 +9,7 @@ import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
 from pallas_kernels import simt
-from pallas_kernels.simt.elementwise import with_gradients
+from pallas_kernels.simt.elementwise import value, with_gradients
 from tests.numerics import assert_close
 
 OTHERS = {
@@ -38,12 +38,12 @@ def test_value_and_gradients(name, where):
     def body(numbers, out):
         own = [numbers[simt.thread() + i * 128] for i in range(arguments + 1)]
         result, gradients = with_gradients(function, arguments)(own[1:], own[0])
-        for i, number in enumerate([result, *gradients]):
+        for i, number in enumerate([value(function, own[1:]), result, *gradients]):
             out[simt.thread() + i * 128] = number
 
-    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    shape = jax.ShapeDtypeStruct((arguments + 2, 128), jnp.float32)
     mesh = jax.set_mesh(jax.make_mesh((1,), ("data",))) if where == "a mesh" else nullcontext()
     with simt.interpreted(), mesh:
         (out,) = simt.kernel(body, name=name, outputs=[shape], blocks=1, warpgroups=1)(x)
     expected, vjp = jax.vjp(function, *map(jnp.asarray, x[1:]))
-    assert_close(list(out), [expected, *vjp(jnp.asarray(x[0]))], 1e-5)
+    assert_close(list(out), [expected, expected, *vjp(jnp.asarray(x[0]))], 1e-5)

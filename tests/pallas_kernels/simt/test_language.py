@@ -26,23 +26,7 @@ from pallas_kernels.simt.threads import (
 )
 from pallas_kernels.simt.values import Float, Int, count_bits, exp2, maximum, permute_bytes, reciprocal, select
 from tests.numerics import assert_close, assert_same_bits
-
-THREADS = 128
-INDEX = np.arange(THREADS, dtype=np.int32)
-
-
-def run(body, *inputs, blocks=1, size=THREADS, dtype="int32"):
-    """The output of `body(*inputs, output, shared)`: `size` long, shared memory of 128 words, 128 threads a block."""
-    with simt.interpreted():
-        kernel = simt.kernel(
-            body,
-            name="test",
-            outputs=[jax.ShapeDtypeStruct((size,), dtype)],
-            blocks=blocks,
-            warpgroups=1,
-            shared=[THREADS],
-        )
-        return np.asarray(kernel(*jax.tree.map(jnp.asarray, inputs))[0])
+from tests.pallas_kernels.simt.launch import INDEX, THREADS, run
 
 
 def of_threads(function, *inputs, dtype="int32"):
@@ -110,8 +94,7 @@ def test_operations_of_a_warp():
 
 def test_shared_memory_is_each_blocks_own_and_atomics_add_up():
     def body(out, shared):
-        shared[thread()] = 0
-        block_barrier()
+        write(shared)
         shared.add(thread() // 64, simt.block() + 1)
         block_barrier()
         out[simt.block() * THREADS + thread()] = shared[thread() // 64]
@@ -138,45 +121,39 @@ def test_inside_jit_and_updated():
     assert changed.tolist() == [5 + 2 * THREADS, 6]
 
 
-def mine():
-    """Index of the thread in the launch."""
-    return simt.block() * THREADS + thread()
+def write(shared, value=0):
+    """Every thread writes its word, and waits for the others."""
+    shared[thread()] = value
+    block_barrier()
 
 
-def neighbours(out, shared, barrier):
-    """Every thread writes a word and reads the next lane's, with `barrier` in between."""
+def write_then_read_next(out, shared, barrier=lambda: None):
     shared[thread()] = thread()
     barrier()
-    out[mine()] = shared[thread() // 32 * 32 + (thread() + 1) % 32]
+    out[simt.block() * THREADS + thread()] = shared[thread() // 32 * 32 + (thread() + 1) % 32]
 
 
 @pytest.mark.parametrize("barrier", [warp_barrier, block_barrier])
 def test_barriers_order_a_warp(barrier):
-    out = run(lambda out, shared: neighbours(out, shared, barrier))
+    out = run(lambda out, shared: write_then_read_next(out, shared, barrier))
     assert_same_bits(out, INDEX // 32 * 32 + (INDEX + 1) % 32)
-
-
-def write_then_read_next(out, shared):
-    neighbours(out, shared, lambda: None)
 
 
 def warp_barrier_between_warps(out, shared):
     shared[thread()] = thread()
     warp_barrier()
-    out[mine()] = shared[(thread() + 32) % THREADS]
+    shared[(thread() + 32) % THREADS] + 0
 
 
 def read_then_write(out, shared):
-    shared[thread()] = thread()
-    block_barrier()
-    out[mine()] = shared[thread() ^ (THREADS - 1)]
+    write(shared)
+    shared[thread() ^ (THREADS - 1)] + 0
     shared[thread()] = 0
 
 
 def all_read_then_one_writes(out, shared):
-    shared[thread()] = thread()
-    block_barrier()
-    out[mine()] = shared[7]
+    write(shared)
+    shared[7] + 0
     with when(thread().equals(7)):
         shared[7] = 0
 
@@ -191,10 +168,9 @@ def two_warps_write(out, shared):
 
 
 def add_and_read(out, shared):
-    shared[thread()] = 0
-    block_barrier()
+    write(shared)
     shared.add(0, 1)
-    out[mine()] = shared[0]
+    shared[0] + 0
 
 
 def write_and_add(out, shared):
@@ -203,11 +179,9 @@ def write_and_add(out, shared):
 
 
 def across_iterations(out, shared):
-    shared[thread()] = 0
-    block_barrier()
-
+    write(shared)
     for i in indices(0, 2, 1):
-        out[mine()] = shared[(thread() + i) % THREADS]
+        shared[(thread() + i) % THREADS] + 0
         warp_barrier()
         shared[thread()] = i
         warp_barrier()
@@ -222,11 +196,11 @@ def block_reads_what_another_writes(out, shared):
         out[thread()] = 1
     block_barrier()
     with when(simt.block().equals(1)):
-        shared[thread()] = out[thread()]
+        out[thread()] + 0
 
 
 def nobody_wrote(out, shared):
-    out[thread()] = shared[thread()]
+    shared[thread()] + 0
 
 
 def divergent_barrier(out, shared):
@@ -236,12 +210,24 @@ def divergent_barrier(out, shared):
 
 def divergent_warp(out, shared):
     with when(thread() % 2 > 0):
-        out[thread()] = warp_maximum(thread())
+        warp_maximum(thread())
 
 
 def divergent_warp_index(out, shared):
     with when((thread() % 32).equals(0)):
-        shared[warp()] = 0
+        warp()
+
+
+def past_the_end(out, shared):
+    out[thread() + (THREADS + 1)] = 0
+
+
+def before_the_start(out, shared):
+    shared[thread() - 1] = 0
+
+
+def unaligned_vector(out, shared):
+    out.load_vector(thread(), 2)
 
 
 @pytest.mark.parametrize(
@@ -262,10 +248,13 @@ def divergent_warp_index(out, shared):
         (divergent_barrier, "a block's barrier that thread 64 of block 0 does not reach"),
         (divergent_warp, "an operation of a warp that thread 0 of block 0 does not reach"),
         (divergent_warp_index, "an operation of a warp that thread 1 of block 0 does not reach"),
+        (past_the_end, "output 0, word 256, 1 at a time of 256, touched by thread 127 of block 0"),
+        (before_the_start, "shared array 0, word -1, 1 at a time of 128, touched by thread 0 of block 0"),
+        (unaligned_vector, "output 0, word 1, 2 at a time of 256, touched by thread 1 of block 0"),
     ],
 )
-def test_races_are_found(body, message):
-    with pytest.raises(RaceError, match=message):
+def test_races_and_wrong_addresses_are_found(body, message):
+    with pytest.raises(IndexError if "touched" in message else RaceError, match=message):
         run(body, blocks=2, size=2 * THREADS)
 
 
@@ -282,28 +271,3 @@ def test_an_updated_input_may_be_the_memory_of_its_output(apart):
                 kernel(jnp.asarray(INDEX))
         else:
             assert_same_bits(kernel(jnp.asarray(INDEX))[0], INDEX)
-
-
-def past_the_end(out, shared):
-    out[thread() + 1] = 0
-
-
-def before_the_start(out, shared):
-    shared[thread() - 1] = 0
-
-
-def unaligned_vector(out, shared):
-    out.load_vector(thread(), 2)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (past_the_end, "output 0, word 128, 1 at a time of 128, touched by thread 127 of block 0"),
-        (before_the_start, "shared array 0, word -1, 1 at a time of 128, touched by thread 0 of block 0"),
-        (unaligned_vector, "output 0, word 1, 2 at a time of 128, touched by thread 1 of block 0"),
-    ],
-)
-def test_addresses_are_checked(body, message):
-    with pytest.raises(IndexError, match=message):
-        run(body)

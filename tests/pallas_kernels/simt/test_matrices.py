@@ -1,11 +1,9 @@
 """Copies that go on while a thread computes, and the tensor cores, in the interpreter."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import simt
 from pallas_kernels.simt.interpreter import RaceError
 from pallas_kernels.simt.matrices import (
     chunk_size,
@@ -20,20 +18,7 @@ from pallas_kernels.simt.matrices import (
 from pallas_kernels.simt.threads import block_barrier, thread, warp_barrier, when
 from pallas_kernels.simt.values import Float
 from tests.numerics import assert_close, assert_same_bits
-
-SIZE = 128 * 8
-
-
-def run(body, *inputs, out):
-    """The output of `body(*inputs, out, shared)` in 128 threads, with 512 shared words."""
-    with simt.interpreted():
-        kernel = simt.kernel(body, name="test", outputs=[out], blocks=1, warpgroups=1, shared=[SIZE // 2])
-        return np.asarray(kernel(*map(jnp.asarray, inputs))[0])
-
-
-def words(body, x):
-    """The 128 words that `body(x, out, shared)` writes."""
-    return run(body, x, out=jax.ShapeDtypeStruct((128,), jnp.int32))
+from tests.pallas_kernels.simt.launch import INDEX, THREADS, run
 
 
 def copy_all(x, shared, wanted=None):
@@ -41,7 +26,8 @@ def copy_all(x, shared, wanted=None):
     commit_copies()
 
 
-X = np.arange(SIZE, dtype=np.float32).astype(jnp.bfloat16)
+X = np.arange(8 * THREADS, dtype=np.float32).astype(jnp.bfloat16)
+WORDS = X.view(np.int32)
 
 
 def test_copies_arrive_and_are_zero_where_not_wanted():
@@ -51,44 +37,41 @@ def test_copies_arrive_and_are_zero_where_not_wanted():
         block_barrier()
         out[thread()] = shared[(thread() ^ 127) * 4]
 
-    expected = np.where(np.arange(128) < 64, X.view(np.int32)[::4], 0)[::-1]
-    assert_same_bits(words(body, X), np.ascontiguousarray(expected))
+    assert_same_bits(run(body, X, shared=512)[::-1].copy(), np.where(INDEX < 64, WORDS[::4], 0))
 
 
-@pytest.mark.parametrize("pending", [1, 0])
-def test_what_is_read_before_it_has_arrived_is_an_error(pending):
+def read_before_it_has_arrived(x, shared):
+    wait_for_copies(1)
+    shared[thread() * 4] + 0
+
+
+def read_what_others_copied(x, shared):
+    wait_for_copies(0)
+    shared[(thread() ^ 127) * 4] + 0
+
+
+def copy_over_what_others_read(x, shared):
+    wait_for_copies(0)
+    block_barrier()
+    shared[(thread() ^ 127) * 4] + 0
+    copy_all(x, shared)
+
+
+@pytest.mark.parametrize(
+    ("after_a_copy", "message"),
+    [
+        (read_before_it_has_arrived, "nobody has written it"),
+        (read_what_others_copied, "with no barrier"),
+        (copy_over_what_others_read, "with no barrier"),
+    ],
+)
+def test_copies_take_part_in_races(after_a_copy, message):
     def body(x, out, shared):
         copy_all(x, shared)
-        wait_for_copies(pending)
-        out[thread()] = shared[thread() * 4]
+        after_a_copy(x, shared)
 
-    if pending:
-        with pytest.raises(RaceError, match="nobody has written it"):
-            words(body, X)
-    else:
-        assert_same_bits(words(body, X), X.view(np.int32)[::4].copy())
-
-
-def test_what_others_copied_needs_a_barrier():
-    def body(x, out, shared):
-        copy_all(x, shared)
-        wait_for_copies(0)
-        out[thread()] = shared[(thread() ^ 127) * 4]
-
-    with pytest.raises(RaceError, match="with no barrier"):
-        words(body, X)
-
-
-def test_what_others_read_is_not_copied_over():
-    def body(x, out, shared):
-        copy_all(x, shared)
-        wait_for_copies(0)
-        block_barrier()
-        out[thread()] = shared[(thread() ^ 127) * 4]
-        copy_all(x, shared)
-
-    with pytest.raises(RaceError, match="with no barrier"):
-        words(body, X)
+    with pytest.raises(RaceError, match=message):
+        run(body, X, shared=512)
 
 
 @pytest.mark.parametrize("readers", [64, 128])
@@ -106,9 +89,9 @@ def test_threads_wait_for_their_own_copies(readers):
 
     if readers == 128:
         with pytest.raises(RaceError, match="nobody has written it"):
-            words(body, X)
+            run(body, X, shared=512)
     else:
-        assert_same_bits(words(body, X)[:64], X.view(np.int32)[: 4 * 64 : 4].copy())
+        assert_same_bits(run(body, X, shared=512)[:64], WORDS[: 4 * 64 : 4].copy())
 
 
 def product(a, b, *, rounded=True):
@@ -132,7 +115,7 @@ def product(a, b, *, rounded=True):
             for i, x in enumerate(multiply([Float(0.0)] * 4, left, right, a.kind)):
                 out[(lane // 4 + i // 2 * 8) * 8 + lane % 4 * 2 + i % 2] = x
 
-    return run(body, a, b, out=jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    return run(body, a, b, dtype="float32", shared=512).reshape(16, 8)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
@@ -170,5 +153,4 @@ def test_pairs_of_numbers():
             out.store_words(thread() * 2, [shared[thread() + i] for i in range(4)])
 
     x = np.linspace(-3, 3, 256, dtype=np.float32)
-    out = run(body, x, out=jax.ShapeDtypeStruct((256,), jnp.bfloat16))
-    assert_same_bits(out, x.astype(jnp.bfloat16))
+    assert_same_bits(run(body, x, size=256, dtype="bfloat16"), x.astype(jnp.bfloat16))

@@ -8,8 +8,7 @@ import pytest
 
 from blaze_jax import expert_ffn
 from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, expert_inputs, forward_and_backward
-from blaze_jax.profiler import MemoryProfiler
-from blaze_jax.profiler.memory_profiler import _measured_peak
+from blaze_jax.profiler import MemoryProfiler, _measured_peak
 
 SIZES = Sizes(64, 32, 16, 4, 2)
 ON_CPU = jax.default_backend() == "cpu"
