@@ -55,7 +55,7 @@ def init(
     """
     check_dtypes(dtype=dtype)
     initializers = {"kernel": kernel_init, "bias": bias_init, "router": router_init}
-    parameters = new_parameters(config, width, use_bias=use_bias, dtype=dtype, **initializers)
+    parameters = new_parameters(config, width, use_bias=use_bias, dtype=dtype, initializers=initializers)
     keys = jax.random.split(key, len(parameters))
     return {name: p.draw(key) for key, (name, p) in zip(keys, parameters.items(), strict=True)}
 
@@ -81,7 +81,7 @@ def new_parameters(
     *,
     use_bias: bool,
     dtype: DTypeLike,
-    **initializers: Callable,
+    initializers: Mapping[str, Callable],
 ) -> dict[str, NewParameter]:
     """The parameters of `config.parameters(width)`, by name; `initializers` has one of each kind.
 

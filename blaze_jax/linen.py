@@ -119,8 +119,8 @@ class MoE(nn.Module):
         x = as_tokens(x)
         train = check_train(self.train if train is None else train)
         initializers = {"router": self.router_init, "kernel": self.kernel_init, "bias": self.bias_init}
-        sizes = {"use_bias": self.use_bias, "dtype": self.param_dtype}
-        new = new_parameters(self.config, x.shape[-1], self.parallel, **sizes, **initializers)
+        options = {"use_bias": self.use_bias, "dtype": self.param_dtype, "initializers": initializers}
+        new = new_parameters(self.config, x.shape[-1], self.parallel, **options)
         params = {}
         for name, parameter in new.items():
 

@@ -85,9 +85,9 @@ class MoE(nnx.Module):
         self.deterministic = None if train is None else not train  # the name that `train()` and `eval()` look for
         self.axis_name = axis_name
         self.parallel = parallel
-        sizes = {"use_bias": use_bias, "dtype": param_dtype}
         initializers = {"router": router_init, "kernel": kernel_init, "bias": bias_init}
-        parameters = new_parameters(config, model_width, parallel, **sizes, **initializers)
+        options = {"use_bias": use_bias, "dtype": param_dtype, "initializers": initializers}
+        parameters = new_parameters(config, model_width, parallel, **options)
         self.parameter_names = tuple(parameters)
         for name, parameter in parameters.items():
             setattr(self, name, nnx.Param(parameter.draw(rngs.params()), **_sharding(parameter, parallel)))

@@ -7,7 +7,7 @@ The sums of each token's rows come a block of columns at a time: rows as wide as
 Sums of other devices' tokens leave for there while this device's own are computed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ class Journeys(NamedTuple):
         return Journeys(self.waiting[now:], arrived, self.under_way)
 
 
-def to_come(transport: Transport, own: list[Projection]) -> tuple[Callable[[Any], Projection], ...]:
+def to_come(transport: Transport, own: Sequence[Projection]) -> tuple[Callable[[Any], Projection], ...]:
     """The journeys of other devices' blocks of experts, of each of which this device has `own`."""
     return tuple(partial(transport.block_arrives, pair, block) for block in range(1, transport.blocks) for pair in own)
 
@@ -151,7 +151,7 @@ def token_sums(
     kernels, (num_experts, n, width) = plan.kernels, w_down.shape
     departures = plan.transport.departures(tokens.trips, len(rows.parts))
     factors = weights or (None,) * len(rows.parts)
-    away = [part for part, depart in enumerate(departures) if depart]
+    away = [(part, depart) for part, depart in enumerate(departures) if depart]
     own = departures[0] is None  # the first part, if any
     block = block_width(width, kernels.column_block(rows.parts[0].num_rows, width, n, num_experts, dtype))
     if own and not away and before is None:
@@ -181,9 +181,9 @@ def token_sums(
 
     for number, columns in enumerate(blocks):
         departed = []
-        for part in away:
+        for part, depart in away:
             done = sums(part, operands, columns, _empty_columns(rows.parts[part], columns[1], dtype), 0, None)
-            departed.append(departures[part](done))
+            departed.append(depart(done))
         arriving.append(reduce(jnp.add, departed) if departed else None)
         if number:
             y = done = finished(y, operands, number - 1)
