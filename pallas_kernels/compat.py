@@ -99,14 +99,11 @@ def top_k(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     rows = Layout(tuple(range(operand.ndim)))
 
     def in_rows(operand):
-        values, ids = lax.top_k(with_layout_constraint(operand, rows), k)
-        return with_layout_constraint(values, rows), with_layout_constraint(ids, rows)
+        return tuple(with_layout_constraint(a, rows) for a in lax.top_k(with_layout_constraint(operand, rows), k))
 
-    def as_it_is(operand):
-        values, ids = lax.top_k(operand, k)
-        return values, ids
-
-    return lax.platform_dependent(operand, cuda=in_rows, rocm=in_rows, default=as_it_is)
+    return lax.platform_dependent(
+        operand, cuda=in_rows, rocm=in_rows, default=lambda operand: tuple(lax.top_k(operand, k))
+    )
 
 
 def when_lowered_unsplit(call: Callable[[int], None], integers: jax.Array) -> jax.Array:

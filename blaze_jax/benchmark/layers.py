@@ -158,7 +158,10 @@ def compare(
             timings |= time_calls({name: ready[name].calls[phase]}, repeats=_SLOW_REPEATS)
         ceilings[phase] = ceiling_calls.rates(timings)
         for name in ready:
-            rows[name][phase] = ceilings[phase].pass_record(timings[name], factor * sizes.forward_flops)
+            if (timing := timings[name]).clock == timings[DENSE].clock:
+                rows[name][phase] = ceilings[phase].pass_record(timing, factor * sizes.forward_flops)
+            else:  # of another clock than ours: no time to compare
+                rows[name][phase] = {"note": timing.note}
     say("back to back")
     short = [(c, phase) for c in layers for phase in c.calls if c.first_us[phase] < turn_seconds * 1e6]
     calls = {(c.name, phase): c.calls[phase] for c, phase in short}
@@ -170,7 +173,7 @@ def compare(
         for row in rows.values():
             timed, our_time = row.get(phase, {}), rows[OURS].get(phase, {})
             for of, ours in ((timed, our_time), (timed.get("sustained"), our_time.get("sustained"))):
-                if of and ours:
+                if of and ours and "us" in of:
                     of["ratio_to_ours"] = of["us"] / ours["us"]
     return head("compare", sizes, dtype) | {
         "same_experts": same_experts,

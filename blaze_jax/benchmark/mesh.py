@@ -23,7 +23,7 @@ from blaze_jax.benchmark.memory import MIB, plan_of
 from blaze_jax.benchmark.own_process import ProcessError, run_apart
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import BOTH, PASSES, PRESETS, Sizes, expert_inputs
-from blaze_jax.benchmark.timing import Kernel, TraceError, busy_ns, seconds_of, trace
+from blaze_jax.benchmark.timing import Kernel, TraceError, busy_ns, in_turns, trace
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.parallelism import ROLES, Parallelism, transport_options
 
@@ -139,13 +139,15 @@ def measured_here(case: Case, dtype: str, layers: int, repeats: int, implementat
             plan = plan_of(compiled.memory_analysis())
             plans[which] = plan and {part: value / MIB for part, value in plan._asdict().items()}
         errors = _errors(calls["one"](), calls["mesh"](), devices)
-        times = _in_turns(calls, repeats)
+        # launched a few at once, so that the host keeps ahead
+        times = in_turns(calls, max(1, repeats // _AT_ONCE), number=_AT_ONCE)
+        one_ms, mesh_ms = (statistics.median(times[which]) * 1e3 for which in ("one", "mesh"))
         itemsize = jnp.dtype(dtype).itemsize
         received = layers * traffic(sizes, parallel, axes, itemsize, backward=name == BOTH).total
         passes[name] = {
-            "one_ms": times["one"],
-            "mesh_ms": times["mesh"],
-            "share_of_linear": times["one"] / times["mesh"],
+            "one_ms": one_ms,
+            "mesh_ms": mesh_ms,
+            "share_of_linear": one_ms / mesh_ms,
             "received_mib": received / MIB,
             "errors": errors,
             "memory_mib": plans,
@@ -183,12 +185,6 @@ def _errors(one: dict, mesh: dict, devices: int) -> dict[str, float]:
 def _scaled_error(out, one, times):
     ref = times * one.astype(jnp.float32)
     return jnp.linalg.norm(out.astype(jnp.float32) - ref) / jnp.linalg.norm(ref)
-
-
-def _in_turns(calls: dict[str, Callable], repeats: int) -> dict[str, float]:
-    """Milliseconds of each call, launched a few at once so that the host keeps ahead: the median of the turns."""
-    turns = [[seconds_of(call, _AT_ONCE) for call in calls.values()] for _ in range(max(1, repeats // _AT_ONCE))]
-    return {which: statistics.median(own) * 1e3 for which, own in zip(calls, zip(*turns, strict=True), strict=True)}
 
 
 def _profile(calls: dict[str, Callable], received: float) -> Record:

@@ -184,7 +184,7 @@ def _speed(records: Sequence[Record]) -> Figure:
     def tflops(sizes: Sizes, row: Record) -> tuple[float | None, bool]:
         timed = row.get(BOTH, {})
         run = timed.get("sustained", timed)
-        return 3 * sizes.forward_flops / run["us"] / 1e6 if run else None, run is timed
+        return 3 * sizes.forward_flops / run["us"] / 1e6 if "us" in run else None, run is timed
 
     dense = {Sizes(**r["sizes"]): r.get("ceilings", {}).get(BOTH, {}).get("sustained_tflops", 0.0) for r in records}
     title = "Forward + backward, TFLOP/s: back to back, in turns (pale: single runs, each on an emptied L2 cache)"
@@ -213,15 +213,11 @@ def _scaling(records: Sequence[Record]) -> Figure:
     shown = [r for r in published("published_scaling") if tokens[0] <= r["num_tokens"] <= tokens[-1]]
     times = [r["us"] * 1e3 / r["num_tokens"] for r in shown]
     memory = [r["mb"] * 1e6 / r["num_tokens"] / 1024 for r in shown]
-    for axes, name, unit, ours, what, theirs in zip(
-        figure.subplots(1, 2),
-        ("ns_per_token", "saved_bytes_per_token"),
-        (1.0, 1024.0),
-        (OURS, f"{OURS}, kept"),
-        ("forward + backward, ns per token", "memory, KiB per token"),
-        (times, memory),
-        strict=True,
-    ):
+    halves = (
+        ("ns_per_token", 1.0, OURS, "forward + backward, ns per token", times),
+        ("saved_bytes_per_token", 1024.0, f"{OURS}, kept", "memory, KiB per token", memory),
+    )
+    for axes, (name, unit, ours, what, theirs) in zip(figure.subplots(1, 2), halves, strict=True):
         values = [r[name] / unit for r in records]
         axes.plot(tokens, values, "o-", color=BLUE, label=ours)
         if theirs is memory and all("peak_mib" in r for r in records):
@@ -235,19 +231,13 @@ def _scaling(records: Sequence[Record]) -> Figure:
             band = {"color": BLUE, "alpha": 0.12, "linewidth": 0, "label": f"at most {FLAT_WITHIN:.0%} above the least"}
             axes.fill_between((flat[0][0], flat[-1][0]), least, least * (1 + FLAT_WITHIN), **band)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(tokens, [_tokens(t) for t in tokens])
+        axes.set_xticks(tokens, [f"{t >> 20}M" if t % 2**20 == 0 else f"{t / 1024:g}k" for t in tokens])
         axes.minorticks_off()
         axes.set(ylim=(0, 1.4 * axes.get_ylim()[1]), xlabel="tokens", ylabel=what)
         axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(framealpha=1, edgecolor="none", fontsize=8, loc="upper right")
     return figure
-
-
-def _tokens(count: int) -> str:
-    if count >= 1 << 20 and count % (1 << 20) == 0:
-        return f"{count >> 20}M"
-    return f"{count >> 10}k" if count % 1024 == 0 else str(count)
 
 
 @_figure("training", "training.png")
@@ -260,14 +250,12 @@ def _training(records: Sequence[Record]) -> Figure:
     curves.set(xlabel="step", ylabel="training loss, bits per byte")
     curves.legend(frameon=False, fontsize=8)
     curves.spines[["top", "right"]].set_visible(False)
-    for axes, key, what, text in zip(
-        others, ("tokens_per_second", "peak_gib"), ("tokens/s", "peak memory, GiB"), ("{:,.0f}", "{:.1f}"), strict=True
-    ):
-        colors = [BLUE if record["layer"] == OURS else GREY for record in records]
-        bars = [
-            one_piece(record["layer"], record[key], color, "not reported", text.format)
-            for record, color in zip(records, colors, strict=True)
-        ]
+    halves = ("tokens_per_second", "tokens/s", "{:,.0f}"), ("peak_gib", "peak memory, GiB", "{:.1f}")
+    for axes, (key, what, text) in zip(others, halves, strict=True):
+        bars = []
+        for record in records:
+            color = BLUE if record["layer"] == OURS else GREY
+            bars.append(one_piece(record["layer"], record[key], color, "not reported", text.format))
         draw_bars(axes, what, bars)
     return figure
 

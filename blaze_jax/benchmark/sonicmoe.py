@@ -76,14 +76,13 @@ def _try_fewer(autotuner) -> None:
 
     def prune_to_tiles(self, arguments):
         allowed = all_of(self, arguments)
-        return [config for config in allowed if _is_one_of(config.all_kwargs().get("config"))] or allowed
+        tiles = [config.all_kwargs().get("config") for config in allowed]
+        return [c for c, t in zip(allowed, tiles, strict=True) if t is None or _tile(t) in TILES] or allowed
 
     autotuner.Autotuner.prune_configs = prune_to_tiles
 
 
-def _is_one_of(config) -> bool:
-    """Whether it is no configuration of tiles, or one of `TILES`."""
-    if config is None:
-        return True
+def _tile(config) -> tuple | None:
+    """The fields that `TILES` has; None for swapped operands."""
     fields = "tile_m", "tile_n", "pingpong", "cluster_m", "cluster_n"
-    return tuple(getattr(config, field) for field in fields) in TILES and not config.swap_ab
+    return None if config.swap_ab else tuple(getattr(config, field) for field in fields)

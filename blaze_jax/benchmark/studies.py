@@ -21,7 +21,7 @@ from blaze_jax.benchmark.memory import MIB, plan_of, saved_bytes
 from blaze_jax.benchmark.own_process import run_apart
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, expert_inputs, forward_and_backward
-from blaze_jax.benchmark.timing import seconds_of, time_calls, wall_times
+from blaze_jax.benchmark.timing import in_turns, time_calls, wall_times
 from blaze_jax.checkpoints.loading import load
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from blaze_jax.dispatch import Grouped
@@ -226,9 +226,7 @@ def measure_reading(sizes: Sizes, dtype=None, *, repeats: int, folder: str | Non
     with tempfile.TemporaryDirectory(dir=folder) as place:
         path = write_layer(Path(place), sizes)
         calls = {"file": lambda: np.fromfile(path, np.uint8), "layer": lambda: load(path.parent, 0, config).params}
-        turns = [[seconds_of(read) for read in calls.values()] for _ in range(repeats)]
-        size = path.stat().st_size
-    seconds = dict(zip(calls, zip(*turns, strict=True), strict=True))
+        seconds, size = in_turns(calls, repeats), path.stat().st_size
     share = statistics.median(seconds["file"]) / statistics.median(seconds["layer"])
     return {"kind": "reading", "sizes": sizes._asdict(), "bytes": size, "seconds": seconds, "share_of_file": share}
 

@@ -124,12 +124,20 @@ def wall_times(calls: Mapping[str, Call], *, repeats: int = 20, note: str = "") 
     flush = _flush() if jax.default_backend() == "gpu" else lambda: None
     for call in calls.values():
         jax.block_until_ready(call())
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    seconds = in_turns(calls, repeats, before=flush)
+    return {name: Timing("wall", [s * 1e6 for s in times], {}, note) for name, times in seconds.items()}
+
+
+def in_turns(
+    calls: Mapping[str, Call], turns: int, *, number: int = 1, before: Call = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each call in each turn, as `seconds_of` takes them; `before` is done before each."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
         for name, call in calls.items():
-            jax.block_until_ready(flush())
-            samples[name].append(seconds_of(call) * 1e6)
-    return {name: Timing("wall", times, {}, note) for name, times in samples.items()}
+            jax.block_until_ready(before())
+            seconds[name].append(seconds_of(call, number))
+    return seconds
 
 
 def seconds_of(call: Call, number: int = 1) -> float:

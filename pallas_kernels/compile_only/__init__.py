@@ -46,9 +46,7 @@ class Compiled(NamedTuple):
 
 def missing_compiler() -> str | None:
     """Why nothing can be compiled for an absent GPU here, or None if it can."""
-    if _plugin() is None:
-        return "jax's CUDA plugin is not installed: pip install 'blaze_jax[compile-only]'"
-    return None
+    return None if _plugin() else "jax's CUDA plugin is not installed: pip install 'blaze_jax[compile-only]'"
 
 
 def absent(gpu: str = "h200") -> Any:

@@ -1,6 +1,6 @@
 """Sums over the rows of an array (rows, width): every block's numbers, added up by the threads of one block.
 
-`ColumnSums` adds up one array, `RouterSums` all that the router's blocks have counted and added up.
+`ColumnSums` adds up one array, `finish_router` all that the router's blocks have counted and added up.
 
 A thread takes a few neighbouring columns and a run of rows, with its loads in flight together; what the threads have
 meets in shared memory. The order of a sum is always the same.
@@ -8,13 +8,9 @@ meets in shared memory. The order of a sum is always the same.
 
 import math
 from operator import add
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
+from typing import NamedTuple
 
 from pallas_kernels import simt
-from pallas_kernels.contract import Losses
 from pallas_kernels.simt.threads import block_barrier, branch, combine_lanes, loop, when
 from pallas_kernels.simt.values import WARP, Float, Int, Pointer, minimum, multiply_add, select, total
 
@@ -36,7 +32,7 @@ class ColumnSums:
     """The division of `(rows, width)` among threads; `words` is the size of the shared array of one kind of sums."""
 
     def __init__(self, rows: int, width: int, threads: int):
-        self.width, self.threads = width, threads
+        self.num_rows, self.width, self.threads = rows, width, threads
         self.neighbours = math.gcd(width, 4)
         self.columns = width // self.neighbours
         self._lanes_meet = self.columns < WARP and WARP % self.columns == 0
@@ -133,50 +129,45 @@ def _divisor(number: int, most: int) -> int:
     return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
 
 
-class RouterSums:
-    """Adds up `counts` (blocks, E) int32, `probabilities` (blocks, E) and `logs` (blocks, 2), both float32."""
+def finish_router(experts_shape, experts: ColumnSums, logs: ColumnSums, counts, sums, outputs, shared) -> None:
+    """Adds up what the router's blocks have counted and summed: by one block, into demand and the three losses.
 
-    def __init__(self, num_tokens: int, slots: int, blocks: int, num_experts: int, threads: int):
-        self.num_tokens, self.slots, self.num_experts, self.threads = num_tokens, slots, num_experts, threads
-        self.blocks = blocks
-        self.of_experts = ColumnSums(blocks, num_experts, threads)
-        self.of_logs = ColumnSums(blocks, 2, threads)
+    Args:
+      experts_shape: numbers of tokens and of experts for each.
+      experts: the division of what there is of each expert.
+      logs: the division of the two sums over tokens.
+      counts: of pairs, (blocks, E) int32.
+      sums: probabilities (blocks, E) and logs (blocks, 2), both float32.
+      outputs: demand and losses.
+      shared: arrays of the size of the three sums, and a word for each warp.
+    """
+    (num_tokens, slots), num_experts, threads = experts_shape, experts.width, experts.threads
+    (probabilities, log_parts), (demand, losses), (count_sums, probability_sums, log_sums, warps) = (
+        sums,
+        outputs,
+        shared,
+    )
+    thread = simt.thread()
+    begun = [(experts, counts, count_sums), (experts, probabilities, probability_sums), (logs, log_parts, log_sums)]
+    begun = [(of, of.begin(array, thread), sums) for of, array, sums in begun]
+    for of, shares, sums in begun:
+        of.finish(shares, sums)
+    block_barrier()
 
-    @property
-    def outputs(self) -> tuple[jax.ShapeDtypeStruct, Losses]:
-        """Demand, and the three losses."""
-        loss: Any = jax.ShapeDtypeStruct((1,), jnp.float32)
-        return jax.ShapeDtypeStruct((self.num_experts,), jnp.int32), Losses(loss, loss, loss)
+    def balance(expert, so_far):
+        count = experts.read(count_sums, expert)
+        demand[expert] = count
+        probability = experts.read(probability_sums, expert, floating=True)
+        return [multiply_add(count.to_float(), probability, so_far)]
 
-    @property
-    def shared_words(self) -> tuple[int, ...]:
-        return self.of_experts.words, self.of_experts.words, self.of_logs.words, self.threads // WARP
+    (mine,) = loop(thread, num_experts, threads, balance, [Float(0.0)])
+    mine = combine_lanes(add, mine, WARP)
+    with when((thread % WARP).equals(0)):
+        warps[thread // WARP] = mine.bits()
+    block_barrier()
 
-    def run(self, counts, sums, outputs, shared) -> None:
-        (probabilities, logs), (demand, losses) = sums, outputs
-        count_sums, probability_sums, log_sums, warps = shared
-        thread, num_experts = simt.thread(), self.num_experts
-        begun = [(self.of_experts, counts, count_sums), (self.of_experts, probabilities, probability_sums)]
-        begun += [(self.of_logs, logs, log_sums)]
-        begun = [(of, of.begin(array, thread), sums) for of, array, sums in begun]
-        for of, shares, sums in begun:
-            of.finish(shares, sums)
-        block_barrier()
-
-        def balance(expert, so_far):
-            count = self.of_experts.read(count_sums, expert)
-            demand[expert] = count
-            probability = self.of_experts.read(probability_sums, expert, floating=True)
-            return [multiply_add(count.to_float(), probability, so_far)]
-
-        (mine,) = loop(thread, num_experts, self.threads, balance, [Float(0.0)])
-        mine = combine_lanes(add, mine, WARP)
-        with when((thread % WARP).equals(0)):
-            warps[thread // WARP] = mine.bits()
-        block_barrier()
-
-        with when(thread.equals(0)):
-            every = total([warps[w].as_float() for w in range(self.threads // WARP)])
-            losses.balance[0] = every * (num_experts / (self.slots * self.num_tokens**2))
-            for loss, column in ((losses.squared_log, 0), (losses.entropy, 1)):
-                loss[0] = self.of_logs.read(log_sums, Int(column), floating=True) * (1 / self.num_tokens)
+    with when(thread.equals(0)):
+        every = total([warps[w].as_float() for w in range(threads // WARP)])
+        losses.balance[0] = every * (num_experts / (slots * num_tokens**2))
+        for loss, column in ((losses.squared_log, 0), (losses.entropy, 1)):
+            loss[0] = logs.read(log_sums, Int(column), floating=True) * (1 / num_tokens)

@@ -9,12 +9,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels import simt, xla
-from pallas_kernels.contract import Dispatch, Losses
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, TileSchedule
-from pallas_kernels.routing.dispatch_place import Size, known_expert, place
+from pallas_kernels.routing.dispatch_place import known_expert, place
 from pallas_kernels.simt.threads import block_barrier, indices
 from pallas_kernels.simt.values import minimum, select
 from pallas_kernels.traced_once import traced_once
@@ -48,19 +48,7 @@ def dispatch(
       blocks: thread blocks of a launch; no result depends on it.
     """
     counts = _count(experts, num_experts, blocks)
-    return place(experts, counts, _size(experts.size, num_experts, row_alignment, spare_rows))[0]
-
-
-def dispatch_routed(
-    experts: Int[Array, "T K"],
-    counts: Int[Array, "blocks E"],
-    sums: tuple[Float[Array, "blocks E"], Float[Array, "blocks 2"]],
-) -> tuple[Dispatch[TileSchedule], tuple[Int[Array, " E"], Losses]]:
-    """`dispatch` of what the router chose, and its demand and losses, which the same launch adds up.
-
-    The router has counted the pairs of each expert in each block's run of `ceil(T / blocks)` tokens.
-    """
-    return place(experts, counts, _size(experts.size, counts.shape[1]), sums)
+    return place(experts, counts, row_alignment=row_alignment, spare_rows=spare_rows)[0]
 
 
 def row_range(groups: Dispatch[TileSchedule], first_row: Int[Array, ""] | int, num_rows: int) -> Dispatch[TileSchedule]:
@@ -119,17 +107,6 @@ def dispatch_unsupported(num_experts: int) -> str | None:
     return None if num_experts <= MAX_EXPERTS else f"{num_experts=} must be at most {MAX_EXPERTS}"
 
 
-def _size(num_pairs: int, num_experts: int, row_alignment=ROW_ALIGNMENT, spare_rows=SPARE_ROWS) -> Size:
-    groups = min(num_experts, num_pairs)
-    max_rows = num_pairs + groups * (row_alignment - 1)
-    num_rows = -(-max_rows // row_alignment) * row_alignment + spare_rows
-    return Size(num_rows, -(-num_pairs // TILE_ROWS) + groups, row_alignment)
-
-
-def _int32(*shape) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
 def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Array, "blocks E"]:
     """Pairs of each expert in each block's run of tokens."""
     pairs_per_block = -(-experts.shape[0] // blocks) * experts.shape[1]
@@ -148,11 +125,6 @@ def _count(experts: Int[Array, "T K"], num_experts: int, blocks: int) -> Int[Arr
         for expert in indices(simt.thread(), num_experts, THREADS):
             counts[simt.block() * num_experts + expert] = histogram[expert]
 
-    return simt.kernel(
-        body,
-        name="moe_dispatch_count",
-        outputs=[_int32(blocks, num_experts)],
-        blocks=blocks,
-        warpgroups=WARPGROUPS,
-        shared=[num_experts + 1],
-    )(experts)[0]
+    outputs, shared = [jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32)], [num_experts + 1]
+    options = {"blocks": blocks, "warpgroups": WARPGROUPS, "shared": shared}
+    return simt.kernel(body, name="moe_dispatch_count", outputs=outputs, **options)(experts)[0]

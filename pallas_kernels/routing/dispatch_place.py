@@ -9,6 +9,7 @@ there would cost a sector of memory each.
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import simt
-from pallas_kernels.contract import Dispatch
-from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
-from pallas_kernels.routing.block_sums import ColumnSums, RouterSums
+from pallas_kernels.contract import Dispatch, Losses
+from pallas_kernels.mosaic.row_groups import ROW_ALIGNMENT, SPARE_ROWS, TILE_ROWS, TileSchedule
+from pallas_kernels.routing.block_sums import ColumnSums, finish_router
 from pallas_kernels.simt.threads import (
     block_barrier,
     exclusive_warp_sum,
@@ -30,6 +31,8 @@ from pallas_kernels.simt.threads import (
 from pallas_kernels.simt.values import WARP, count_bits, minimum, select, total
 
 WARPGROUPS = 4
+THREADS = WARPGROUPS * 128
+WARPS = THREADS // WARP
 HELD = 6  # steps of a warp whose pairs stay in registers; 8 spilled where there are 256 experts
 STEPS_AT_ONCE = 8  # steps whose pairs are loaded together, where there are more of them
 GATHERED_AT_ONCE = 4  # rows that a thread writes at a time
@@ -37,54 +40,52 @@ MOST_SHARED_WORDS = 50 * 1024
 _TOKEN_BITS = 20
 
 
-class Size(NamedTuple):
-    """Sizes of the results: rows and tiles at most, and what every group's first row is a multiple of."""
-
-    num_rows: int
-    num_tiles: int
-    row_alignment: int
-
-
 def place(
     experts: Int[Array, "T K"],
     counts: Int[Array, "blocks E"],
-    size: Size,
     sums: tuple[Float[Array, "blocks E"], Float[Array, "blocks 2"]] | None = None,
-) -> tuple[Dispatch[TileSchedule], Any]:
+    *,
+    row_alignment: int = ROW_ALIGNMENT,
+    spare_rows: int = SPARE_ROWS,
+) -> tuple[Dispatch[TileSchedule], tuple[Int[Array, " E"], Losses] | None]:
     """Rows grouped by expert; with the router's sums also its demand and losses, else None.
 
-    A block of their own adds those up, while the others work.
+    A block of their own adds those up, while the others work. `counts` are the pairs of each expert in each block's run
+    of `ceil(T / blocks)` tokens.
     """
-    body = _Place(experts.shape, counts.shape, size, sums is not None)
-    dispatch, routed = simt.kernel(
-        body.run,
-        name="moe_dispatch_place",
-        outputs=body.outputs,
-        blocks=body.blocks + (sums is not None),
-        warpgroups=WARPGROUPS,
-        shared=body.shared_words,
-    )(experts, counts, sums)
+    experts_shape, (blocks, num_experts) = experts.shape, counts.shape
+    column_sums, log_sums = ColumnSums(blocks, num_experts, THREADS), ColumnSums(blocks, 2, THREADS)
+    routed: Any = None
+    shared_by_sums = None
+    if sums is not None:
+        routed = _int32(num_experts), Losses(*[jax.ShapeDtypeStruct((1,), jnp.float32)] * 3)
+        shared_by_sums = column_sums.words, column_sums.words, log_sums.words, WARPS
+    room = MOST_SHARED_WORDS - sum(shared_by_sums or ())
+    body = _Place(experts_shape, column_sums, row_alignment, spare_rows, room)
+
+    def run(experts, counts, sums, dispatch, routed, shared, shared_by_sums):
+        if sums is None:
+            body.run(experts, counts, dispatch, shared)
+            return
+        block = simt.block()
+        with when(block < blocks):
+            body.run(experts, counts, dispatch, shared)
+        with when(block.equals(blocks)):
+            finish_router(experts_shape, column_sums, log_sums, counts, sums, routed, shared_by_sums)
+
+    options = {"outputs": (body.outputs, routed), "shared": (tuple(body.words.values()), shared_by_sums)}
+    options |= {"blocks": blocks + (sums is not None), "warpgroups": WARPGROUPS}
+    dispatch, routed = simt.kernel(run, name="moe_dispatch_place", **options)(experts, counts, sums)
     return dispatch, routed
+
+
+def _int32(*shape) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def known_expert(expert, num_experts: int):
     """`expert`, or `num_experts` for an empty slot."""
     return select((expert >= 0) & (expert < num_experts), expert, num_experts)
-
-
-class _Shared(NamedTuple):
-    """A block's shared memory: the words of each array, and in the kernel pointers to them."""
-
-    counters: Any  # each warp's, by expert and for empty slots: its pairs, and then where it puts the next one
-    sums: Any  # all blocks' pairs by expert
-    sums_before: Any  # pairs by expert in the blocks before this one
-    pairs: Any  # the sums by expert, each in one word
-    group_start: Any  # each expert's first row, and where the last one's end
-    first_tile: Any  # each expert's first tile, and how many there are
-    first_gathered: Any  # each expert's first one of the block's gathered rows, and how many there are
-    way_home: Any  # how far each expert's gathered rows are from home
-    warp_totals: Any  # rows, tiles and gathered rows of each warp that scans experts
-    gathered: Any  # token and expert of each of the block's pairs
 
 
 class _Pair(NamedTuple):
@@ -98,67 +99,48 @@ class _Pair(NamedTuple):
 class _Place:
     """A thread of the kernel."""
 
-    def __init__(self, experts_shape, counts_shape, size: Size, has_sums: bool):
-        (self.num_tokens, self.slots), (self.blocks, self.num_experts) = experts_shape, counts_shape
-        self.num_rows, self.num_tiles, self.row_alignment = size
+    def __init__(self, experts_shape, column_sums: ColumnSums, row_alignment: int, spare_rows: int, most_words: int):
+        self.num_tokens, self.slots = experts_shape
+        self.column_sums, self.row_alignment = column_sums, row_alignment
+        self.blocks, self.num_experts = column_sums.num_rows, column_sums.width
         self.num_pairs = self.num_tokens * self.slots
-        self.threads = WARPGROUPS * 128
-        self.warps = self.threads // WARP
+        groups = min(self.num_experts, self.num_pairs)
+        self.num_rows = self.aligned(self.num_pairs + groups * (row_alignment - 1)) + spare_rows
+        self.num_tiles = -(-self.num_pairs // TILE_ROWS) + groups
+        tiles = TileSchedule(*[_int32(self.num_tiles)] * 3)
+        index_map = _int32(self.num_tokens, self.slots)
+        self.outputs = Dispatch(_int32(self.num_rows), _int32(self.num_experts + 1), None, index_map, tiles)
         self.tokens_per_block = -(-self.num_tokens // self.blocks)
         self.pairs_per_block = self.tokens_per_block * self.slots
-        self.steps = -(-self.pairs_per_block // (self.warps * WARP))  # of a warp
+        self.steps = -(-self.pairs_per_block // THREADS)  # of a warp
         self.counters = self.num_experts + 1  # of a warp
-        self.column_sums = ColumnSums(self.blocks, self.num_experts, self.threads)
         # Each of the first threads takes a few neighbouring experts.
-        self.experts_per_thread = -(-self.num_experts // self.threads)
+        self.experts_per_thread = -(-self.num_experts // THREADS)
         self.scanning_warps = -(-self.num_experts // (self.experts_per_thread * WARP))
-        self.router_sums = None
-        if has_sums:
-            self.router_sums = RouterSums(self.num_tokens, self.slots, self.blocks, self.num_experts, self.threads)
+        # A block's shared memory: the words of each array.
+        self.words = {
+            "counters": WARPS
+            * self.counters,  # each warp's, by expert and for empty slots: its pairs, then its next row
+            "sums": column_sums.words,  # all blocks' pairs by expert
+            "sums_before": column_sums.words,  # pairs by expert in the blocks before this one
+            "pairs": self.num_experts,  # the sums by expert, each in one word
+            "group_start": self.num_experts + 1,  # each expert's first row, and where the last one's end
+            "first_tile": self.num_experts + 1,  # each expert's first tile, and how many there are
+            "first_gathered": self.num_experts + 1,  # each one's first of the block's gathered rows, and how many
+            "way_home": self.num_experts,  # how far each expert's gathered rows are from home
+            "warp_totals": 3 * self.scanning_warps,  # rows, tiles and gathered rows of each warp that scans experts
+            "gathered": self.pairs_per_block,  # token and expert of each of the block's pairs
+        }
+        # Token and expert must fit into a word, and all pairs into memory.
         self.gather = self.num_experts < 2048 and self.tokens_per_block < 1 << _TOKEN_BITS
-        self.gather = self.gather and sum(jax.tree.leaves(self.shared_words)) <= MOST_SHARED_WORDS
+        self.gather = self.gather and sum(self.words.values()) <= most_words
+        if not self.gather:
+            self.words["gathered"] = 1
 
-    @property
-    def outputs(self) -> tuple:
-        def int32(*shape) -> Any:
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-        tiles = TileSchedule(*[int32(self.num_tiles)] * 3)
-        index_map = int32(self.num_tokens, self.slots)
-        dispatch = Dispatch(int32(self.num_rows), int32(self.num_experts + 1), None, index_map, tiles)
-        return dispatch, self.router_sums.outputs if self.router_sums else None
-
-    @property
-    def shared_words(self) -> tuple:
-        num_experts = self.num_experts
-        mine = _Shared(
-            counters=self.warps * self.counters,
-            sums=self.column_sums.words,
-            sums_before=self.column_sums.words,
-            pairs=num_experts,
-            group_start=num_experts + 1,
-            first_tile=num_experts + 1,
-            first_gathered=num_experts + 1,
-            way_home=num_experts,
-            warp_totals=3 * self.scanning_warps,
-            gathered=self.pairs_per_block if self.gather else 1,
-        )
-        return mine, self.router_sums.shared_words if self.router_sums else None
-
-    def run(self, experts, counts, sums, dispatch: Dispatch, routed, shared, shared_by_sums):
-        self.experts, self.counts, self.shared = experts, counts, shared
+    def run(self, experts, counts, dispatch: Dispatch, shared: tuple) -> None:
+        self.experts = experts
+        self.shared = shared = SimpleNamespace(**dict(zip(self.words, shared, strict=True)))
         self.token_indices, self.offsets, _, self.token_index_map, self.tiles = dispatch
-        if not self.router_sums:
-            self.place()
-            return
-        block = simt.block()
-        with when(block < self.blocks):
-            self.place()
-        with when(block.equals(self.blocks)):
-            self.router_sums.run(counts, sums, routed, shared_by_sums)
-
-    def place(self) -> None:
-        shared = self.shared
         self.thread, self.block, self.warp = simt.thread(), simt.block(), simt.warp()
         self.lane = self.thread & (WARP - 1)
         self.mine = shared.counters.at(self.warp * self.counters)
@@ -167,13 +149,15 @@ class _Place:
         self.warp_end = minimum(self.warp_start + self.steps * WARP, block_end)
 
         held = [self.pair_at(simt.Int(i)) for i in range(self.steps)] if self.steps <= HELD else []
-        shares = self.column_sums.begin(self.counts, self.thread, self.block)
+        shares = self.column_sums.begin(counts, self.thread, self.block)
         for counter in indices(self.lane, self.counters, WARP):
             self.mine[counter] = 0
         warp_barrier()
         ranks = self.walk(held)
         if not held:
-            self.count_pairs()
+            for pairs in self.batches():
+                for pair in pairs:
+                    self.mine.add(pair.expert, 1)
         self.column_sums.finish(shares, shared.sums, shared.sums_before, self.block)
         block_barrier()
         with when(self.warp < self.scanning_warps):
@@ -209,11 +193,6 @@ class _Place:
         for step in indices(0, self.steps, STEPS_AT_ONCE):
             yield [self.pair_at(step + i) for i in range(STEPS_AT_ONCE)]
 
-    def count_pairs(self) -> None:
-        for pairs in self.batches():
-            for pair in pairs:
-                self.mine.add(pair.expert, 1)
-
     def walk(self, pairs: list[_Pair]) -> list:
         """Counts the pairs, and returns what the warp's counters were before each."""
         lower_lanes = (simt.Int(1) << self.lane) - 1
@@ -241,7 +220,7 @@ class _Place:
         for expert, real in self.my_experts():
             known = minimum(expert, self.num_experts - 1)
             count = select(real, self.column_sums.read(shared.sums, known), 0)
-            here = total([shared.counters[known + w * self.counters] for w in range(self.warps)])
+            here = total([shared.counters[known + w * self.counters] for w in range(WARPS)])
             tiles = (count + TILE_ROWS - 1) // TILE_ROWS
             rows.append((self.aligned(count), tiles, select(real, here, 0)))
             with when(real):
@@ -258,30 +237,28 @@ class _Place:
 
     def start_experts(self) -> None:
         """Writes where each expert starts, and in it the pairs of each warp."""
-        earlier = [self.earlier_warps(kind) for kind in range(3)]
+        shared, earlier = self.shared, []
+        for kind in range(3):
+            totals = [shared.warp_totals[w + kind * self.scanning_warps] for w in range(self.scanning_warps)]
+            earlier.append(total([select(self.warp > w, t, 0) for w, t in enumerate(totals)]))
         for expert, real in self.my_experts():
             with when(real):
                 self.start_expert(expert, earlier)
 
-    def earlier_warps(self, kind: int):
-        totals = [self.shared.warp_totals[w + kind * self.scanning_warps] for w in range(self.scanning_warps)]
-        return total([select(self.warp > w, t, 0) for w, t in enumerate(totals)])
-
     def start_expert(self, expert, earlier) -> None:
         shared = self.shared
         places = (shared.group_start, shared.first_tile, shared.first_gathered)
-        row, tile, gathered = (place[expert] + e for place, e in zip(places, earlier, strict=True))
+        row, tile, gathered = starts = [place[expert] + e for place, e in zip(places, earlier, strict=True)]
         count = shared.pairs[expert]
-        here = [shared.counters[expert + w * self.counters] for w in range(self.warps)]
-        home = row + self.column_sums.read(shared.sums_before, expert)
-        start = home
+        here = [shared.counters[expert + w * self.counters] for w in range(WARPS)]
+        start = home = row + self.column_sums.read(shared.sums_before, expert)
         if self.gather:
             shared.way_home[expert] = home - gathered
             start = gathered
         for w, pairs in enumerate(here):
             shared.counters[expert + w * self.counters] = start
             start = start + pairs
-        for place, first in zip(places, (row, tile, gathered), strict=True):
+        for place, first in zip(places, starts, strict=True):
             place[expert] = first
         with when(expert.equals(self.num_experts - 1)):
             shared.group_start[self.num_experts] = row + self.aligned(count)
@@ -308,8 +285,8 @@ class _Place:
         """The block's tokens, from shared memory to their rows."""
         first_token = self.block * self.tokens_per_block
         end = self.shared.first_gathered[self.num_experts]
-        for start in indices(self.thread, end, self.threads * GATHERED_AT_ONCE):
-            rows = [start + i * self.threads for i in range(GATHERED_AT_ONCE)]
+        for start in indices(self.thread, end, THREADS * GATHERED_AT_ONCE):
+            rows = [start + i * THREADS for i in range(GATHERED_AT_ONCE)]
             words = [self.shared.gathered[select(row < end, row, start)] for row in rows]
             homes = [self.shared.way_home[word >> _TOKEN_BITS] for word in words]
             for row, word, home in zip(rows, words, homes, strict=True):
@@ -318,8 +295,8 @@ class _Place:
 
     def shared_among_blocks(self, size, turn: int) -> Iterator[simt.Int]:
         """Numbers below `size`, by all blocks alike, a few threads of each; `turn` tells from which warp on."""
-        thread = (self.thread + (self.threads - turn * WARP % self.threads)) % self.threads
-        return indices(thread * self.blocks + self.block, size, self.threads * self.blocks)
+        thread = (self.thread + (THREADS - turn * WARP % THREADS)) % THREADS
+        return indices(thread * self.blocks + self.block, size, THREADS * self.blocks)
 
     def write_offsets_and_gaps(self) -> None:
         group_start = self.shared.group_start
@@ -330,8 +307,8 @@ class _Place:
             row = group_start[expert] + self.shared.pairs[expert] + i % self.row_alignment
             with when(row < group_start[expert + 1]):
                 self.token_indices[row] = self.num_tokens
-        start = group_start[self.num_experts] + (self.block * self.threads + self.thread)
-        for row in indices(start, self.num_rows, self.blocks * self.threads):
+        start = group_start[self.num_experts] + (self.block * THREADS + self.thread)
+        for row in indices(start, self.num_rows, self.blocks * THREADS):
             self.token_indices[row] = self.num_tokens
 
     def write_tiles(self) -> None:

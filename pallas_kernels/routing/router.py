@@ -1,7 +1,7 @@
 """Router: top-k, weights, counts and the losses' sums in one pass over the logits; dispatch then adds up the blocks'.
 
 A row of logits belongs to a group of lanes of one warp, 32 of them from 125 experts on, and each lane owns consecutive
-experts (`router_lanes`). From their keys the group chooses together (`router_choice`).
+experts. From their keys the group chooses together (`router_choice`).
 
 Pallas's tile language says the same for a plain softmax router in fifty lines. On an H200 (jax 0.11.2, 22 November
 2026) that kernel took 1.2 to 3.1 times as long: 18.3 instead of 9.6 µs for 24576 tokens, 128 experts and 8 per token,
@@ -18,12 +18,14 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import simt
 from pallas_kernels.contract import Losses, Routed, Rule, Scoring
-from pallas_kernels.routing.dispatch import BLOCKS, dispatch_routed
-from pallas_kernels.routing.router_choice import Choice, keep_best_groups
-from pallas_kernels.routing.router_lanes import (
+from pallas_kernels.routing.dispatch import BLOCKS
+from pallas_kernels.routing.dispatch_place import place
+from pallas_kernels.routing.router_choice import (
     MINUS_INFINITY,
+    Choice,
     Lane,
     Layout,
+    keep_best_groups,
     key_of,
     largest_of,
     power_of_two,
@@ -64,27 +66,15 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     tokens; no choice depends on their number, and the losses only in their last bits.
     """
     (num_tokens, num_experts), slots = logits.shape, rule.experts_per_token
-    outputs = [
-        jax.ShapeDtypeStruct((num_tokens, slots), jnp.int32),
-        jax.ShapeDtypeStruct((num_tokens, slots), jnp.float32),
-        (  # counts and sums of each block
-            jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32),
-            jax.ShapeDtypeStruct((blocks, num_experts), jnp.float32),
-            jax.ShapeDtypeStruct((blocks, 2), jnp.float32),
-        ),
-    ]
+    ids, weights = (jax.ShapeDtypeStruct((num_tokens, slots), dtype) for dtype in (jnp.int32, jnp.float32))
+    counts, sums = (jax.ShapeDtypeStruct((blocks, num_experts), dtype) for dtype in (jnp.int32, jnp.float32))
+    outputs = [ids, weights, (counts, sums, jax.ShapeDtypeStruct((blocks, 2), jnp.float32))]
     body = _Body(num_tokens, num_experts, rule, bias is not None, blocks)
-    kernel = simt.kernel(
-        body.run,
-        name="moe_router",
-        outputs=outputs,
-        blocks=blocks,
-        warpgroups=body.layout.warpgroups,
-        shared=body.shared_words,
-    )
+    options = {"blocks": blocks, "warpgroups": body.layout.warpgroups, "shared": body.shared_words}
+    kernel = simt.kernel(body.run, name="moe_router", outputs=outputs, **options)
     bias = None if bias is None else bias.astype(jnp.float32)
     experts, weights, (counts, probabilities, logs) = kernel(logits, bias)
-    dispatch, (demand, losses) = dispatch_routed(experts, counts, (probabilities, logs))
+    dispatch, (demand, losses) = place(experts, counts, (probabilities, logs))
     losses = Losses(*(loss.reshape(()) for loss in losses))
     return Routed(experts, weights, demand, losses, probabilities.sum(0) / num_tokens, dispatch)
 
@@ -98,15 +88,11 @@ class _Body:
         self.rows_per_block = -(-num_tokens // blocks)
         self.grouped = rule.num_groups > 1
         self.by_logits = not (biased or self.grouped)
-        self.layout = Layout.of(num_experts, self.by_logits)
-
-    @property
-    def shared_words(self) -> list:
-        """Sizes of the histogram, the warps' sums, what a row has chosen and the best left, and a row's groups."""
-        layout, num_groups = self.layout, self.rule.num_groups
-        of_groups = (layout.rows * layout.lanes * layout.per_lane, layout.rows * num_groups) if self.grouped else None
-        words = [self.num_experts, layout.warps * (self.num_experts + 2), layout.rows * (self.slots + 1)]
-        return [*words, of_groups]
+        self.layout = layout = Layout(num_experts, self.by_logits)
+        of_groups = layout.rows * layout.lanes * layout.per_lane, layout.rows * rule.num_groups
+        # The histogram, the warps' sums, what a row has chosen and the best left, and a row's groups.
+        self.shared_words = [num_experts, layout.warps * (num_experts + 2), layout.rows * (self.slots + 1)]
+        self.shared_words.append(of_groups if self.grouped else None)
 
     def run(self, logits, bias, experts, weights, sums, histogram, partials, chosen, of_groups) -> None:
         self.logits, self.bias, self.experts, self.weights, self.histogram = logits, bias, experts, weights, histogram

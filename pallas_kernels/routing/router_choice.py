@@ -1,6 +1,8 @@
-"""The router's choice among the keys of a row, by the row's lanes together.
+"""The router's lanes, and their choice among the keys of a row.
 
-Each lane sorts its own keys, and in every round the row takes the largest of the lanes' heads, whose lane drops it.
+A row of logits belongs to a group of lanes of one warp, and each lane owns consecutive experts. Lanes compare logits
+and scores by their keys, integers of the same order. Each lane sorts its own keys, and in every round the row takes
+the largest of the lanes' heads, whose lane drops it.
 
 The low bits of each key make room for the expert's id, so that a single word is sorted and all words differ. If two
 experts that were chosen one after the other differ only in their ids, or the last one chosen and the best one left do,
@@ -8,12 +10,113 @@ the warp chooses again by the whole keys, with the ids next to them. That happen
 for others.
 """
 
+import math
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
+from pallas_kernels import simt
 from pallas_kernels.contract import EMPTY_SLOT, Rule
-from pallas_kernels.routing.router_lanes import MINUS_INFINITY, NOTHING, Lane, key_of, power_of_two, value_of
-from pallas_kernels.simt.threads import indices, lanes_where, loop, warp_barrier, when
-from pallas_kernels.simt.values import Bool, Int, maximum, minimum, permute_bytes, select
+from pallas_kernels.simt.threads import combine_lanes, indices, lanes_where, loop, warp_barrier, warp_maximum, when
+from pallas_kernels.simt.values import WARP, Bool, Float, Int, maximum, minimum, permute_bytes, select
+
+NOTHING = -(1 << 31)
+"""Below the key of -inf."""
+
+MINUS_INFINITY = NOTHING + (1 << 23) - 1
+"""The key of -inf."""
+
+
+def key_of(x: Float) -> Int:
+    """The integer that orders like the float. Adding zero makes -0 a 0 and any NaN the one with the largest key."""
+    bits = (x + 0.0).bits()
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def value_of(key: Int) -> Float:
+    """The float of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).as_float()
+
+
+def largest_of(keys: Sequence[Int]) -> Int:
+    return reduce(maximum, keys)
+
+
+_LIST = 4  # keys of a sorted list: their experts are the bytes of one word
+_WARPGROUPS = ((8, 8), (4, 16), (2, 32))  # with at most so many experts to a lane
+_WARPGROUPS_BY_SCORES = ((8, 4), (4, 8), (2, 32))
+
+
+class Layout:
+    """The division of rows among lanes and blocks.
+
+    Attributes:
+      lanes: lanes to a row.
+      per_lane: experts to a lane.
+      of_list: experts to a list of a lane's.
+      warpgroups: those of a block.
+      rows: rows that a block has at a time.
+      padded: whether the last lanes own less than `per_lane` experts.
+    """
+
+    def __init__(self, num_experts: int, by_logits: bool):
+        self.num_experts = num_experts
+        self.lanes = min(WARP, power_of_two(-(-num_experts // _LIST)))
+        self.per_lane = -(-num_experts // self.lanes)
+        if self.per_lane > _LIST:
+            self.per_lane = -(-self.per_lane // _LIST) * _LIST
+        self.of_list = min(self.per_lane, _LIST)
+        # As many threads as have registers enough.
+        choices = _WARPGROUPS if by_logits else _WARPGROUPS_BY_SCORES
+        self.warpgroups = next(w for w, most in choices if self.per_lane <= most)
+        self.threads, self.warps = self.warpgroups * 128, self.warpgroups * 4
+        self.rows_per_warp = WARP // self.lanes
+        self.rows = self.warps * self.rows_per_warp
+        self.padded = self.lanes * self.per_lane != num_experts
+
+
+class Lane:
+    """One thread: its lane, counted in the warp and in the row, its row in the block, and its first expert."""
+
+    def __init__(self, layout: Layout, thread: Int):
+        self.layout = layout
+        self.of_warp = thread % WARP
+        self.of_row = self.of_warp % layout.lanes
+        self.first_expert = self.of_row * layout.per_lane
+        self.row_of_block = simt.warp() * layout.rows_per_warp + self.of_warp // layout.lanes
+        group_start = self.of_warp - self.of_row
+        self.lower_lanes = ((Int(1) << self.of_row) - 1) << group_start
+
+    def load(self, array, start, missing) -> list:
+        """This lane's part of the E numbers at `start`, in float32; `missing` past the last expert."""
+        num_experts, out = self.layout.num_experts, []
+        widest = 4 if array.kind == "float32" else 8
+        size = math.gcd(self.layout.per_lane, num_experts, widest)
+        for i in range(0, self.layout.per_lane, size):
+            expert = self.first_expert + i
+            index = start + expert
+            if not self.layout.padded:
+                out += array.load_vector(index, size).wide().elements()
+                continue
+            inside = expert < num_experts  # all of them, or none
+            values = array.load_vector(select(inside, index, 0), size).wide().elements()
+            out += [select(inside, v, missing) for v in values]
+        return out
+
+    def known(self, keys) -> list:
+        """`keys`, with the least of all past the last expert."""
+        if not self.layout.padded:
+            return keys
+        return [select(self.first_expert + i < self.layout.num_experts, k, NOTHING) for i, k in enumerate(keys)]
+
+    def largest_of_row(self, key) -> Int:
+        if self.layout.lanes == WARP:
+            return warp_maximum(key)
+        return combine_lanes(maximum, key, self.layout.lanes)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
 
 
 class Choice:

@@ -30,18 +30,10 @@ def token_cutoffs(keys: Int[Array, "E T"], wanted: Int[Array, " E"]) -> Cutoffs:
     the id goes on where the key ends. An expert that wants nothing costs next to nothing.
     """
     num_experts, num_tokens = keys.shape
-    body = _Cutoffs(num_tokens)
+    options = {"blocks": num_experts, "warpgroups": WARPGROUPS, "shared": [BINS, WARPS, 3]}
     outputs = [jax.ShapeDtypeStruct((num_experts,), jnp.int32)] * 2
-    return Cutoffs(
-        *simt.kernel(
-            body.run,
-            name="moe_token_cutoffs",
-            outputs=outputs,
-            blocks=num_experts,
-            warpgroups=WARPGROUPS,
-            shared=[BINS, WARPS, 3],
-        )(keys, wanted)
-    )
+    find = simt.kernel(_Cutoffs(num_tokens).run, name="moe_token_cutoffs", outputs=outputs, **options)
+    return Cutoffs(*find(keys, wanted))
 
 
 class _Cutoffs:
@@ -65,7 +57,7 @@ class _Cutoffs:
             cutoff_tokens[expert] = -1
 
         with when(missing > 0):
-            key, missing_of_key, count = self.search(KEY_BITS, _key, missing)
+            key, missing_of_key, count = self.search(KEY_BITS, lambda key, _: key, missing)
             with when(first):
                 cutoff_keys[expert] = key
                 cutoff_tokens[expert] = self.last_token
@@ -126,10 +118,6 @@ class _Cutoffs:
         return out
 
 
-def _key(key, token):
-    return key
-
-
 @traced_once("chosen_key", "slots")
 def experts_added(
     keys: Int[Array, "E T"], cutoffs: Cutoffs, chosen_key: int, slots: int
@@ -176,11 +164,7 @@ def experts_added(
         for expert in indices(simt.thread(), num_experts, threads):
             crowded[simt.block() * num_experts + expert] = crowded_here[expert]
 
-    outputs = [
-        jax.ShapeDtypeStruct((num_tokens, slots), jnp.int32),
-        jax.ShapeDtypeStruct((blocks, num_experts), jnp.int32),
-    ]
-    experts, crowded = simt.kernel(
-        body, name="moe_experts_added", outputs=outputs, blocks=blocks, warpgroups=1, shared=[num_experts]
-    )(keys, *cutoffs)
+    outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_tokens, slots), (blocks, num_experts))]
+    options = {"blocks": blocks, "warpgroups": 1, "shared": [num_experts]}
+    experts, crowded = simt.kernel(body, name="moe_experts_added", outputs=outputs, **options)(keys, *cutoffs)
     return experts, crowded.any(0)

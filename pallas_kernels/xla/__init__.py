@@ -1,8 +1,7 @@
 """Portable forms of every operation, in plain XLA: exact arithmetic, and no buffer wider than the caller asks for.
 
 Their docstrings define what each operation computes, in every family. `experts` has the products of the experts,
-`dispatch` what makes rows of tokens and sums of rows, `router` and `token_selection` who goes where; `loops` is what
-they are built from.
+`dispatch` what makes rows of tokens and sums of rows, `router` who goes where; `loops` is what they are built from.
 """
 
 from pallas_kernels import contract
@@ -18,10 +17,10 @@ from pallas_kernels.xla.experts import down_weight_gradients as down_weight_grad
 from pallas_kernels.xla.experts import up_backward as up_backward
 from pallas_kernels.xla.experts import up_projection as up_projection
 from pallas_kernels.xla.experts import up_weight_gradients as up_weight_gradients
+from pallas_kernels.xla.router import experts_added as experts_added
 from pallas_kernels.xla.router import router as router
 from pallas_kernels.xla.router import router_backward as router_backward
-from pallas_kernels.xla.token_selection import experts_added as experts_added
-from pallas_kernels.xla.token_selection import token_cutoffs as token_cutoffs
+from pallas_kernels.xla.router import token_cutoffs as token_cutoffs
 
 unsupported = router_unsupported = dispatch_unsupported = why_kernels_spill = contract.no_limit
 transformable = True

@@ -280,12 +280,8 @@ def sum_rows(groups: Dispatch, terms: Callable[[Tile], Arrays], out: tuple[jax.S
             def add(tile, sums):
                 return tuple(s + t.astype(s.dtype) for s, t in zip(sums, terms(tile), strict=True))
 
-            shapes = ((turn.experts, *o.shape[1:]) for o in out)
-            start = tuple(
-                zeros(shape, accumulator_dtype(o.dtype, *read), groups, like)
-                for shape, o in zip(shapes, out, strict=True)
-            )
-            sums = for_each_tile(add, start)
+            start = (zeros((turn.experts, *o.shape[1:]), accumulator_dtype(o.dtype, *read), groups, like) for o in out)
+            sums = for_each_tile(add, tuple(start))
             return tuple(_replace(r, s.astype(r.dtype), experts) for r, s in zip(results, sums, strict=True))
 
         return _for_each_batch(groups, turn, visit, tuple(zeros(o.shape, o.dtype, groups, like) for o in out))

@@ -156,12 +156,12 @@ def test_vmap_of_split_examples_is_refused():
 
 def test_axes_without_a_role_split_tokens():
     """But not those over which an enclosing vmap splits its examples, nor those of an enclosing shard_map."""
-    mesh, x = make_mesh(CUBE), random_tokens(2, 8)
+    x, automatic, explicit = random_tokens(2, 8), make_mesh(CUBE), make_mesh(CUBE, AxisType.Explicit)
     params, parallel = random_parameters(SMALL), Parallelism(expert="expert")
 
-    def tokens_of_a_device(layer):
+    def tokens_of_a_device(layer, spec=None, mesh=automatic):
         with jax.set_mesh(mesh), observed_layers() as layers:
-            jax.eval_shape(layer, x)
+            jax.eval_shape(layer, put(x, spec, mesh))
         return {traced.num_tokens for traced in layers}
 
     def one(x):
@@ -169,6 +169,7 @@ def test_axes_without_a_role_split_tokens():
 
     by_batch = partial(jax.shard_map, in_specs=P("batch"), out_specs=P("batch"), axis_names={"batch"}, check_vma=False)
     assert tokens_of_a_device(one) == tokens_of_a_device(lambda x: moe(x, params, SMALL)[0]) == {16 // 8}
+    assert tokens_of_a_device(one, P("more"), explicit) == {16 // 4}
     assert tokens_of_a_device(jax.vmap(one, spmd_axis_name="batch")) == {8 // 4}
     assert tokens_of_a_device(by_batch(one)) == {8 // 4}
 

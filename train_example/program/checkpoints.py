@@ -5,8 +5,6 @@ Neither orbax nor tensorstore notices a flipped bit, so each checkpoint has a fi
 
 import errno
 import gc
-import hashlib
-import json
 import logging
 import os
 import sys
@@ -23,6 +21,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from blaze_jax.checkpoints import CheckpointError, check_hashes, write_hashes
+from blaze_jax.checkpoints.hashes import HASHES
 from train_example.config import UserError
 from train_example.step import TrainState
 
@@ -34,7 +34,7 @@ except ImportError:  # Windows
 _KEPT = 3
 _SECONDS_UNDER_WAY = 1.0
 _NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-_HASHES, _LOCK = "sha256.json", "lock"
+_LOCK = "lock"
 
 
 @contextmanager
@@ -117,11 +117,11 @@ class Checkpoints:
         """
         whole, told = 0, ""
         for step in self.steps() if jax.process_index() == 0 else []:
-            file = _damaged_file(self.folder / str(step))
-            if file is None:
+            damage = _damage(self.folder / str(step))
+            if not damage:
                 whole = step
                 break
-            told += f"checkpoint {step} in {self.folder} is damaged, its {file} is not as it was saved; "
+            told += f"checkpoint {step} is damaged, {damage}; "
         whole = int(multihost_utils.broadcast_one_to_all(np.int32(whole)))
         if not whole:
             raise UserError(f"{told}there is no older one that --resume could take")
@@ -157,39 +157,21 @@ class Checkpoints:
         return restored
 
 
-def _hash(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:  # a disk that cannot read it any more
-        return str(error)
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    """The hash of each file of a checkpoint, by its path there."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(_HASHES)]
-    with ThreadPoolExecutor() as pool:
-        return dict(zip((path.relative_to(folder).as_posix() for path in files), pool.map(_hash, files), strict=True))
-
-
 def _write_hashes(folder: Path) -> None:
-    unfinished = folder / f"{_HASHES}.unfinished"
     try:
-        unfinished.write_text(json.dumps(_hashes(folder), indent=1))
-        unfinished.replace(folder / _HASHES)
-    except OSError as error:
-        print(f"{folder / _HASHES} cannot be written: {error.strerror}; damage stays unseen", file=sys.stderr)
+        write_hashes(folder)
+    except (OSError, CheckpointError) as error:
+        print(f"{folder / HASHES} cannot be written: {error}; damage stays unseen", file=sys.stderr)
 
 
-def _damaged_file(folder: Path) -> str | None:
-    """The first file of a checkpoint that is not as it was saved; None if all are, or nobody knows."""
+def _damage(folder: Path) -> str:
+    """Which file of a checkpoint is not as it was saved; empty if all are, or nobody knows."""
     try:
-        saved, found = json.loads((folder / _HASHES).read_text()), _hashes(folder)
-        return next((name for name, digest in saved.items() if found.get(name) != digest), None)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        return _HASHES
+        if (folder / HASHES).exists():
+            check_hashes(folder)
+        return ""
+    except CheckpointError as error:
+        return str(error)
 
 
 @contextmanager

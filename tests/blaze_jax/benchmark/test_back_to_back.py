@@ -11,9 +11,10 @@ from blaze_jax.benchmark import layers
 from blaze_jax.benchmark.back_to_back import take_turns
 from blaze_jax.benchmark.layers import compare
 from blaze_jax.benchmark.peers import DENSE_DISPATCH, SONICMOE
-from blaze_jax.benchmark.sizes import PASSES, Sizes
+from blaze_jax.benchmark.sizes import BOTH, PASSES, Sizes
 from blaze_jax.benchmark.sonicmoe import TILES, _try_fewer
 from blaze_jax.benchmark.tables import terminal
+from blaze_jax.benchmark.timing import Timing
 
 SIZES = Sizes(16, 8, 4, 3, 2)
 
@@ -78,6 +79,16 @@ def test_the_record_has_ratios_and_what_the_table_shows(monkeypatch):
     assert "SonicMoE (0.1, torch 2.0)" in shown
     assert "back to back), copy" in shown
     assert modules["torch"].cuda.synchronize.called  # jax waits for what PyTorch computes
+
+
+def test_a_time_of_another_clock_is_not_compared(monkeypatch):
+    def time_calls(calls, repeats):
+        return {name: Timing("wall" if name == SONICMOE else "device", [1.0], {}, "why") for name in calls}
+
+    monkeypatch.setattr(layers, "time_calls", time_calls)
+    ours, _, sonic = measured(monkeypatch, stand_in()[1])["layers"]
+    assert ours[BOTH]["us"] == 1.0
+    assert sonic[BOTH].keys() == {"note", "sustained"}
 
 
 def test_a_peer_that_is_not_there_or_fails_has_a_reason(monkeypatch):

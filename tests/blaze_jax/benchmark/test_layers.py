@@ -55,34 +55,42 @@ def test_the_dense_dispatch_drops_what_is_beyond_its_capacity():
     assert (jnp.abs(y).max(1) > 0).tolist() == [True] * capacity + [False] * (SIZES.num_tokens - capacity)
 
 
-def prepare(name, *, layer=expert_ffn, phase=FORWARD, limits=Limits(), backend=""):
+def raises(*_):
+    raise NotImplementedError("Unsupported GPU architecture.")
+
+
+@pytest.mark.default_cases("*")
+@pytest.mark.parametrize(
+    ("name", "backend", "phase", "layer", "limits", "message"),
+    [
+        (
+            "ours",
+            "",
+            FORWARD,
+            expert_ffn,
+            Limits(1e-3, 1e-9),
+            r"not run: its arithmetic alone takes about \d+ s a call",
+        ),
+        ("ours", "", BOTH, expert_ffn, Limits(num_bytes=1000), r"out of memory: forward\+backward needs"),
+        *(
+            (name, backend, phase, expert_ffn, Limits(num_bytes=1000), f"{what} all rows for each expert takes")
+            for name, backend in ((RAGGED_DOT, "XLA"), (TOKAMAX, "xla"))
+            for phase, what in ((FORWARD, "out of memory: a copy of"), (BOTH, "two float32 copies of"))
+        ),
+        (
+            "theirs",
+            "",
+            FORWARD,
+            raises,
+            Limits(),
+            r"does not compile \(forward\): NotImplementedError: Unsupported GPU",
+        ),
+    ],
+)
+def test_what_takes_too_long_or_does_not_fit_or_compile_is_not_run(name, backend, phase, layer, limits, message):
     candidate = Candidate(name, backend, layer, expert_inputs(SIZES, jnp.float32))
-    return compile_pass(candidate, phase, SIZES, limits)
-
-
-def test_what_would_take_too_long_is_not_compiled():
-    with pytest.raises(UnavailableError, match=r"not run: its arithmetic alone takes about \d+ s a call \(forward\)"):
-        prepare("ours", limits=Limits(seconds=1e-3, tflops=1e-9))
-
-
-@pytest.mark.parametrize(("phase", "what"), [(FORWARD, "a copy of"), (BOTH, "two float32 copies of")])
-@pytest.mark.parametrize(("name", "backend"), [(RAGGED_DOT, "XLA"), (TOKAMAX, "xla")])
-def test_what_cannot_fit_is_not_compiled(name, backend, phase, what):
-    with pytest.raises(UnavailableError, match=f"out of memory: {what} all rows for each expert takes"):
-        prepare(name, backend=backend, phase=phase, limits=Limits(num_bytes=1000))
-
-
-def test_what_does_not_fit_by_the_plan_is_not_run():
-    with pytest.raises(UnavailableError, match=r"out of memory: forward\+backward needs"):
-        prepare("ours", phase=BOTH, limits=Limits(num_bytes=1000))
-
-
-def test_what_does_not_compile_is_reported():
-    def layer(*_):
-        raise NotImplementedError("Unsupported GPU architecture.")
-
-    with pytest.raises(UnavailableError, match=r"does not compile \(forward\): NotImplementedError: Unsupported GPU"):
-        prepare("theirs", layer=layer)
+    with pytest.raises(UnavailableError, match=message):
+        compile_pass(candidate, phase, SIZES, limits)
 
 
 def test_what_fails_or_drags_on_is_reported():

@@ -13,16 +13,8 @@ import shutil
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Glm4MoeConfig,
-    GptOssConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    Qwen3MoeConfig,
-)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 FOLDER = Path(__file__).parent / "fixtures"
@@ -42,12 +34,12 @@ GLM4 = FINE | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "head_dim": 8
 GLM4 |= {"routed_scaling_factor": 2.5, "use_qk_norm": True}
 GPT_OSS = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_local_experts": 4, "head_dim": 4}
 CONFIGS = {
-    "mixtral": MixtralConfig(**COMMON, intermediate_size=16, num_hidden_layers=1, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(**COMMON, **QWEN3),
-    "olmoe": OlmoeConfig(**COMMON, **OLMOE),
-    "deepseek_v3": DeepseekV3Config(**COMMON, **DEEPSEEK),
-    "glm4_moe": Glm4MoeConfig(**COMMON, **GLM4),
-    "gpt_oss": GptOssConfig(**(COMMON | GPT_OSS)),
+    "mixtral": transformers.MixtralConfig(**COMMON, intermediate_size=16, num_hidden_layers=1, num_local_experts=4),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**COMMON, **QWEN3),
+    "olmoe": transformers.OlmoeConfig(**COMMON, **OLMOE),
+    "deepseek_v3": transformers.DeepseekV3Config(**COMMON, **DEEPSEEK),
+    "glm4_moe": transformers.Glm4MoeConfig(**COMMON, **GLM4),
+    "gpt_oss": transformers.GptOssConfig(**(COMMON | GPT_OSS)),
 }
 
 
@@ -55,7 +47,7 @@ def random_model(config, seed=0):
     """A model whose weights are large enough for each to matter."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             if value.ndim > 1:
@@ -70,17 +62,13 @@ def random_model(config, seed=0):
     return model.eval()
 
 
-def block_of(model):
-    return model.model.layers[-1].mlp
-
-
 def expected_of_block(model, tokens=11):
     """Tokens, output, and gradients of the last layer's block of experts."""
     model.zero_grad()
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, tokens, model.config.hidden_size, generator=generator, requires_grad=True)
     dy = torch.randn(x.shape, generator=generator)
-    y = block_of(model)(x)
+    y = model.model.layers[-1].mlp(x)
     y = y[0] if isinstance(y, tuple) else y
     (y * dy).sum().backward()
     return {"x": x.detach(), "dy": dy, "y": y.detach(), "dx": x.grad}
@@ -145,7 +133,9 @@ def save_mxfp4():
 
 def save_float8():
     """A layer of DeepSeek-V3 in float8, wider than a block, and what it computes with the numbers meant."""
-    config = DeepseekV3Config(**(CONFIGS["deepseek_v3"].to_dict() | {"hidden_size": 136, "n_routed_experts": 4}))
+    config = transformers.DeepseekV3Config(
+        **(CONFIGS["deepseek_v3"].to_dict() | {"hidden_size": 136, "n_routed_experts": 4})
+    )
     config.n_group, config.topk_group = 2, 1
     model = random_model(config, seed=4)
     layer = model.model.layers[-1].mlp

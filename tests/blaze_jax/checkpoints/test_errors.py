@@ -6,7 +6,6 @@ Faults of a file's header are named when the folder is opened.
 import dataclasses
 import json
 import os
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,18 +16,7 @@ import blaze_jax
 from blaze_jax import MoEConfig, checkpoints
 from blaze_jax.checkpoints import loading
 from blaze_jax.checkpoints.folder import INDEX, SINGLE_FILE
-from tests.blaze_jax.checkpoints.models import (
-    FIXTURES,
-    block,
-    copied,
-    joined,
-    load,
-    model,
-    parsed,
-    save,
-    tensors_of,
-    write,
-)
+from tests.blaze_jax.checkpoints.models import FIXTURES, block, copied, joined, load, model, parsed, tensors_of, write
 
 MLP = "model.layers.1.mlp."
 ROUTER, GATE, UP = "gate.weight", "experts.0.gate_proj.weight", "experts.3.up_proj.weight"
@@ -252,8 +240,3 @@ def test_a_module_of_another_configuration_is_refused():
         load("olmoe").put_into(module(18))
     with pytest.raises(ValueError, match=r"the module has .*shared_w_up"):
         load("olmoe").put_into(module(shared_width=3))
-
-
-def test_reading_and_writing_need_no_safetensors(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    save("olmoe", tmp_path, load("olmoe"))

@@ -70,6 +70,11 @@ def test_layers_are_added_to_a_folder(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_reading_and_writing_need_no_safetensors(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    save("olmoe", tmp_path, load("olmoe"))
+
+
 def test_many_files(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "LARGEST_FILE", 2000)
     files = save("mixtral", tmp_path, load("mixtral"), dtype="bfloat16")

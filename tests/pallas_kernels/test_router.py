@@ -197,8 +197,6 @@ def test_backward_is_the_derivative_of_the_portable_form(scoring, normalize):
 @pytest.mark.parametrize("biased", [False, True])
 def test_lowers_for_cuda(num_experts, slots, biased):
     rule = Rule(slots, "sigmoid" if biased else "softmax", num_groups=2 if biased and num_experts > 1 else 1)
-    if biased and num_experts < 2 * slots:
-        rule = rule._replace(num_groups=1)
     logits = jax.ShapeDtypeStruct((1000, num_experts), jnp.float32)
     bias = jax.ShapeDtypeStruct((num_experts,), jnp.float32) if biased else None
     lowered = jax.jit(partial(hopper.router, rule=rule)).trace(logits, bias).lower(lowering_platforms=("cuda",))
