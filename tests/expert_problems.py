@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jaxtyping import Array
 
 from blaze_jax import expert_ffn
@@ -136,3 +137,12 @@ FAMILIES = {
     ]
 }
 """The portable kernels as CPUs and as accelerators run them, those for GPUs interpreted, and on a GPU."""
+
+
+def on(*families):
+    """Has a test run on these families instead of those that its fixture `kernels` would take."""
+    return pytest.mark.parametrize("kernels", families, indirect=True)
+
+
+ON_GPUS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("own_on_gpu", "ampere_on_gpu")]
+on_gpus = on(*ON_GPUS)

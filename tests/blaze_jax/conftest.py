@@ -8,18 +8,15 @@ import pytest
 from blaze_jax.implementation import FAMILIES, demanded_family
 from pallas_kernels.xla.loops import turns_of
 from tests import expert_problems
-from tests.expert_problems import RAGGED
 
 
-@pytest.fixture(
-    params=["xla", "xla_batched", *(pytest.param(n, marks=pytest.mark.gpu) for n in ("own_on_gpu", "ampere_on_gpu"))]
-)
+@pytest.fixture(params=["xla", "xla_batched", *expert_problems.ON_GPUS])
 def kernels(request):
     """A family of kernels: the portable ones in both forms, those for GPUs on one, and for whom asks, interpreted."""
     name = request.param
     with ExitStack() as around:
         if name == "xla_batched":
-            around.enter_context(turns_of(*RAGGED))
+            around.enter_context(turns_of(*expert_problems.RAGGED))
         elif name != "xla":
             around.enter_context(demanded_family(None if name == "own_on_gpu" else name.removesuffix("_on_gpu")))
             around.callback(jax.clear_caches)
@@ -27,7 +24,7 @@ def kernels(request):
         if name in FAMILIES:
             # While dP of one tile takes the place of P, another tile is read with rows of the next expert, which nobody
             # uses: in one of three runs the search for races on Hopper calls that one.
-            around.enter_context(FAMILIES[name].interpreted(detect_races=False))
+            around.enter_context(FAMILIES[name].interpreted(detect_races=name != "hopper"))
         yield expert_problems.FAMILIES[name]
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from blaze_jax import ACTIVATION_NAMES, expert_ffn
 from blaze_jax.oracle import dense_expert_ffn
 from pallas_kernels.xla.loops import turns_of
-from tests.expert_problems import FAMILIES, RAGGED, apply, make_problem, results
+from tests.expert_problems import FAMILIES, RAGGED, apply, make_problem, on, on_gpus, results
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits, scaled_error
 from tests.pallas_kernels.rows import needs_interpreter
 from tests.routings import EMPTY, ROUTINGS, experts_of_shape, random_experts, routings
@@ -23,13 +23,6 @@ SAVES = ("pre_activations", "inputs")
 MATRICES, BIASES = ("w_gate", "w_up", "w_down"), ("b_gate", "b_up", "b_down")
 PORTABLE = FAMILIES["xla"]
 SMALL, WHOLE = (2, 8), (64, 512)  # experts and rows of a turn
-
-
-def on(*families):
-    return pytest.mark.parametrize("kernels", families, indirect=True)
-
-
-on_gpus = on(*(pytest.param(name, marks=pytest.mark.gpu) for name in ("own_on_gpu", "ampere_on_gpu")))
 
 
 def looped(problem, activation):

@@ -10,12 +10,11 @@ from jax import P, lax
 
 from blaze_jax import RESIDUAL_NAMES, expert_ffn
 from blaze_jax.oracle import dense_expert_ffn
-from tests.expert_problems import apply, make_problem
+from tests.expert_problems import apply, make_problem, on, on_gpus
 from tests.numerics import assert_close, assert_same_bits
 from tests.over_devices import make_mesh
 from tests.routings import ROUTINGS, random_experts
 
-over_families = pytest.mark.parametrize("kernels", ["xla", "xla_batched", "ampere"], indirect=True)
 BY_NAME = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
 
@@ -27,7 +26,7 @@ def gradients(function, problem):
     return jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2)))(*problem)
 
 
-@pytest.mark.parametrize("kernels", ["xla", "xla_batched"], indirect=True)
+@on("xla", "xla_batched")
 @pytest.mark.default_cases("xla_batched")
 def test_vmap_and_scan_over_tokens_and_weights(kernels):
     problems = [make_problem(random_experts(9, 2, range(4), seed), 4, seed=seed) for seed in range(3)]
@@ -55,7 +54,7 @@ def problem(kernels):
     return make_problem(random_experts(36, 2, range(5)), 5, **kernels.suits)
 
 
-@over_families
+@on("xla", "xla_batched", "ampere")
 @pytest.mark.parametrize(
     ("check_vma", "save", "split"),
     [
@@ -76,7 +75,7 @@ def test_gradient_of_sharded_tokens(mesh, kernels, problem, check_vma, save, spl
     assert_close(gradients(sharded, problem), gradients(run, problem), kernels.tolerance["float32"])
 
 
-@pytest.mark.parametrize("kernels", ["xla"], indirect=True)
+@on("xla")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.slow
 def test_gradient_inside_sharded_tokens(mesh, kernels, problem, check_vma):
@@ -94,7 +93,7 @@ def test_gradient_inside_sharded_tokens(mesh, kernels, problem, check_vma):
     assert_close(sharded(*problem), gradients(loss, problem))
 
 
-@pytest.mark.parametrize("kernels", ["xla"], indirect=True)
+@on("xla")
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_of_sharded_expert_width(mesh, kernels, problem, check_vma):
@@ -108,11 +107,6 @@ def test_gradient_of_sharded_expert_width(mesh, kernels, problem, check_vma):
         return jnp.square(y - target).sum()
 
     assert_close(gradients(sharded, problem), gradients(loss, problem))
-
-
-def on_gpus(test):
-    """A test of each family on a GPU."""
-    return pytest.mark.gpu(pytest.mark.parametrize("kernels", ["own_on_gpu", "ampere_on_gpu"], indirect=True)(test))
 
 
 @on_gpus
