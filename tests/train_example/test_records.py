@@ -79,13 +79,16 @@ def test_damage_to_any_file_of_a_checkpoint_is_noticed_and_the_next_older_one_is
         for damaged in (flipped, content[:-1], None):
             path.unlink() if damaged is None else path.write_bytes(damaged)
             assert saved.newest_whole() == (1 if damaged != content else 2)
-            where = f"its {path.relative_to(newest)} is not as it was saved; --resume takes checkpoint 1 instead\n"
-            assert damaged == content or capsys.readouterr().err.endswith(where)
+            told = capsys.readouterr().err
+            assert damaged == content or f"checkpoint 2 is damaged, {path}: " in told
+            assert damaged == content or told.endswith("; --resume takes checkpoint 1 instead\n")
         path.write_bytes(content)
     assert saved.newest_whole() == 2
     for step in (1, 2):
         (tmp_path / str(step) / "sha256.json").write_text("[")
-    with pytest.raises(UserError, match=r"checkpoint 2 in .* its sha256.json is not .*; there is no older one"):
+    with pytest.raises(
+        UserError, match=r"checkpoint 2 is damaged, .*2/sha256.json: is not JSON.*; there is no older one"
+    ):
         saved.newest_whole()
 
 
