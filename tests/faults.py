@@ -148,7 +148,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("abreast", "across = minimum(Int(row_tiles) - first, rows)", "across = Int(rows)", "products weight_gradients combine"),
     ("_row_contraction", "known = (row < end) & (token >= 0)", "known = (row <= end) & (token >= 0)", "products weight_gradients combine"),
     ("down_backward", "row_weights[2 * of_rows + i]", "row_weights[of_rows + i]", "products weight_gradients combine"),
-    ("up_projection", "[add_bias(values, own) for", "[add_bias(add_bias(values, own), own) for", "products"),
+    ("up_projection", "[add_bias(values, own) for", "[add_bias(add_bias(values, own), own) for", "tiles"),
     ("store_rows", "(row < where.rows) & (own < num_columns)", "(row <= where.rows) & (own < num_columns)", "products weight_gradients combine"),
     ("mma_heuristic", "block_kib(capability) > 99", "block_kib(capability) >= 99", "tuning"),
     ("launch", "memories[after].accesses = memories[after - updated].accesses", "pass", "language"),

@@ -1,12 +1,13 @@
 """Tiles of every shape."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.ampere.operands import PIECE_ROWS, Pieces, Tile
 from pallas_kernels.tuning.parameters import MmaTuning, mma_heuristic
-from tests.numerics import assert_same_bits
-from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows
+from tests.numerics import assert_close, assert_same_bits
+from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, product
 
 LARGE, SMALL = (mma_heuristic("up_projection", "bfloat16", capability) for capability in ("8.0", "8.6"))
 TILES = [
@@ -74,3 +75,12 @@ def test_what_is_loaded_at_once_is_in_all_banks(name):
         words = [word(8 + row, first + chunk) for row in range(8 // together) for chunk in range(together)]
         assert {word % 32 for word in words} == set(range(0, 32, 4))
     assert len({word(row, chunk) for row in range(rows) for chunk in range(chunks)}) == rows * chunks
+
+
+def test_biases_are_added_before_the_activation(kernels):
+    rows = Rows(kernels, "single_token")
+    x = rows.normal(rows.num_tokens, D, dtype="bfloat16")
+    weights, biases = rows.normal(rows.num_experts, D, 16, fan_in=D / 9), rows.normal(rows.num_experts, 16)
+    _, hidden = kernels.up_projection(x, (weights,), (biases,), rows.groups, activation=ACTIVATIONS[1])
+    pre = product(rows.gather(x), rows.per_row(weights.astype("bfloat16"))) + rows.per_row(biases)
+    assert_close(hidden[rows.owned], ACTIVATIONS[1](jnp.asarray(pre, jnp.float32))[rows.owned], 5e-3)
