@@ -146,7 +146,7 @@ class MoE(nn.Module):
             return y
         warn_of_missing_train(train, self.config)
         if records:
-            self.put_variable("routing", "experts", routing.experts.reshape(*x.shape[:-1], -1))
+            self.put_variable("routing", "experts", routing.experts.reshape(*x.shape[:-1], routing.experts.shape[1]))
         sown = [self.sow("losses", name, loss) for name, loss in routing.weighted_losses.items()]
         if not all(sown):
             remedy = "apply with mutable=['losses'] (in nn.scan also variable_axes={'losses': 0})"

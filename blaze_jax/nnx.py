@@ -143,7 +143,7 @@ class MoE(nnx.Module):
                 "nnx.bridge.to_linen wraps one,"
             )
             warn_of_lost_losses(train, routing, remedy)
-        chosen = routing.experts.reshape(*x.shape[:-1], -1)
+        chosen = routing.experts.reshape(*x.shape[:-1], routing.experts.shape[1])
         self.sow(ChosenExperts, "chosen_experts", chosen, capture_noop=True)
         for name, value in statistics(routing).items():
             self.sow(nnx.Intermediate, name, value, capture_noop=True)

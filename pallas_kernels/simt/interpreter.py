@@ -95,10 +95,11 @@ class Memory:
         self.highest[words], self.lowest[words[::-1]] = threads, threads[::-1]
         low, high = self.lowest[words], self.highest[words]
         if kind == "write":
-            self._fail(kind, kind, words, low, high, low < high)
+            self._fail(kind, kind, words, (low, high), (low, high), low < high)
         for other in _CONFLICTS[kind]:
             unordered, first, last = self._join(other, words, low, high)
-            self._fail(other, kind, words, first, high, unordered & (first < last))
+            former_low, former_high, _ = self.accesses[other][:, words]
+            self._fail(other, kind, words, (former_low, former_high), (low, high), unordered & (first < last))
         unordered, first, last = self._join(kind, words, low, high)
         now = np.full_like(low, self.threads.time)
         self.accesses[kind][:, words] = np.where(unordered, first, low), np.where(unordered, last, high), now
@@ -114,10 +115,11 @@ class Memory:
         barrier = np.where(first // WARP == last // WARP, threads.warp_barrier_at[last], of_block)
         return (former_low >= 0) & (time >= barrier), first, last
 
-    def _fail(self, one, other, words, a, b, wrong):
+    def _fail(self, one, other, words, former, now, wrong):
         if wrong.any():
             i = np.flatnonzero(wrong)[0]
-            a, b = self.threads.describe(a[i]), self.threads.describe(b[i])
+            differ = [(a[i], b[i]) for a in former for b in reversed(now) if a[i] != b[i]]
+            a, b = map(self.threads.describe, differ[0])
             where = f"{self.name}, word {words[i] % self.size}"
             raise RaceError(f"{where}: {one} by {a} (or others) and {other} by {b}, with no barrier between them")
 
