@@ -116,7 +116,7 @@ def run_layer(
     in_order = given_all or not given.treats_tokens_apart(config.router)
     by_token = flatten_tokens(x, explicit, in_order), _flattened(given, x, explicit, in_order)
     if devices.mesh is not None:
-        y, routing = _over_mesh(program, devices, by_token, params, selection_bias)
+        y, routing = _over_mesh(program, devices.mesh, explicit, by_token, params, selection_bias)
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
         by_token = vary_over(by_token, frozenset(devices.axes))
@@ -139,12 +139,15 @@ def _flattened(given: GivenRouting, x: Float[Array, "... d"], mesh: AbstractMesh
 
 
 def _over_mesh(
-    program: "_Program", devices: Devices, by_token: tuple[Array, GivenRouting], params, selection_bias
+    program: "_Program",
+    mesh: Mesh | AbstractMesh,
+    explicit: AbstractMesh | None,
+    by_token: tuple[Array, GivenRouting],
+    params,
+    selection_bias,
 ) -> tuple[Float[Array, "T d"], Routing]:
     """`program.layer` on each device of the mesh, of its own tokens and parameters."""
-    mesh, axes, explicit = devices
-    assert mesh is not None
-    tokens, given = by_token
+    axes, (tokens, given) = program.axes, by_token
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
     whole, split = P(), P(axes or None)
     padding = 0

@@ -67,7 +67,11 @@ class GivenRouting(NamedTuple):
     expert_ids: Int[Array, "... slots"] | None = None
 
     def checked(self, shape: tuple[int, ...], num_experts: int) -> "GivenRouting":
-        """Both as arrays. Raises ValueError unless they fit tokens of that leading shape."""
+        """Both as arrays, E in the place of an id out of range.
+
+        Raises:
+          ValueError: they do not fit tokens of that leading shape, or, where values are known, an id is out of range.
+        """
         mask = self.mask if self.mask is None else as_array("mask", self.mask)
         if mask is not None and (mask.dtype != bool or mask.shape != shape):
             raise ValueError(f"mask has dtype {mask.dtype} and shape {mask.shape}, must be bool of shape {shape}")
@@ -88,14 +92,13 @@ class GivenRouting(NamedTuple):
         return self.expert_ids is not None or router.treats_tokens_apart()
 
     def applied(self, logits: Float[Array, "T E"]) -> tuple[Float[Array, "T E"], Int[Array, "T slots"] | None]:
-        """The logits, -inf for tokens that go nowhere, and the given experts, E in the place of one that cannot be."""
+        """The logits, -inf for tokens that go nowhere, and the given experts, E where a token has one again."""
         mask, ids = self
         if ids is not None:
             some = (ids != EMPTY_SLOT).any(-1)
             mask = some if mask is None else mask & some
-            first = jnp.tril(ids[:, :, None] == ids[:, None], -1).any(-1)
-            known = (ids == EMPTY_SLOT) | ((ids >= 0) & (ids < logits.shape[1]) & ~first)
-            ids = jnp.where(mask[:, None], jnp.where(known, ids, logits.shape[1]), EMPTY_SLOT)
+            again = jnp.tril(ids[:, :, None] == ids[:, None], -1).any(-1) & (ids != EMPTY_SLOT)
+            ids = jnp.where(mask[:, None], jnp.where(again, logits.shape[1], ids), EMPTY_SLOT)
         return (logits if mask is None else jnp.where(mask[:, None], logits, -jnp.inf)), ids
 
 
@@ -150,7 +153,11 @@ def route(
     if router is not None and options:
         raise TypeError(f"give a router or its fields, not both: {', '.join(options)}")
     router = Router(**options) if router is None else check_router(router)
-    given = GivenRouting(mask, expert_ids)
+    logits = as_array("logits", logits)
+    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits must be a floating array (T, E), got {logits.dtype} of shape {logits.shape}")
+    num_tokens, num_experts = logits.shape
+    given = GivenRouting(mask, expert_ids).checked((num_tokens,), num_experts)
     return route_and_group(logits, experts_per_token, router, selection_bias, axis_name, implementation, given)[0]
 
 
@@ -161,12 +168,12 @@ def route_and_group(
     selection_bias: Float[Array, " E"] | None = None,
     axis_name: AxisName = None,
     implementation: Implementation | None = None,
-    given: "GivenRouting | None" = None,
+    given: GivenRouting = GivenRouting(),
 ) -> tuple[Routing, Grouped | None]:
-    """`route`; and its pairs grouped by expert, where that was no further work, for the experts to take them up."""
-    logits = as_array("logits", logits)
-    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"logits must be a floating array (T, E), got {logits.dtype} of shape {logits.shape}")
+    """`route`; and its pairs grouped by expert, where that was no further work, for the experts to take them up.
+
+    `logits` and what is `given` are checked already.
+    """
     num_experts = logits.shape[1]
     router.check(num_experts, experts_per_token)
     if selection_bias is not None:
@@ -175,7 +182,6 @@ def route_and_group(
             raise ValueError(f"selection_bias has dtype {selection_bias.dtype}, must be floating")
         if selection_bias.shape != (num_experts,):
             raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
-    given = (given or GivenRouting()).checked((logits.shape[0],), num_experts)
     axes = axis_names(axis_name)
     options = {"experts_per_token": experts_per_token, "router": router, "implementation": implementation}
     return _route_where_tokens_are(logits, given, selection_bias, axes=axes, **options)

@@ -226,7 +226,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("__call__", 'self.sow("losses", name, loss)', 'self.sow("losses", name, 2 * loss)', "modules"),
     ("call_layer", "x = in_common_dtype(x, module.dtype, params)", "x = x", "modules"),
     ("applied", "mask = some if mask is None else mask & some", "mask = some", "given_routing"),
-    ("applied", "& (ids < logits.shape[1]) & ~first)", "& (ids < logits.shape[1]))", "given_routing"),
+    ("applied", "jnp.where(again, logits.shape[1], ids)", "ids", "given_routing"),
     ("applied", "jnp.where(mask[:, None], logits, -jnp.inf)", "logits", "given_routing"),
     ("layer", "tokens = jnp.where(given.mask[:, None], tokens, 0)", "pass", "given_routing"),
     ("layer", "jnp.where(given.mask[:, None], y, 0), routing", "y, routing", "given_routing"),

@@ -23,7 +23,8 @@ def router(logits: Float[Array, "T E"], bias: Float[Array, " E"] | None, rule: R
     Returns:
       What `Routed` says. Weights, losses and probability are differentiable in the logits.
     """
-    return routed_to(logits, _select(widened(logits), bias, rule), rule)
+    logits = widened(logits)
+    return routed_to(logits, _select(logits, bias, rule), rule)
 
 
 def routed_to(logits: Float[Array, "T E"], experts: Int[Array, "T K"], rule: Rule) -> Routed:
