@@ -368,7 +368,7 @@ _FAMILIES = {
         },
         only={"moe_jitter_eps": [None, 0]},
         because={"moe_jitter_eps": ", for no token is multiplied by noise here"},
-        passed=("hidden_size", "num_beam_groups", "top_k"),
+        passed=("hidden_size", "moe_loss_weight", "num_beam_groups", "top_k"),
         part="ffn_config",
     ),
 }
