@@ -13,7 +13,7 @@ from blaze_jax.implementation import Implementation, check_implementation
 from blaze_jax.plan import Save
 from blaze_jax.router import Router, check_router
 
-ParameterKind = Literal["router", "kernel", "bias"]
+ParameterKind = Literal["router", "kernel", "bias", "gain"]
 
 
 class Parameter(NamedTuple):
@@ -22,7 +22,7 @@ class Parameter(NamedTuple):
     Attributes:
       shape: its shape.
       axes: a logical name per axis: "expert", "embed", "expert_mlp", "mlp" (shared experts).
-      kind: what initialises it: the router, an expert's kernel, or a bias.
+      kind: what initialises it: the router, an expert's kernel, a bias, or a gain, which begins as ones.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,8 @@ class MoEConfig:
 
     Attributes:
       num_experts: E, the number of routed experts.
-      experts_per_token: K, the experts that each token takes.
+      experts_per_token: K, the experts that each token takes; of a ReLU router and with `Router(top_p=...)` the most
+        that it takes, and None for no limit.
       expert_width: n, the hidden width of one expert.
       activation: a name of `ACTIVATION_NAMES`, or an `Activation`.
       shared_width: hidden width of the shared experts together, which see every token; 0 for none.
@@ -55,7 +56,7 @@ class MoEConfig:
     """
 
     num_experts: int
-    experts_per_token: int
+    experts_per_token: int | None
     expert_width: int
     activation: str | Activation = "swiglu"
     shared_width: int = 0
@@ -83,6 +84,11 @@ class MoEConfig:
         for name in ("shared_width", *weights):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative or infinite")
+        if self.router.open_ended and self.has_selection_bias:
+            name = "bias_update_rate" if self.bias_update_rate else "selection_bias"
+            raise ValueError(
+                f"{name}={getattr(self, name)} must be left out: {self.router} takes experts by their logits alone"
+            )
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any] | str | Path) -> "MoEConfig":
@@ -97,6 +103,11 @@ class MoEConfig:
           CheckpointError: a ValueError; a field is missing, unknown, or contradicts another, and the message names it.
         """
         return read_public_model(config, cls).layer
+
+    @property
+    def slots(self) -> int:
+        """Experts that a token may have."""
+        return self.num_experts if self.experts_per_token is None else self.experts_per_token
 
     @property
     def has_selection_bias(self) -> bool:
@@ -116,6 +127,8 @@ class MoEConfig:
         parameters = {"w_router": Parameter((model_width, experts), ("embed", "expert"), "router")}
         if self.router_bias:
             parameters["b_router"] = Parameter((experts,), ("expert",), "bias")
+        if self.router.weight_norm:
+            parameters["router_gain"] = Parameter((experts,), ("expert",), "gain")
         for name in projections:
             parameters[f"w_{name}"] = Parameter(
                 (experts, model_width, width), ("expert", "embed", "expert_mlp"), "kernel"

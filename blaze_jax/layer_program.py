@@ -34,7 +34,16 @@ from blaze_jax.explicit_mesh import (
     tokens_in_order,
 )
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
-from blaze_jax.routing import AxisName, GivenRouting, Routing, axis_names, route_and_group, router_logits, routing_specs
+from blaze_jax.routing import (
+    AxisName,
+    ExpertFactors,
+    GivenRouting,
+    Routing,
+    axis_names,
+    route_and_group,
+    router_logits,
+    routing_specs,
+)
 from blaze_jax.transformations import compiled_once
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
@@ -170,7 +179,7 @@ def _over_mesh(
     return y, routing._replace(experts=chosen, weights=weights)
 
 
-_DENSE = ("w_router", "b_router", "shared_")
+_DENSE = ("w_router", "b_router", "router_", "shared_")
 """How the names of parameters begin that every token needs."""
 
 
@@ -213,7 +222,8 @@ class _Program:
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
         with jax.named_scope("router"):  # profilers show these names
             logits = router_logits(tokens, dense("w_router", "b_router"))
-            routing, grouped = self._route(num_tokens, logits, given, selection_bias)
+            of_experts = ExpertFactors(selection_bias, dense("router_gain").get("router_gain"))
+            routing, grouped = self._route(num_tokens, logits, given, of_experts)
         with jax.named_scope("experts"):
             if compute := layer_form(self.experts):
                 options |= {"grouped": grouped, "parallel": self.parallel, "specs": self.specs}
@@ -228,11 +238,11 @@ class _Program:
         return y if given.mask is None else jnp.where(given.mask[:, None], y, 0), routing
 
     def _route(
-        self, num_tokens: int, logits: Float[Array, "T E"], given: GivenRouting, selection_bias
+        self, num_tokens: int, logits: Float[Array, "T E"], given: GivenRouting, of_experts: ExpertFactors
     ) -> tuple[Routing, Grouped | None]:
         """This device's tokens routed, with losses and statistics of all; and its own pairs grouped, if they are."""
         config, axes, own = self.config, self.axes, logits.shape[0]
-        options = {"selection_bias": selection_bias, "implementation": config.implementation}
+        options = {"of_experts": of_experts, "implementation": config.implementation}
         route = partial(route_and_group, experts_per_token=config.experts_per_token, router=config.router, **options)
         if not axes:
             return route(logits, axis_name=self.outer_axes, given=given)
