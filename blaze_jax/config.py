@@ -21,12 +21,12 @@ class Parameter(NamedTuple):
 
     Attributes:
       shape: its shape.
-      axes: a logical name per axis: "expert", "embed", "expert_mlp", "mlp" (shared experts).
+      axes: a logical name per axis: "expert", "embed", "expert_mlp", "mlp" (shared experts); None for one of size 1.
       kind: what initialises it: the router, an expert's kernel, a bias, or a gain, which begins as ones.
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    axes: tuple[str | None, ...]
     kind: ParameterKind
 
 
@@ -41,6 +41,8 @@ class MoEConfig:
       expert_width: n, the hidden width of one expert.
       activation: a name of `ACTIVATION_NAMES`, or an `Activation`.
       shared_width: hidden width of the shared experts together, which see every token; 0 for none.
+      shared_gate: whether their output is scaled by the sigmoid of the token's product with a learnable vector, the
+        parameter `shared_gate` (Qwen2-MoE).
       router: how experts are chosen and weighted.
       load_balancing_weight: weight of the load-balancing loss that the modules report.
       z_loss_weight: weight of the router's z-loss that the modules report.
@@ -60,6 +62,7 @@ class MoEConfig:
     expert_width: int
     activation: str | Activation = "swiglu"
     shared_width: int = 0
+    shared_gate: bool = False
     router: Router = field(default_factory=Router)
     load_balancing_weight: float = 0.01
     z_loss_weight: float = 0.0
@@ -78,7 +81,8 @@ class MoEConfig:
         check_integers(expert_width=self.expert_width, shared_width=self.shared_width)
         if self.expert_width < 1:
             raise ValueError(f"expert_width={self.expert_width} must be at least 1")
-        check_booleans(selection_bias=self.selection_bias, router_bias=self.router_bias)
+        switches = ("shared_gate", "selection_bias", "router_bias")
+        check_booleans(**{name: getattr(self, name) for name in switches})
         weights = ("load_balancing_weight", "z_loss_weight", "bias_update_rate")
         check_numbers(**{name: getattr(self, name) for name in weights})
         for name in ("shared_width", *weights):
@@ -89,6 +93,8 @@ class MoEConfig:
             raise ValueError(
                 f"{name}={getattr(self, name)} must be left out: {self.router} takes experts by their logits alone"
             )
+        if self.shared_gate and not self.shared_width:
+            raise ValueError("shared_gate=True must be left out where shared_width=0: it scales the shared experts")
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any] | str | Path) -> "MoEConfig":
@@ -142,6 +148,8 @@ class MoEConfig:
             for name in projections:
                 parameters[f"shared_w_{name}"] = Parameter((model_width, self.shared_width), ("embed", "mlp"), "kernel")
             parameters["shared_w_down"] = Parameter((self.shared_width, model_width), ("mlp", "embed"), "kernel")
+            if self.shared_gate:
+                parameters["shared_gate"] = Parameter((model_width, 1), ("embed", None), "kernel")
         return parameters
 
 

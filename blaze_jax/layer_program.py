@@ -289,23 +289,27 @@ def shared_experts(
     def products(tokens, weights, result_dtype=dtype):
         return tuple(jnp.dot(tokens, w.astype(dtype), preferred_element_type=result_dtype) for w in weights)
 
-    def activated(*pre_activations):
-        return activation.function(*(p.astype(wide) for p in pre_activations)).astype(dtype)
+    def activated(gate, *pre_activations):
+        result = activation.function(*(p.astype(wide) for p in pre_activations))
+        return (result if gate is None else gate * result).astype(dtype)
 
     # Like the experts' kernels: the activation of the products' accumulators, and a backward pass that keeps the
-    # pre-activations and takes the products in the tokens' dtype.
+    # pre-activations and takes the products in the tokens' dtype. A gate scales what is hidden, for what it gives the
+    # output is then not kept for it.
     @jax.custom_vjp
-    def hidden(tokens, weights):
-        return activated(*products(tokens, weights, wide))
+    def hidden(tokens, weights, gate):
+        return activated(gate, *products(tokens, weights, wide))
 
-    def forward(tokens, weights):
+    def forward(tokens, weights, gate):
         pre_activations = products(tokens, weights, wide)
-        return activated(*pre_activations), (tokens, weights, tuple(p.astype(dtype) for p in pre_activations))
+        kept = tokens, weights, gate, tuple(p.astype(dtype) for p in pre_activations)
+        return activated(gate, *pre_activations), kept
 
     def backward(residuals, d_hidden):
-        tokens, weights, pre_activations = residuals
-        d_pre_activations = jax.vjp(activated, *pre_activations)[1](d_hidden)
-        return jax.vjp(products, tokens, weights)[1](d_pre_activations)
+        tokens, weights, gate, pre_activations = residuals
+        d_gate, *d_pre_activations = jax.vjp(activated, gate, *pre_activations)[1](d_hidden)
+        return *jax.vjp(products, tokens, weights)[1](tuple(d_pre_activations)), d_gate
 
     hidden.defvjp(forward, backward)
-    return jnp.dot(hidden(tokens, [params[name] for name in names]), params["shared_w_down"].astype(dtype))
+    gate = jax.nn.sigmoid(*products(tokens, [params["shared_gate"]], wide)) if config.shared_gate else None
+    return jnp.dot(hidden(tokens, [params[name] for name in names], gate), params["shared_w_down"].astype(dtype))
