@@ -92,9 +92,13 @@ def test_over_devices_as_on_one(way):
 
 
 def test_a_checkpoint_without_the_projections_is_refused(tmp_path):
-    params = random_parameters(replace(LATENT, shared_width=0))
-    with pytest.raises(ValueError, match="latent"):
-        checkpoints.save(tmp_path, {0: params}, replace(LATENT, shared_width=0))
+    plain = replace(LATENT, latent_width=0, shared_width=0)
+    checkpoints.save(tmp_path, {0: checkpoints.Layer(random_parameters(plain))}, plain)
+    latent = replace(plain, latent_width=WIDTH)
+    with pytest.raises(ValueError, match="layer 0: the layout 'by_expert' has no w_latent_in"):
+        checkpoints.load(tmp_path, 0, latent)
+    with pytest.raises(ValueError, match="the layout 'by_expert' does not fit a layer with .*: w_latent_in"):
+        checkpoints.save(tmp_path, {1: checkpoints.Layer(random_parameters(latent))}, latent)
 
 
 @pytest.mark.parametrize(
