@@ -15,7 +15,9 @@ from tests.layers import DOORS, WIDTH, gradients_through, layer, random_paramete
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits, scaled_error
 from tests.over_devices import Way, assert_as_one_device
 
-LATENT = MoEConfig(num_experts=8, experts_per_token=3, expert_width=8, latent_width=4, shared_width=8, z_loss_weight=0.1)
+LATENT = MoEConfig(
+    num_experts=8, experts_per_token=3, expert_width=8, latent_width=4, shared_width=8, z_loss_weight=0.1
+)
 UNGATED = replace(LATENT, activation="relu2", shared_width=0, router=Router(scoring="sigmoid", weight_scale=2.5))
 
 
@@ -97,7 +99,7 @@ def test_a_checkpoint_without_the_projections_is_refused(tmp_path):
     latent = replace(plain, latent_width=WIDTH)
     with pytest.raises(ValueError, match="layer 0: the layout 'by_expert' has no w_latent_in"):
         checkpoints.load(tmp_path, 0, latent)
-    with pytest.raises(ValueError, match="the layout 'by_expert' does not fit a layer with .*: w_latent_in"):
+    with pytest.raises(ValueError, match=r"the layout 'by_expert' does not fit a layer with .*: w_latent_in"):
         checkpoints.save(tmp_path, {1: checkpoints.Layer(random_parameters(latent))}, latent)
 
 
