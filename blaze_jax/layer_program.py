@@ -179,7 +179,7 @@ def _over_mesh(
     return y, routing._replace(experts=chosen, weights=weights)
 
 
-_DENSE = ("w_router", "b_router", "router_", "shared_")
+_DENSE = ("w_router", "b_router", "router_", "w_latent_", "shared_")
 """How the names of parameters begin that every token needs."""
 
 
@@ -224,14 +224,21 @@ class _Program:
             logits = router_logits(tokens, dense("w_router", "b_router"))
             of_experts = ExpertFactors(selection_bias, dense("router_gain").get("router_gain"))
             routing, grouped = self._route(num_tokens, logits, given, of_experts)
+        inner, latent = tokens, dense("w_latent_")
+        if latent:
+            with jax.named_scope("latent"):
+                inner = tokens @ latent["w_latent_in"].astype(tokens.dtype)
         with jax.named_scope("experts"):
             if compute := layer_form(self.experts):
                 options |= {"grouped": grouped, "parallel": self.parallel, "specs": self.specs}
-                y = compute(tokens, shards, routing.weights, routing.experts, **options)
+                y = compute(inner, shards, routing.weights, routing.experts, **options)
             else:
                 weights = (shards.get("w_gate"), shards["w_up"], shards["w_down"])
                 biases = {name: shards.get(name) for name in ("b_gate", "b_up", "b_down")}
-                y = self.experts(tokens, *weights, routing.weights, routing.experts, **biases, **options)
+                y = self.experts(inner, *weights, routing.weights, routing.experts, **biases, **options)
+        if latent:
+            with jax.named_scope("latent"):
+                y = y @ latent["w_latent_out"].astype(y.dtype)
         if config.shared_width:
             with jax.named_scope("shared_experts"):
                 y = y + shared_experts(tokens, dense("shared_"), config=config)
