@@ -169,7 +169,7 @@ FFN = {"model_type": ""}
         ("minicpm", {"num_shared_experts": 1}, "num_shared_experts=1 must be 0"),
         ("dbrx", {"ffn_config": 3}, "config: ffn_config=3 must be an object"),
         ("dbrx", {"moe_top_k": 2}, "config: moe_top_k=2 is unknown to dbrx"),
-        ("dbrx", FFN | {"moe_jitter_eps": 0.1}, "ffn_config: moe_jitter_eps=0.1 must be None or 0, for no token is mu"),
+        ("dbrx", FFN | {"moe_jitter_eps": 0.1}, "ffn_config: moe_jitter_eps=0.1 must be None or 0, for no noise of"),
         ("dbrx", FFN | {"moe_normalize_expert_weights": 2}, "moe_normalize_expert_weights=2 must be 1 or None"),
         ("dbrx", FFN | {"ffn_act_fn": {"name": "silu", "approximate": True}}, "ffn_act_fn={.*} must be None or {'name"),
         ("dbrx", FFN | {"uniform_expert_assignment": True}, "ffn_config: uniform_expert_assignment=True is unknown"),
@@ -194,7 +194,7 @@ NO_SUCH_VALUE = ("8", None, [1], {}, math.nan, 1e400, 10**400, -(10**400))
 def test_what_decides_the_mathematics_must_be_there_and_of_its_type(family):
     config = PUBLIC[family]
     without_groups = {"n_group", "topk_group"} if family == "deepseek_v2" else set()
-    for name in (config.keys() - without_groups) & NEEDED.split():
+    for name in config.keys() & set(NEEDED.split()) - without_groups:
         other = 1 if isinstance(config[name], bool) else True
         for value in (*NO_SUCH_VALUE, other):
             with pytest.raises(checkpoints.CheckpointError, match=f"config: {name}=.* must be "):
