@@ -135,8 +135,8 @@ def call_atomic_layer(
     """The output and the routing of a module with the fields `config`, `dtype` and `axis_name`."""
     if train is None:
         warn_once(
-            "atomic experts normalise by the tokens of a call in training only, and train was left out, which counts as "
-            "evaluation: say train=True or train=False"
+            "atomic experts normalise by the tokens of a call in training only, and train was left out, which counts "
+            "as evaluation: say train=True or train=False"
         )
     x = in_common_dtype(x, module.dtype, params)
     options = {"train": bool(train), "mask": mask, "axis_name": module.axis_name}
