@@ -32,8 +32,8 @@ from blaze_jax.implementation import Implementation, check_implementation
 from blaze_jax.layer import as_tokens, check_arrays, initial_value, warn_inside_shard_map
 from blaze_jax.layer_program import devices_of, run_program, shared_experts
 from blaze_jax.routing import AxisName, GivenRouting, axis_names
-from blaze_jax.transformations import compiled_once
-from pallas_kernels.compat import top_k, vary_over, varying_axes
+from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
+from pallas_kernels.compat import reverse_mode_token, top_k, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 STATISTICS = ("mean", "var")
@@ -277,10 +277,10 @@ class _Program:
             mask = counts if mask is None else mask & counts
         if mask is not None:  # whatever padding holds, a NaN too, must not reach a gradient
             tokens = jnp.where(mask[:, None], tokens, 0)
-        params, state = vary_over((dict(shards), dict(state)), varying_axes(tokens))
+        params = vary_over(dict(shards), varying_axes(tokens))
         with jax.named_scope("router"):  # profilers show these names
             options = {"train": self.train, "axes": (*self.outer_axes, *self.axes)}
-            routing = _route(tokens, params["w_router"], state, mask, config, **options)
+            routing = _route(tokens, params["w_router"], dict(state), mask, config, **options)
         with jax.named_scope("experts"):
             y = compute_pairs(
                 tokens,
@@ -341,7 +341,8 @@ def _route(
     log_shares = jax.nn.log_softmax((scores - averages[0]) * lax.rsqrt(averages[1] + config.norm_epsilon), axis=-1)
     rows, columns = log_shares[:, 0], log_shares[:, 1]
     row, column = best_pairs(*lax.stop_gradient((rows, columns)), config.experts_per_token)
-    weights = jnp.exp(_taken(rows, row) + _taken(columns, column))
+    token = reverse_mode_token(REVERSE_MODE_ONLY, log_shares)
+    weights = jnp.exp(_taken(token, rows, row) + _taken(token, columns, column))
     experts = row * config.grid_side + column
     if mask is not None:
         weights, experts = jnp.where(mask[:, None], weights, 0), jnp.where(mask[:, None], experts, EMPTY_SLOT)
@@ -370,18 +371,18 @@ def best_pairs(
 
 
 @jax.custom_vjp
-def _taken(values: Float[Array, "T S"], ids: Int[Array, "T K"]) -> Float[Array, "T K"]:
+def _taken(token, values: Float[Array, "T S"], ids: Int[Array, "T K"]) -> Float[Array, "T K"]:
     """`values` at `ids`. Where several are the same, their gradients are summed in order, as a scatter's are not."""
     return jnp.take_along_axis(values, ids, axis=1)
 
 
-def _taken_forward(values, ids):
-    return _taken(values, ids), (ids, jnp.arange(values.shape[1], dtype=jnp.int32))
+def _taken_forward(token, values, ids):
+    return _taken(token, values, ids), (ids, jnp.arange(values.shape[1], dtype=jnp.int32))
 
 
 def _taken_backward(residuals, d_taken):
     ids, each = residuals
-    return jnp.where(ids[:, :, None] == each, d_taken[:, :, None], 0).sum(1), None
+    return None, jnp.where(ids[:, :, None] == each, d_taken[:, :, None], 0).sum(1), None
 
 
 _taken.defvjp(_taken_forward, _taken_backward)

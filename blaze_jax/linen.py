@@ -20,6 +20,7 @@ from blaze_jax.modules import (
     call_atomic_layer,
     call_layer,
     check_train,
+    warn_of_atomic_evaluation,
     warn_of_frozen_bias,
     warn_of_frozen_statistics,
     warn_of_lost_losses,
@@ -219,6 +220,7 @@ class AtomicMoE(nn.Module):
         y, routing = call_atomic_layer(self, params, x, statistics, train=train, mask=mask)
         if self.is_initializing():
             return y
+        warn_of_atomic_evaluation(train)
         self.sow("intermediates", "entropy", routing.entropy)
         if train and not self.is_mutable_collection("batch_stats"):
             warn_of_frozen_statistics()

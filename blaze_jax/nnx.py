@@ -13,7 +13,14 @@ from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import NewParameter, as_tokens, new_parameters, statistics
-from blaze_jax.modules import call_atomic_layer, call_layer, check_train, warn_of_lost_losses, warn_of_missing_train
+from blaze_jax.modules import (
+    call_atomic_layer,
+    call_layer,
+    check_train,
+    warn_of_atomic_evaluation,
+    warn_of_lost_losses,
+    warn_of_missing_train,
+)
 from blaze_jax.parallelism import Parallelism, mesh_of
 from blaze_jax.routing import AxisName
 from pallas_kernels.compat import is_traced
@@ -214,6 +221,7 @@ class AtomicMoE(nnx.Module):
         if train is None and self.deterministic is not None:
             train = not self.deterministic
         train = check_train(train)
+        warn_of_atomic_evaluation(train)
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         statistics = {name: getattr(self, name)[...] for name in STATISTICS}
         y, routing = call_atomic_layer(self, params, as_tokens(x), statistics, train=train, mask=mask)
