@@ -5,7 +5,7 @@ from blaze_jax import checkpoints as checkpoints
 from blaze_jax import nnx as nnx
 from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
 from blaze_jax.atomic_experts import AtomicConfig, AtomicRouting, atomic_moe
-from blaze_jax.config import MoEConfig
+from blaze_jax.config import DenseTwin, MoEConfig
 from blaze_jax.dispatch import build_dispatch
 from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAMES
@@ -28,6 +28,7 @@ __all__ = [
     "AtomicConfig",
     "AtomicMoE",
     "AtomicRouting",
+    "DenseTwin",
     "Dispatch",
     "MoE",
     "MoEConfig",
