@@ -182,6 +182,7 @@ class AtomicMoE(nn.Module):
       router_init: initialiser of W_x and of W_y.
       train: whether it is training, unless the call says so. Under `nn.remat` say it here.
       axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.atomic_moe`.
+      parallel: which axes of a mesh split the tokens, see `blaze_jax.atomic_moe`.
     """
 
     config: AtomicConfig
@@ -191,6 +192,7 @@ class AtomicMoE(nn.Module):
     router_init: Callable = nn.initializers.lecun_normal()
     train: bool | None = None
     axis_name: AxisName = None
+    parallel: Parallelism | None = None
 
     @nn.compact
     def __call__(

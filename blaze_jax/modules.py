@@ -141,7 +141,7 @@ def call_layer(
 def call_atomic_layer(
     module, params: Mapping[str, Array], x: Float[Array, "... d"], statistics, *, train: bool | None, mask
 ) -> tuple[Float[Array, "... d"], AtomicRouting]:
-    """The output and the routing of a module with the fields `config`, `dtype` and `axis_name`."""
+    """The output and the routing of a module with the fields `config`, `dtype`, `axis_name` and `parallel`."""
     x = in_common_dtype(x, module.dtype, params)
-    options = {"train": bool(train), "mask": mask, "axis_name": module.axis_name}
+    options = {"train": bool(train), "mask": mask, "axis_name": module.axis_name, "parallel": module.parallel}
     return atomic_moe(x, params, statistics, module.config, **options)

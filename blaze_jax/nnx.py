@@ -177,6 +177,7 @@ class AtomicMoE(nnx.Module):
       router_init: initialiser of W_x and of W_y.
       train: whether it is training, unless the call says so; `module.train()` and `module.eval()` set it, too.
       axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.atomic_moe`.
+      parallel: which axes of a mesh split the tokens, see `blaze_jax.atomic_moe`.
       rngs: its stream `params` initialises the parameters.
     """
 
@@ -191,6 +192,7 @@ class AtomicMoE(nnx.Module):
         router_init: Callable = nnx.initializers.lecun_normal(),
         train: bool | None = None,
         axis_name: AxisName = None,
+        parallel: Parallelism | None = None,
         rngs: nnx.Rngs,
     ):
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
@@ -202,6 +204,7 @@ class AtomicMoE(nnx.Module):
         self.param_dtype = param_dtype
         self.deterministic = None if train is None else not train  # the name that `train()` and `eval()` look for
         self.axis_name = axis_name
+        self.parallel = parallel
         self.parameter_names = tuple(parameters)
         for name, (parameter, draw) in parameters.items():
             setattr(self, name, nnx.Param(draw(rngs.params()), out_sharding=parameter.axes, eager_sharding=False))

@@ -12,11 +12,12 @@ import pytest
 from flax import nnx
 from jax import P
 
-from blaze_jax import EMPTY_SLOT, AtomicConfig, AtomicMoE, atomic_experts, atomic_forms, atomic_moe
+from blaze_jax import EMPTY_SLOT, AtomicConfig, AtomicMoE, Parallelism, atomic_experts, atomic_forms, atomic_moe
 from blaze_jax.atomic_experts import best_pairs
 from blaze_jax.implementation import demanded_family
 from blaze_jax.nnx import AtomicMoE as NnxAtomicMoE
 from pallas_kernels.compile_only import on_gpu
+from tests.expert_problems import ON_GPUS, on
 from tests.numerics import assert_close, assert_same_bits
 
 WIDTH, TOKENS = 16, 24
@@ -43,12 +44,12 @@ def probe(y, number=None):
     return jnp.vdot(rows, jnp.cos(number[:, None] * WIDTH + jnp.arange(y.shape[-1])).astype(y.dtype))
 
 
-@partial(jax.jit, static_argnames=("config", "train"))
-def ours(params, x, statistics, config, train=True, mask=None, number=None):
+@partial(jax.jit, static_argnames=("config", "train", "parallel"))
+def ours(params, x, statistics, config, train=True, mask=None, number=None, parallel=None):
     """Output and statistics; gradients of parameters and tokens."""
 
     def loss(params, x):
-        y, routing = atomic_moe(x, params, statistics, config, train=train, mask=mask)
+        y, routing = atomic_moe(x, params, statistics, config, train=train, mask=mask, parallel=parallel)
         return probe(y, number) + routing.entropy, (y, routing)
 
     return jax.grad(loss, (0, 1), has_aux=True)(params, x)
@@ -156,7 +157,7 @@ def test_a_masked_token_is_as_if_it_were_not_there():
     assert_same_bits(dict(routing.batch_statistics), statistics)
 
 
-@pytest.mark.parametrize("kind", ["automatic", "explicit", "shard_map", "check_vma"])
+@pytest.mark.parametrize("kind", ["automatic", "explicit", "parallel", "shard_map", "check_vma"])
 @pytest.mark.parametrize("form", ["grouped", "gathered", "dense"])
 @pytest.mark.default_cases("gathered-automatic", "dense-explicit", "gathered-check_vma")
 def test_over_a_mesh_everything_is_that_of_one_device(form, kind):
@@ -171,6 +172,8 @@ def test_over_a_mesh_everything_is_that_of_one_device(form, kind):
     def run(params, x, mask):
         if kind in ("automatic", "explicit"):
             return ours(params, x, statistics, config, mask=mask)
+        if kind == "parallel":
+            return ours(params, x, statistics, config, mask=mask, parallel=Parallelism(data="devices"))
 
         def layer(params, x, mask):
             y, routing = atomic_moe(x, params, statistics, config, train=True, mask=mask, axis_name="devices")
@@ -306,5 +309,25 @@ def test_arguments_that_do_not_fit_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             atomic_moe(*arguments)
+    for role in ("fsdp", "expert", "tensor"):
+        with pytest.raises(NotImplementedError, match=f"parallel has {role}='a'.*give these axes the role data"):
+            atomic_moe(x, params, statistics, CONFIG, parallel=Parallelism(**{role: "a"}))
     with pytest.raises(ValueError, match="mask has dtype"):
         atomic_moe(x, params, statistics, CONFIG, mask=jnp.ones(3, bool))
+
+
+@pytest.mark.parametrize("form", ["grouped", "gathered"])
+@on("hopper", "ampere", *ON_GPUS)
+@pytest.mark.slow
+def test_interpreted_kernels_are_the_definition(kernels, form):
+    config = AtomicConfig(num_experts=64, experts_per_token=5, form=form)
+    params, x, statistics = problem(config)
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), (params, x))
+    (ref_d, ref_dx), (ref_y, ref) = ours(params, x, statistics, config, mask=MASK)
+    narrow, x16 = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
+    config = replace(config, implementation="mosaic_gpu")
+    (d, dx), (y, routing) = ours(narrow, x16, statistics, config, mask=MASK)
+    assert_same_bits(routing.experts, ref.experts)
+    assert_close((d, dx, y), (ref_d, ref_dx, ref_y), 2e-2)
+    again = ours(narrow, x16, statistics, config, mask=MASK)
+    assert_same_bits(again, ((d, dx), (y, routing)))
