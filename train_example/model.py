@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         """Float32 logits of the token that follows each of `tokens`; `train` is that of `blaze_jax.MoE`.
 
         With `context`, the tokens go on where those end whose keys and values are in the collection "cache", and join
-        them there: apply with `mutable=["cache"]`. With `last` there are logits `(B, 1, V)` of the last real ones alone.
+        them there: apply with `mutable=["cache"]`. With `last` the logits `(B, 1, V)` are of the last real ones alone.
         """
         config = self.config
         embedding = self.param("embedding", nn.initializers.normal(1.0), (config.vocabulary, config.width))

@@ -48,7 +48,7 @@ class Generator:
 
     Args:
       model: the decoder. Its blocks run unrolled, whatever it says of that.
-      variables: its parameters and router state, as `layers_apart` has them.
+      variables: its parameters and router state; `layers_apart` makes them faster, for nothing is copied from stacks.
       batch: B, sequences at a time.
       slots: the most tokens of a sequence, of which the last generated one needs none.
       sampling: how tokens are chosen.
@@ -103,6 +103,15 @@ class Generator:
         """What `stream` gives each prompt."""
         rows = np.stack(list(self.stream(prompts, most, numbers)), axis=1)
         return [[token for token in row.tolist() if token >= 0] for row in rows]
+
+    def beyond(self, prompt: Tokens, length: int) -> list[int]:
+        """The prompt and what comes behind it, of any length: each time the slots are full, half of them start anew."""
+        tokens, keep, turn = list(prompt), max(self.slots // 2, 1), 0
+        while len(tokens) < length:
+            seen = tokens[-keep:] if turn or len(tokens) > self.slots else tokens
+            tokens += self.generate([seen], min(self.slots + 1 - len(seen), length - len(tokens)), [turn])[0]
+            turn += 1
+        return tokens
 
     def prefilled(self, prompts: Sequence[Tokens], most: int, numbers: Sequence[int] | None = None) -> State:
         """The sequences after their prompts, each of which may get `most` tokens."""

@@ -23,9 +23,7 @@ class Sampling:
     top_p: float = 1.0
 
 
-def candidates(
-    logits: Float[Array, "B V"], sampling: Sampling
-) -> tuple[Float[Array, "B k"], Int[Array, "B k"] | None]:
+def candidates(logits: Float[Array, "B V"], sampling: Sampling) -> tuple[Float[Array, "B k"], Int[Array, "B k"] | None]:
     """Logits of what may be drawn, -inf for what may not, and their tokens; None for all tokens in their order."""
     logits = logits / sampling.temperature
     if sampling.top_k is None and sampling.top_p == 1.0:
