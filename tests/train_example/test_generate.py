@@ -56,7 +56,6 @@ def whole_context(model, variables, tokens):
     return jax.jit(model.apply)(variables, np.pad(tokens, (0, 32 - len(tokens)))[None])[0, : len(tokens)]
 
 
-@pytest.mark.default_cases("own", "qwen3_moe")
 @pytest.mark.parametrize("name", ["own", "qwen3_moe", "olmoe"])
 def test_what_comes_is_what_the_whole_context_gives(name):
     model, variables = model_and_variables(name)
@@ -228,6 +227,7 @@ def test_texts_are_scored_behind_their_prompts(folder, tmp_path, capsys):
     assert again["log_likelihood"] == pytest.approx(alone["log_likelihood"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_timed_with_random_weights_and_config_json_alone(tmp_path, capsys):
     (tmp_path / "config.json").write_bytes((FIXTURES / "olmoe" / "config.json").read_bytes())
     assert main(["--time", "--checkpoint", str(tmp_path), "--tokens", "4", "--batch-size", "2", "--cache", "16"]) == 0
