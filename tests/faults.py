@@ -192,6 +192,11 @@ FAULTS = [Fault(*fault) for fault in [
     ("traced_once", "jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inlined else False)", "run", "eager"),
     ("as_on_all", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", "meshes"),
     ("row_range", "(place >= 0) & (place < offsets[-1])", "place >= 0", "parts"),
+    # generation with a cache
+    ("Attention.__call__", "jnp.arange(key.shape[1]) <= positions[..., None]", "jnp.arange(key.shape[1]) < positions[..., None]", "generate"),
+    ("_apply", "filled=state.filled + count", "filled=state.filled + tokens.shape[1]", "generate"),
+    ("candidates", "before < sampling.top_p", "before + probabilities < sampling.top_p", "generate"),
+    ("_decode", "jnp.where(stopped, 0,", "jnp.where(False, 0,", "generate"),
     # public checkpoints
     ("decode_mxfp4", "[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]", "decode"),
     ("decode_mxfp4", "jnp.where(scale == MXFP4_NAN", "jnp.where(scale == 256", "decode"),
