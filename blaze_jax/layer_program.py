@@ -34,7 +34,16 @@ from blaze_jax.explicit_mesh import (
     tokens_in_order,
 )
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
-from blaze_jax.routing import AxisName, GivenRouting, Routing, axis_names, route_and_group, router_logits, routing_specs
+from blaze_jax.routing import (
+    AxisName,
+    GivenRouting,
+    Routing,
+    axis_names,
+    route_and_group,
+    router_logits,
+    routing_specs,
+    splits_products,
+)
 from blaze_jax.transformations import compiled_once
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
@@ -212,7 +221,12 @@ class _Program:
 
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
         with jax.named_scope("router"):  # profilers show these names
-            logits = router_logits(tokens, dense("w_router", "b_router"))
+            router, like = (
+                dense("w_router", "b_router"),
+                jax.ShapeDtypeStruct((len(tokens), config.num_experts), jnp.float32),
+            )
+            split = splits_products(config.implementation, tokens, like, config.experts_per_token)
+            logits = router_logits(tokens, router, split=split)
             routing, grouped = self._route(num_tokens, logits, given, selection_bias)
         with jax.named_scope("experts"):
             if compute := layer_form(self.experts):

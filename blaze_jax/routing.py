@@ -298,17 +298,75 @@ def update_selection_bias(
     return selection_bias + rate * jnp.sign(demand.mean() - demand)
 
 
-@compiled_once()
-def router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> Float[Array, "T E"]:
-    """The product of the tokens and the router's matrix, in float32 or wider, plus its bias if there is one."""
+@compiled_once("split")
+def router_logits(
+    tokens: Float[Array, "T d"], params: Mapping[str, Array], *, split: bool = False
+) -> Float[Array, "T E"]:
+    """The product of the tokens and the router's matrix, in float32 or wider, plus its bias if there is one.
+
+    With `split`, bfloat16 tokens meet the matrix on tensor cores: see `_split_product`.
+    """
     wide = accumulator_dtype(tokens.dtype)
 
     @jax.checkpoint  # the backward pass widens the tokens again, or it would keep a wide copy of them
     def product(tokens, w_router):
         return jnp.dot(tokens.astype(wide), w_router.astype(wide), precision=jax.lax.Precision.HIGHEST)
 
-    logits = product(tokens, params["w_router"])
+    if split:
+        logits = _split_product(tokens, params["w_router"].astype(wide))
+    else:
+        logits = product(tokens, params["w_router"])
     return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
+
+
+def splits_products(implementation: Implementation | None, tokens: Float[Array, "T d"], logits: Array, K: int) -> bool:
+    """Whether `router_logits` of these tokens splits its products: those of bfloat16 tokens on GPUs with kernels."""
+    if tokens.dtype != jnp.bfloat16 or not tokens.shape[0]:
+        return False
+    return not kernels_of(choose_router_implementation(implementation, logits, K)).transformable
+
+
+@jax.custom_vjp
+def _split_product(x: Float[Array, "T d"], w: Float[Array, "d E"]) -> Float[Array, "T E"]:
+    """`x · w` of bfloat16 and float32, as exact as a product in float32, by one product of bfloat16.
+
+    Three bfloat16 numbers add up to a float32 number, so that the columns of three such matrices hold `w`. A gradient
+    that is float32 holds such columns, too; in that of `x`, which is rounded to bfloat16, the products of first and
+    second parts are enough.
+    """
+    return _in_parts(jnp.dot(x, jnp.concatenate(_parts(w), 1), preferred_element_type=jnp.float32))
+
+
+def _split_product_forward(x, w):
+    return _split_product(x, w), (x, w)
+
+
+def _split_product_backward(residuals, dy):
+    x, w = residuals
+    (first_w, second_w, _), (first, second, third) = _parts(w), _parts(dy)
+    columns = jnp.concatenate([first, second, third], 1)
+    dw = _in_parts(lax.dot_general(x, columns, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32))
+    rows = jnp.concatenate([first, second, first], 1), jnp.concatenate([first_w, first_w, second_w], 1)
+    return lax.dot_general(*rows, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype), dw
+
+
+_split_product.defvjp(_split_product_forward, _split_product_backward)
+
+
+def _parts(a: Float[Array, "rows columns"]) -> list[Array]:
+    """Three bfloat16 arrays whose sum is `a`, the largest first. XLA drops casts there and back, but this rounding not."""
+    parts = []
+    for _ in range(3):
+        part = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        a = a - part
+    return parts
+
+
+def _in_parts(product: Float[Array, "rows columns"]) -> Float[Array, "rows third"]:
+    """The sum of a product's three blocks of columns, the smallest first."""
+    first, second, third = jnp.split(product, 3, axis=1)
+    return third + second + first
 
 
 def _differentiable_router(
