@@ -124,7 +124,10 @@ def kernel_records(
 
 
 def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> Record:
-    """Times both passes of our layer and each of their kernels, alone and back to back, next to this device's rates."""
+    """Times both passes of our layer, and their kernels, in single runs and back to back, next to this device's rates.
+
+    Kernels that multiply run alone, back to back, since a driver tells the watts of tens of milliseconds.
+    """
     inputs = expert_inputs(sizes, dtype)
     layer = partial(expert_ffn, implementation=implementation)
     ceiling_calls = CeilingCalls(dtype)
@@ -145,7 +148,9 @@ def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -
         flops = PASSES[name] * sizes.forward_flops
         rows[name] = ceilings.pass_record(timings[name], flops)
         rows[name]["sustained"] = long_runs[name] | run_record(long_runs[name], flops)
+    fewer = {"note": f"kernels alone get {MOST_TOKENS} tokens"} if sizes.num_tokens > MOST_TOKENS else {}
     return head("kernels", sizes, dtype) | {
+        **fewer,
         "ceilings": ceilings._asdict()
         | {
             "sustained_tflops": ceiling_calls.dense_tflops(long_runs[DENSE]["us"]),
@@ -168,9 +173,9 @@ def run_record(run: Mapping[str, Any], flops: float, without: Mapping[str, Any] 
     """
     us, watts = run["us"], run.get("watts")
     if without is not None:
-        energy = None if watts is None else watts * us - without["watts"] * without["us"]
         us -= without["us"]
-        watts = None if energy is None else energy / us
+        told = None not in (watts, without.get("watts"))
+        watts = (watts * run["us"] - without["watts"] * without["us"]) / us if told else None
     tflops = flops / us / 1e6
     energies = {"watts": watts, "pj_per_flop": None if watts is None else watts / tflops}
     return {"us": us, "tflops": tflops, "mhz": run.get("mhz"), **energies}
