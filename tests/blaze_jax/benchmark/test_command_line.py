@@ -52,7 +52,9 @@ def test_the_table_of_kernels_and_its_json(capsys, measured):
 @pytest.mark.skipif(not ON_CPU, reason="in the interpreter")
 @pytest.mark.slow
 def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
-    monkeypatch.setattr(rates, "take_turns", lambda calls, **_: {name: {"us": 1.0} for name in calls})
+    monkeypatch.setattr(
+        rates, "take_turns", lambda calls, **_: {name: {"us": 1 / (1 + i)} for i, name in enumerate(calls)}
+    )
     options = "--config 8,8,8,2,1 --dtype bfloat16 --repeats 1 --implementation mosaic_gpu --family ampere"
     with interpreted():
         assert main(["kernels", *shlex.split(options)]) == 0
@@ -100,6 +102,7 @@ def test_presets_and_no_peers():
         ("routing", [Routed(512, 8, 2)], "routing", "XLA's top_k + argsort"),
         ("scaling", [Sizes(t, 16, 8, 4, 2) for t in (64, 128)], "scaling", "ns per token"),
         ("rounding", [Sizes(64, 16, 8, 4, 2)], "token_rounding", "rounded nearest"),
+        ("atomic", [Sizes(64, 16, 1, 64, 4)], "atomic", "whole layer"),
         ("reading", [Sizes(1, 16, 8, 4, 2)], "reading", "layer at the file's speed"),
     ],
 )
