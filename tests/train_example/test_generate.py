@@ -76,14 +76,14 @@ def test_each_later_tokens_logits_are_those_of_the_whole_context_and_a_stopped_s
     generating = generator()
     decode = partial(decoding._decode, generating.model, GREEDY)
     state = generating.prefilled(PROMPTS, MOST)
-    _, first = decode((), generating.variables, jax.tree.map(jnp.copy, state))
-    stopping, state = jax.tree.map(jnp.copy, state), state
-    stops = (int(first[1]),)
+    nothing = np.array([-1])
+    _, first = decode(generating.variables, jax.tree.map(jnp.copy, state), nothing)
+    stopping, stops = jax.tree.map(jnp.copy, state), np.asarray(first[1:2])
     assert stops[0] not in (int(first[0]), int(first[2]))
     sequences, stopped_at = [list(prompt) for prompt in PROMPTS], []
     for _ in range(MOST - 1):
-        state, tokens = decode((), generating.variables, state)
-        stopping, others = decode(stops, generating.variables, stopping)
+        state, tokens = decode(generating.variables, state, nothing)
+        stopping, others = decode(generating.variables, stopping, stops)
         stopped_at.append(others.tolist())
         for at, sequence in enumerate(sequences):
             sequence.append(int(tokens[at]))
@@ -117,7 +117,7 @@ def test_choices_depend_on_seed_number_and_tokens_and_on_no_neighbour_and_no_len
 def test_no_weights_are_stacked_and_the_cache_stays_in_its_place():
     generating = generator()
     state = generating.prefilled(PROMPTS, MOST)
-    compiled = decoding._decode.lower(generating.model, GREEDY, (), generating.variables, state).compile()
+    compiled = decoding._decode.lower(generating.model, GREEDY, generating.variables, state, generating.stops).compile()
     widths = re.findall(r"= \w+\[([\d,]+)\]\S* concatenate\(", compiled.as_text())
     assert all(np.prod([int(n) for n in width.split(",")]) <= 4 * FULL_MODEL.width for width in widths)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache))

@@ -14,7 +14,7 @@ from typing import Any
 
 from train_example.config import UserError
 from train_example.generate.decoding import Generator
-from train_example.generate.files import Results, digest, generate_file, read_items, score_file
+from train_example.generate.files import Results, check_out, digest, generate_file, read_items, score_file
 from train_example.generate.models import Source, Text, open_model, printable
 from train_example.generate.sampling import Sampling
 from train_example.generate.timing import time_generation
@@ -159,8 +159,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UserError("--out FILE is needed with --prompts and --score, and with nothing else")
     if arguments.resume and not to_file:
         raise UserError("--resume goes on with --prompts or --score, and their --out")
-    if arguments.out is not None and arguments.out.is_dir():
-        raise UserError(f"--out {arguments.out} is a folder, must be a file")
+    if arguments.out is not None:
+        check_out(arguments.out, resume=arguments.resume)  # before a large model is read
     return arguments
 
 
