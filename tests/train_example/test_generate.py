@@ -26,6 +26,7 @@ from train_example.public_models.weights import load_params
 PROMPTS = [windows(length, seed=length).tolist() for length in (3, 20, 9)]
 MOST = 6
 GREEDY = Sampling(temperature=0)
+NOTHING = np.array([-1], np.int32)  # never comes: such a program is that of one with a stop token
 
 
 @lru_cache
@@ -49,7 +50,7 @@ def small_chunks(monkeypatch):
 
 def generator(name="own", sampling=GREEDY, **options):
     model, variables = model_and_variables(name)
-    return Generator(model, layers_apart(model, variables), 4, 32, sampling, **options)
+    return Generator(model, layers_apart(model, variables), 4, 32, sampling, NOTHING, **options)
 
 
 def whole_context(model, variables, tokens):
@@ -76,13 +77,12 @@ def test_each_later_tokens_logits_are_those_of_the_whole_context_and_a_stopped_s
     generating = generator()
     decode = partial(decoding._decode, generating.model, GREEDY)
     state = generating.prefilled(PROMPTS, MOST)
-    nothing = np.array([-1])
-    _, first = decode(generating.variables, jax.tree.map(jnp.copy, state), nothing)
+    _, first = decode(generating.variables, jax.tree.map(jnp.copy, state), NOTHING)
     stopping, stops = jax.tree.map(jnp.copy, state), np.asarray(first[1:2])
     assert stops[0] not in (int(first[0]), int(first[2]))
     sequences, stopped_at = [list(prompt) for prompt in PROMPTS], []
     for _ in range(MOST - 1):
-        state, tokens = decode(generating.variables, state, nothing)
+        state, tokens = decode(generating.variables, state, NOTHING)
         stopping, others = decode(generating.variables, stopping, stops)
         stopped_at.append(others.tolist())
         for at, sequence in enumerate(sequences):

@@ -1,6 +1,7 @@
 """`python -m train_example.generate`."""
 
 import argparse
+import errno
 import io
 import json
 import math
@@ -41,6 +42,14 @@ def main(argv: list[str] | None = None) -> int:
         _run(arguments)
     except UserError as error:
         print(f"train_example.generate: {' '.join(str(error).split())}", file=sys.stderr)
+        return _USER_ERROR
+    except OSError as error:
+        if out is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(
+            f"train_example.generate: {out} cannot be written: {error.strerror}; make room, then --resume",
+            file=sys.stderr,
+        )
         return _USER_ERROR
     except KeyboardInterrupt:
         if out is not None:
