@@ -34,6 +34,7 @@ from blaze_jax.explicit_mesh import (
     tokens_in_order,
 )
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
+from blaze_jax.router_product import router_logits, split_on_gpus
 from blaze_jax.routing import (
     AxisName,
     ExpertFactors,
@@ -41,7 +42,6 @@ from blaze_jax.routing import (
     Routing,
     axis_names,
     route_and_group,
-    router_logits,
     routing_specs,
 )
 from blaze_jax.transformations import compiled_once
@@ -259,7 +259,8 @@ class _Program:
 
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
         with jax.named_scope("router"):  # profilers show these names
-            logits = router_logits(tokens, dense("w_router", "b_router"))
+            split = split_on_gpus(config.implementation, tokens)
+            logits = router_logits(tokens, dense("w_router", "b_router"), split=split)
             of_experts = ExpertFactors(selection_bias, dense("router_gain").get("router_gain"))
             routing, grouped = self._route(num_tokens, logits, given, of_experts)
         inner, latent = tokens, dense("w_latent_")
