@@ -10,7 +10,7 @@ from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
 from blaze_jax.huggingface import read_public_model
 from blaze_jax.implementation import Implementation, check_implementation
-from blaze_jax.plan import Save
+from blaze_jax.plan import Save, check_mean_experts
 from blaze_jax.router import Router, check_router
 
 ParameterKind = Literal["router", "kernel", "bias", "gain"]
@@ -48,6 +48,8 @@ class MoEConfig:
       selection_bias: whether the modules hold a selection bias, as one with an update rate always does. Without a rate
         it is frozen: zero, or what a checkpoint says.
       router_bias: whether the router's logits have a learnable bias, the parameter `b_router` (gpt-oss).
+      mean_experts: experts that a token has on average, where it may have fewer than slots: memory follows them, and
+        not the slots, see `expert_ffn`. None for all K; without K, for a quarter of the experts.
       save: what the experts' backward pass keeps, see `expert_ffn`.
       implementation: which kernels to use, see `expert_ffn`.
 
@@ -66,6 +68,7 @@ class MoEConfig:
     bias_update_rate: float = 0.0
     selection_bias: bool = False
     router_bias: bool = False
+    mean_experts: float | None = None
     save: Save = "pre_activations"
     implementation: Implementation | None = None
 
@@ -76,6 +79,7 @@ class MoEConfig:
         if self.save not in get_args(Save):
             raise ValueError(f"save={self.save!r} must be one of {', '.join(get_args(Save))}")
         check_integers(expert_width=self.expert_width, shared_width=self.shared_width)
+        check_mean_experts(self.mean_experts, self.slots)
         if self.expert_width < 1:
             raise ValueError(f"expert_width={self.expert_width} must be at least 1")
         check_booleans(selection_bias=self.selection_bias, router_bias=self.router_bias)
@@ -108,6 +112,13 @@ class MoEConfig:
     def slots(self) -> int:
         """Experts that a token may have."""
         return self.num_experts if self.experts_per_token is None else self.experts_per_token
+
+    @property
+    def experts_to_expect(self) -> float | None:
+        """`mean_experts`, or what it stands for where it is None: a number, or None for all slots."""
+        if self.mean_experts is None and self.experts_per_token is None:
+            return self.num_experts / 4
+        return self.mean_experts
 
     @property
     def has_selection_bias(self) -> bool:

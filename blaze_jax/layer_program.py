@@ -227,6 +227,8 @@ class _Program:
         with jax.named_scope("experts"):
             if compute := layer_form(self.experts):
                 options |= {"grouped": grouped, "parallel": self.parallel, "specs": self.specs}
+                expected = config.experts_to_expect
+                options["mean_experts"] = None if expected is None else min(expected, routing.experts.shape[1])
                 y = compute(tokens, shards, routing.weights, routing.experts, **options)
             else:
                 weights = (shards.get("w_gate"), shards["w_up"], shards["w_down"])
