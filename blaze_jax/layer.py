@@ -69,7 +69,7 @@ class NewParameter(NamedTuple):
       draw: makes the value of a key; inside `jax.shard_map` over the axes of a `Parallelism`, this device's part of it.
     """
 
-    axes: tuple[str, ...]
+    axes: tuple[str | None, ...]
     spec: P | None
     draw: Callable[[Array], Array]
 
