@@ -3,6 +3,7 @@
 from blaze_jax import checkpoints as checkpoints
 from blaze_jax import nnx as nnx
 from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
+from blaze_jax.active_experts import update_activity_weight
 from blaze_jax.config import DenseTwin, MoEConfig
 from blaze_jax.dispatch import build_dispatch
 from blaze_jax.experts import expert_ffn
@@ -40,5 +41,6 @@ __all__ = [
     "route",
     "statistics",
     "transport_options",
+    "update_activity_weight",
     "update_selection_bias",
 ]

@@ -26,13 +26,16 @@ from blaze_jax.experts import layer_form
 from blaze_jax.explicit_mesh import (
     explicit_mesh,
     flatten_tokens,
+    in_sequences,
     meshes_of,
     per_device,
     placed,
     restore_shape,
     token_axes,
     tokens_in_order,
+    unflattened,
 )
+from blaze_jax.neighbour_losses import neighbour_losses
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
 from blaze_jax.routing import (
     AxisName,
@@ -112,7 +115,8 @@ def run_layer(
     config = replace(config, router=config.router.for_phase(train))
     given_all = layer_form(experts) is None
     devices = devices_of(x, params, parallel, may_split=axis_name is None and not given_all)
-    explicit = devices.explicit
+    explicit, segment_ids = devices.explicit, given.segment_ids
+    given = given._replace(segment_ids=None)
     specs = dict.fromkeys(params, P())
     if parallel is not None:
         sizes = parallel.sizes(devices.mesh)
@@ -125,12 +129,19 @@ def run_layer(
     in_order = given_all or not given.treats_tokens_apart(config.router)
     by_token = flatten_tokens(x, explicit, in_order), _flattened(given, x, explicit, in_order)
     if devices.mesh is not None:
-        y, routing = _over_mesh(program, devices.mesh, explicit, by_token, params, selection_bias)
+        y, routing, logits = _over_mesh(program, devices.mesh, explicit, by_token, params, selection_bias)
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
         by_token = vary_over(by_token, frozenset(devices.axes))
-        y, routing = program.layer(by_token[0].shape[0] * lax.axis_size(devices.axes), by_token, params, selection_bias)
+        num_tokens = by_token[0].shape[0] * lax.axis_size(devices.axes)
+        y, routing, logits = program.layer(num_tokens, by_token, params, selection_bias)
     chosen, weights = tokens_in_order((routing.experts, routing.weights), x, explicit, in_order)
+    if logits is not None:
+        sequences = in_sequences((unflattened(logits, x, explicit, in_order), given.mask, segment_ids), x, explicit)
+        axes = (*program.outer_axes, *(devices.axes if devices.mesh is None else ()))
+        names, chunk = config.losses_between_neighbours, config.chunk_tokens
+        of_neighbours = neighbour_losses(*sequences, names=names, chunk_tokens=chunk, axes=axes)
+        routing = routing._replace(other_losses={**routing.other_losses, **of_neighbours})
     losses = auxiliary_losses(routing, config)
     routing = routing._replace(experts=chosen, weights=weights, weighted_losses=losses)
     return restore_shape(y, x, explicit, in_order), routing
@@ -154,7 +165,7 @@ def _over_mesh(
     by_token: tuple[Array, GivenRouting],
     params,
     selection_bias,
-) -> tuple[Float[Array, "T d"], Routing]:
+) -> tuple[Float[Array, "T d"], Routing, Float[Array, "T E"] | None]:
     """`program.layer` on each device of the mesh, of its own tokens and parameters."""
     axes, (tokens, given) = program.axes, by_token
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
@@ -163,20 +174,22 @@ def _over_mesh(
     if axes != token_axes(tokens):  # which divide them
         padding = -num_tokens % number or (0 if num_tokens else number)
     if padding:
-        tokens, (mask, ids) = placed((tokens, given), whole, explicit)
+        tokens, (mask, ids, _) = placed((tokens, given), whole, explicit)
         mask = mask if mask is None else jnp.pad(mask, (0, padding))
         ids = ids if ids is None else jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)
         tokens, given = jnp.pad(tokens, ((0, padding), (0, 0))), GivenRouting(mask, ids)
     if selection_bias is not None:
         selection_bias = as_array("selection_bias", selection_bias)
-    specs = (split, dict(program.specs), whole), (split, routing_specs(split))
+    specs = (split, dict(program.specs), whole), (split, routing_specs(split), split)
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     arguments = (tokens, given), params, selection_bias
-    y, routing = per_device(partial(program.layer, num_tokens), mesh, *specs, *arguments, explicit=explicit, axes=free)
+    run = partial(program.layer, num_tokens)
+    y, routing, logits = per_device(run, mesh, *specs, *arguments, explicit=explicit, axes=free)
     if not padding:
-        return y, routing
-    y, chosen, weights = (placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
-    return y, routing._replace(experts=chosen, weights=weights)
+        return y, routing, logits
+    by_token = y, routing.experts, routing.weights, logits
+    y, chosen, weights, logits = jax.tree.map(lambda a: placed(a, whole, explicit)[:num_tokens], by_token)
+    return y, routing._replace(experts=chosen, weights=weights), logits
 
 
 _DENSE = ("w_router", "b_router", "router_", "w_latent_", "shared_")
@@ -205,10 +218,11 @@ class _Program:
 
     def layer(
         self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], selection_bias
-    ) -> tuple[Float[Array, "T d"], Routing]:
+    ) -> tuple[Float[Array, "T d"], Routing, Float[Array, "T E"] | None]:
         """The output of this device's tokens with its parts of the parameters, and what the router decided.
 
-        `num_tokens` of all devices count; those past them are padding.
+        The logits, too, where losses between neighbours need them. `num_tokens` of all devices count; those past them
+        are padding.
         """
         config, (tokens, given) = self.config, by_token
         if given.mask is not None:  # whatever padding holds, a NaN too, must not reach a gradient
@@ -244,7 +258,8 @@ class _Program:
         if config.shared_width:
             with jax.named_scope("shared_experts"):
                 y = y + shared_experts(tokens, dense("shared_"), config=config)
-        return y if given.mask is None else jnp.where(given.mask[:, None], y, 0), routing
+        y = y if given.mask is None else jnp.where(given.mask[:, None], y, 0)
+        return y, routing, logits if config.losses_between_neighbours else None
 
     def _route(
         self, num_tokens: int, logits: Float[Array, "T E"], given: GivenRouting, of_experts: ExpertFactors
@@ -283,6 +298,7 @@ def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Arr
         losses["load_balancing_loss"] = config.load_balancing_weight * routing.load_balancing_loss
     if config.z_loss_weight:
         losses["z_loss"] = config.z_loss_weight * routing.z_loss
+    losses |= {name: weight * routing.other_losses[name] for name, weight in config.other_loss_weights.items()}
     return losses
 
 
