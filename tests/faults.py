@@ -118,7 +118,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_wait", "plgpu.barrier_wait(self.refs.handed.at[place])", "pass", "tile_queue products"),
     ("_hand", "pl.when(turn >= PLACES)(lambda: plgpu.barrier_wait(self.refs.taken.at[place]))", "pass", "tile_queue products"),
     ("find", "is_one, number = number < tiles,", "is_one, number = number <= tiles,", "tile_queue"),
-    ("combine", "addend.load_vector(Long(token) * width + column, COLUMNS).wide()", "sums", "combine"),
+    ("combine", "addend.load_vector(Long(token) * columns + column, COLUMNS).wide()", "sums", "combine"),
     ("combine", "jnp.zeros(shape, wide) if addend is None else addend.astype(wide)", "jnp.zeros(shape, wide)", "combine"),
     ("combine", "values = select(is_slot, values, Vector.zeros(rows.kind, COLUMNS))", "pass", "combine"),
     ("combine", "select(is_slot, shuffle(factor, slot), 0.0)", "shuffle(factor, slot)", "combine"),
