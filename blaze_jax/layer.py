@@ -110,6 +110,7 @@ def moe(
     train: bool = False,
     mask: Bool[Array, "..."] | None = None,
     expert_ids: Int[Array, "... slots"] | None = None,
+    key: Array | None = None,
     axis_name: AxisName = None,
     parallel: Parallelism | None = None,
     experts: Callable[..., Array] = expert_ffn,
@@ -123,11 +124,12 @@ def moe(
         them.
       config: the layer.
       selection_bias: added to the scores for selection only; given if and only if `config.has_selection_bias`.
-      train: whether token rounding applies; evaluation uses the plain choice.
+      train: whether token rounding and jitter apply; evaluation uses the plain choice.
       mask: True for real tokens. The others, as padding, go nowhere and cost no rows: their output and gradient are 0,
         whatever they hold, and they count in no loss, statistic, capacity or rounding.
       expert_ids: the experts of every token, -1 for none, chosen earlier or elsewhere: the router only weighs them, see
         `route`. With `routing.experts.reshape(*x.shape[:-1], -1)` of an earlier call, this one replays it.
+      key: a key of `jax.random` for the router's jitter in training, which needs one; the same on all devices.
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
         statistics are then those of all their devices; () if each device means only its own. With None, a training
         step inside `jax.shard_map` warns.
@@ -143,8 +145,9 @@ def moe(
       flattened into T. Add `sum(routing.weighted_losses.values())` to the training loss.
 
     Raises:
-      ValueError: `params`, `selection_bias`, `mask` or `expert_ids` do not match the configuration or each other, `x`
-        is not a floating array, or the mesh does not fit: what an axis splits must be a multiple of its devices.
+      ValueError: `params`, `selection_bias`, `mask`, `expert_ids` or `key` do not match the configuration or each
+        other, `x` is not a floating array, or the mesh does not fit: what an axis splits must be a multiple of its
+        devices.
     """
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -156,10 +159,12 @@ def moe(
     _check_selection_bias(selection_bias, config)
     if train and axis_name is None and parallel is None:
         _warn_inside_shard_map()
+    if train and config.router.jitter:
+        _check_key(key, config)
     run = run_layer if layer_form(experts) is None else _run_compiled
     options = {"axis_name": axis_name, "parallel": parallel, "experts": experts}
     given = GivenRouting(mask, expert_ids).checked(x.shape[:-1], config.num_experts)
-    return run(x, params, selection_bias, given, config=config, train=train, **options)
+    return run(x, params, selection_bias, given, key, config=config, train=train, **options)
 
 
 _run_compiled = compiled_once("config", "train", "axis_name", "parallel", "experts")(run_layer)
@@ -177,6 +182,15 @@ def _check_selection_bias(selection_bias, config: MoEConfig) -> None:
             f"selection_bias={shown(selection_bias)} must be None, because {config} has none: set selection_bias=True "
             "there, or a bias_update_rate"
         )
+
+
+def _check_key(key, config: MoEConfig) -> None:
+    """Raises ValueError unless it is one key, of either kind."""
+    if isinstance(key, jax.Array):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.ndim == (0 if typed else 1) and (typed or key.dtype == jnp.uint32):
+            return
+    raise ValueError(f"key={shown(key)} must be a key of jax.random, because {config.router} has jitter in training")
 
 
 def statistics(routing: Routing) -> dict[str, Array]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from blaze_jax.activations import get_activation
 from blaze_jax.checks import as_array
@@ -38,6 +38,9 @@ from blaze_jax.routing import AxisName, GivenRouting, Routing, axis_names, route
 from blaze_jax.transformations import compiled_once
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
+
+type ByToken = tuple[Float[Array, "T d"], GivenRouting, UInt32[Array, "T 2"] | None]
+"""Tokens, what is given of their routing, and the seeds of a router's jitter; None without one."""
 
 
 class Devices(NamedTuple):
@@ -89,6 +92,7 @@ def run_layer(
     params: Mapping[str, Array],
     selection_bias,
     given: GivenRouting,
+    key: Array | None = None,
     *,
     config: MoEConfig,
     train: bool,
@@ -114,7 +118,12 @@ def run_layer(
 
     program = _Program(config, axis_names(axis_name), devices.axes, parallel, specs, experts)
     in_order = given_all or not given.treats_tokens_apart(config.router)
-    by_token = flatten_tokens(x, explicit, in_order), _flattened(given, x, explicit, in_order)
+    seeds = None
+    if key is not None and config.router.jitter:
+        elsewhere = axis_names(axis_name) if devices.mesh else (*axis_names(axis_name), *devices.axes)
+        seeds = _seeds(key, x.shape[:-1], elsewhere)
+    given, seeds = _flattened((given, seeds), x, explicit, in_order)
+    by_token = flatten_tokens(x, explicit, in_order), given, seeds
     if devices.mesh is not None:
         y, routing = _over_mesh(program, devices.mesh, explicit, by_token, params, selection_bias)
     else:
@@ -127,7 +136,16 @@ def run_layer(
     return restore_shape(y, x, explicit, in_order), routing
 
 
-def _flattened(given: GivenRouting, x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool):
+def _seeds(key: Array, shape: tuple[int, ...], axes: tuple[str, ...]) -> UInt32[Array, "... 2"]:
+    """Random bits for each token: those that it has on one device, if devices along `axes` have the others."""
+    if not axes:
+        return jax.random.bits(key, (*shape, 2), jnp.uint32)
+    number = math.prod(shape)
+    seeds = jax.random.bits(key, (lax.axis_size(axes) * number, 2), jnp.uint32)
+    return lax.dynamic_slice_in_dim(seeds, lax.axis_index(axes) * number, number).reshape(*shape, 2)
+
+
+def _flattened(given, x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool):
     """What is given of the tokens of `flatten_tokens(x, ...)`, split as they are."""
 
     def flat(array):
@@ -142,27 +160,28 @@ def _over_mesh(
     program: "_Program",
     mesh: Mesh | AbstractMesh,
     explicit: AbstractMesh | None,
-    by_token: tuple[Array, GivenRouting],
+    by_token: ByToken,
     params,
     selection_bias,
 ) -> tuple[Float[Array, "T d"], Routing]:
     """`program.layer` on each device of the mesh, of its own tokens and parameters."""
-    axes, (tokens, given) = program.axes, by_token
+    axes, (tokens, given, seeds) = program.axes, by_token
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
     whole, split = P(), P(axes or None)
     padding = 0
     if axes != token_axes(tokens):  # which divide them
         padding = -num_tokens % number or (0 if num_tokens else number)
     if padding:
-        tokens, (mask, ids) = placed((tokens, given), whole, explicit)
+        tokens, (mask, ids), seeds = placed(by_token, whole, explicit)
         mask = mask if mask is None else jnp.pad(mask, (0, padding))
         ids = ids if ids is None else jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)
         tokens, given = jnp.pad(tokens, ((0, padding), (0, 0))), GivenRouting(mask, ids)
+        seeds = seeds if seeds is None else jnp.pad(seeds, ((0, padding), (0, 0)))
     if selection_bias is not None:
         selection_bias = as_array("selection_bias", selection_bias)
     specs = (split, dict(program.specs), whole), (split, routing_specs(split))
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
-    arguments = (tokens, given), params, selection_bias
+    arguments = (tokens, given, seeds), params, selection_bias
     y, routing = per_device(partial(program.layer, num_tokens), mesh, *specs, *arguments, explicit=explicit, axes=free)
     if not padding:
         return y, routing
@@ -195,13 +214,13 @@ class _Program:
     experts: Callable[..., Array]
 
     def layer(
-        self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], selection_bias
+        self, num_tokens: int, by_token: ByToken, shards: Mapping[str, Array], selection_bias
     ) -> tuple[Float[Array, "T d"], Routing]:
         """The output of this device's tokens with its parts of the parameters, and what the router decided.
 
         `num_tokens` of all devices count; those past them are padding.
         """
-        config, (tokens, given) = self.config, by_token
+        config, (tokens, given, seeds) = self.config, by_token
         if given.mask is not None:  # whatever padding holds, a NaN too, must not reach a gradient
             tokens = jnp.where(given.mask[:, None], tokens, 0)
 
@@ -212,7 +231,7 @@ class _Program:
 
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
         with jax.named_scope("router"):  # profilers show these names
-            logits = router_logits(tokens, dense("w_router", "b_router"))
+            logits = router_logits(tokens, dense("w_router", "b_router"), seeds, jitter=config.router.jitter)
             routing, grouped = self._route(num_tokens, logits, given, selection_bias)
         inner, latent = tokens, dense("w_latent_")
         if latent:

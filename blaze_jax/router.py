@@ -23,6 +23,8 @@ class Router:
       normalize_weights: divide a token's weights by their sum (already one after "softmax_selected"). None does so for
         K > 1. For K = 1 it would make every weight a constant 1, from which the router learns nothing: True raises.
       weight_scale: factor on the weights (routed_scaling_factor of DeepSeek-V3).
+      jitter: in training, the router sees each number of a token times one of its own, uniform from 1 - jitter to
+        1 + jitter (Switch Transformer); `moe` then takes a key, and the modules a stream of random numbers, "jitter".
       num_groups: experts fall into this many equal groups of consecutive ids; 1 for no groups.
       groups_per_token: a token chooses only from this many groups, those with the largest sum of their two best scores.
       expert_capacity: an expert takes this many tokens, the first by id; the others lose that slot. None for no limit.
@@ -41,6 +43,7 @@ class Router:
     scoring: Scoring = "softmax"
     normalize_weights: bool | None = None
     weight_scale: float = 1.0
+    jitter: float = 0.0
     num_groups: int = 1
     groups_per_token: int = 1
     expert_capacity: int | None = None
@@ -52,7 +55,7 @@ class Router:
     def __post_init__(self):
         counts = ("num_groups", "groups_per_token", "rounding_tile", "rounding_slots")
         check_integers(**{name: getattr(self, name) for name in counts})
-        check_numbers(weight_scale=self.weight_scale)
+        check_numbers(weight_scale=self.weight_scale, jitter=self.jitter)
         if self.expert_capacity is not None:
             check_integers(expert_capacity=self.expert_capacity)
         if self.capacity_factor is not None:
@@ -62,6 +65,7 @@ class Router:
             "scoring": (self.scoring in get_args(Scoring), f"one of {', '.join(get_args(Scoring))}"),
             "normalize_weights": (self.normalize_weights in (None, True, False), "None, True or False"),
             "weight_scale": (0 < self.weight_scale < math.inf, "positive and finite"),
+            "jitter": (0 <= self.jitter < 1, "at least 0 and less than 1"),
             "num_groups": (groups >= 1, "at least 1"),
             "groups_per_token": (1 <= self.groups_per_token <= groups, f"from 1 to num_groups={groups}"),
             "expert_capacity": (self.expert_capacity is None or self.expert_capacity >= 1, "None or at least 1"),
@@ -107,8 +111,8 @@ class Router:
         )
 
     def for_phase(self, train: bool) -> "Router":
-        """The router of that phase: rounding serves training only."""
-        return self if train else replace(self, token_rounding=None)
+        """The router of that phase: rounding and jitter serve training only."""
+        return self if train else replace(self, token_rounding=None, jitter=0.0)
 
     def capacity(self, num_tokens: int, num_experts: int, experts_per_token: int) -> int | None:
         """Tokens an expert takes at most, None for no limit."""

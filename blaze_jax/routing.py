@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from blaze_jax.checks import as_array
 from blaze_jax.dispatch import Grouped, check_ids, group_by_expert, int32_experts
@@ -298,16 +298,31 @@ def update_selection_bias(
     return selection_bias + rate * jnp.sign(demand.mean() - demand)
 
 
-@compiled_once()
-def router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> Float[Array, "T E"]:
-    """The product of the tokens and the router's matrix, in float32 or wider, plus its bias if there is one."""
+@compiled_once("jitter")
+def router_logits(
+    tokens: Float[Array, "T d"],
+    params: Mapping[str, Array],
+    seeds: UInt32[Array, "T 2"] | None = None,
+    *,
+    jitter: float = 0.0,
+) -> Float[Array, "T E"]:
+    """The product of the tokens and the router's matrix, in float32 or wider, plus its bias if there is one.
+
+    With `seeds`, each token is taken times numbers of its own, see `Router`.
+    """
     wide = accumulator_dtype(tokens.dtype)
 
     @jax.checkpoint  # the backward pass widens the tokens again, or it would keep a wide copy of them
-    def product(tokens, w_router):
-        return jnp.dot(tokens.astype(wide), w_router.astype(wide), precision=jax.lax.Precision.HIGHEST)
+    def product(tokens, w_router, seeds):
+        tokens = tokens.astype(wide)
+        tokens = tokens if seeds is None else tokens * jax.vmap(factors)(seeds)
+        return jnp.dot(tokens, w_router.astype(wide), precision=jax.lax.Precision.HIGHEST)
 
-    logits = product(tokens, params["w_router"])
+    def factors(seed):
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.uniform(key, tokens.shape[1:], wide, 1 - jitter, 1 + jitter)
+
+    logits = product(tokens, params["w_router"], seeds)
     return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
 
 
