@@ -108,9 +108,9 @@ class MoE(nn.Module):
         """Output for tokens of any leading shape.
 
         `train` turns on token rounding, the router's jitter and the selection bias's update; None takes the attribute,
-        and without that counts as False. It must be a bool, not traced. Several calls in one `apply` each report their losses, and
-        together move the selection bias once. A call that `nn.scan` repeats, or that has a `nn.remat` to itself, moves
-        it alone.
+        and without that counts as False. It must be a bool, not traced. Several calls in one `apply` each report their
+        losses, and together move the selection bias once. A call that `nn.scan` repeats, or that has a `nn.remat` to
+        itself, moves it alone.
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nn.cond` and
         `nn.switch` it stands in the branches without the layer, since all must report the same.

@@ -118,9 +118,9 @@ class MoE(nnx.Module):
         """Output for tokens of any leading shape.
 
         `train` turns on token rounding, the router's jitter and the selection bias's update; None takes what the module
-        was told, and without that counts as False. It must be a bool, not traced. Several calls in one `nnx.grad` or `nnx.jit` each
-        report their losses, and together move the selection bias once. A call that `nnx.scan` repeats, or that has a
-        `nnx.remat` to itself, moves it alone.
+        was told, and without that counts as False. It must be a bool, not traced. Several calls in one `nnx.grad` or
+        `nnx.jit` each report their losses, and together move the selection bias once. A call that `nnx.scan` repeats,
+        or that has a `nnx.remat` to itself, moves it alone.
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nnx.cond`
         and `nnx.switch` it stands in the branches without the layer, since all must report the same.
