@@ -61,6 +61,8 @@ class MoEConfig:
       router: how experts are chosen and weighted.
       load_balancing_weight: weight of the load-balancing loss that the modules report.
       z_loss_weight: weight of the router's z-loss that the modules report.
+      mutual_information_weight: weight of the mutual-information loss that the modules report: it sharpens the choice
+        of each token, and spreads the load (DS-MoE).
       bias_update_rate: step of the selection bias in training (loss-free balancing); 0 for one that does not move.
       selection_bias: whether the modules hold a selection bias, as one with an update rate always does. Without a rate
         it is frozen: zero, or what a checkpoint says.
@@ -82,6 +84,7 @@ class MoEConfig:
     router: Router = field(default_factory=Router)
     load_balancing_weight: float = 0.01
     z_loss_weight: float = 0.0
+    mutual_information_weight: float = 0.0
     bias_update_rate: float = 0.0
     selection_bias: bool = False
     router_bias: bool = False
@@ -100,7 +103,7 @@ class MoEConfig:
             raise ValueError(f"expert_width={self.expert_width} must be at least 1")
         switches = ("shared_gate", "selection_bias", "router_bias")
         check_booleans(**{name: getattr(self, name) for name in switches})
-        weights = ("load_balancing_weight", "z_loss_weight", "bias_update_rate")
+        weights = ("load_balancing_weight", "z_loss_weight", "mutual_information_weight", "bias_update_rate")
         check_numbers(**{name: getattr(self, name) for name in weights})
         for name in (*widths, *weights):
             if not 0 <= getattr(self, name) < math.inf:
@@ -148,7 +151,7 @@ class MoEConfig:
         parameters = {"w_router": Parameter((model_width, experts), ("embed", "expert"), "router")}
         if self.router_bias:
             parameters["b_router"] = Parameter((experts,), ("expert",), "bias")
-        if self.router.weight_norm:
+        if self.router.weight_norm == "rms":
             parameters["router_gain"] = Parameter((experts,), ("expert",), "gain")
         inner, axis = (self.latent_width, "latent") if self.latent_width else (model_width, "embed")
         for name in projections:

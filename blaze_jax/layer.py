@@ -198,13 +198,14 @@ def statistics(routing: Routing) -> dict[str, Array]:
     return {name: getattr(routing, name) for name in ("tokens_per_expert", "dropped_share", "entropy")}
 
 
-def skipped(x: Float[Array, "... d"], config: MoEConfig) -> tuple[Float[Array, "... d"], Routing]:
+def skipped(x: Float[Array, "... d"], config: MoEConfig, train: bool = False) -> tuple[Float[Array, "... d"], Routing]:
     """Zeros of the types that `moe` returns, as if no token chose any expert."""
     wide, tokens = accumulator_dtype(x.dtype), math.prod(x.shape[:-1])
     zero, counts = jnp.zeros((), wide), jnp.zeros(config.num_experts, jnp.int32)
-    slots = (tokens, config.slots)
+    slots = (tokens, config.num_experts if train and config.router.train == "dense" else config.slots)
     experts, weights = jnp.full(slots, EMPTY_SLOT, jnp.int32), jnp.zeros(slots, wide)
-    routing = Routing(experts, weights, counts, counts, zero, zero, zero, zero, {})
+    information = zero if config.mutual_information_weight else None
+    routing = Routing(experts, weights, counts, counts, zero, zero, zero, zero, {}, information)
     return jnp.zeros_like(x), routing._replace(weighted_losses=auxiliary_losses(routing, config))
 
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, UInt32
 from blaze_jax.activations import get_activation
 from blaze_jax.checks import as_array
 from blaze_jax.config import MoEConfig
+from blaze_jax.dense import compute_all_experts, dense_ffn
 from blaze_jax.dispatch import Grouped
 from blaze_jax.exchange import gather_shards
 from blaze_jax.experts import layer_form
@@ -34,6 +35,7 @@ from blaze_jax.explicit_mesh import (
     tokens_in_order,
 )
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
+from blaze_jax.plan import Projection
 from blaze_jax.routing import (
     AxisName,
     ExpertFactors,
@@ -248,7 +250,11 @@ class _Program:
             with jax.named_scope("latent"):
                 inner = tokens @ latent["w_latent_in"].astype(tokens.dtype)
         with jax.named_scope("experts"):
-            if compute := layer_form(self.experts):
+            compute = layer_form(self.experts)
+            if compute and config.router.train == "dense" and given.expert_ids is None:
+                of_experts = {"activation": get_activation(config.activation), "parallel": self.parallel}
+                y = compute_all_experts(inner, shards, routing.weights, specs=self.specs, **of_experts)
+            elif compute:
                 options |= {"grouped": grouped, "parallel": self.parallel, "specs": self.specs}
                 y = compute(inner, shards, routing.weights, routing.experts, **options)
             else:
@@ -269,6 +275,7 @@ class _Program:
         """This device's tokens routed, with losses and statistics of all; and its own pairs grouped, if they are."""
         config, axes, own = self.config, self.axes, logits.shape[0]
         options = {"of_experts": of_experts, "implementation": config.implementation}
+        options["mutual_information"] = config.mutual_information_weight > 0
         route = partial(route_and_group, experts_per_token=config.experts_per_token, router=config.router, **options)
         if not axes:
             return route(logits, axis_name=self.outer_axes, given=given)
@@ -300,6 +307,8 @@ def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Arr
         losses["load_balancing_loss"] = config.load_balancing_weight * routing.load_balancing_loss
     if config.z_loss_weight:
         losses["z_loss"] = config.z_loss_weight * routing.z_loss
+    if config.mutual_information_weight:
+        losses["mutual_information_loss"] = config.mutual_information_weight * routing.mutual_information_loss
     return losses
 
 
@@ -310,32 +319,9 @@ def shared_experts(
     """The output of the shared experts, a dense FFN that every token passes through, in the tokens' dtype."""
     activation, dtype = get_activation(config.activation), tokens.dtype
     names = ("shared_w_gate", "shared_w_up") if activation.gated else ("shared_w_up",)
-    wide = accumulator_dtype(dtype)
-
-    def products(tokens, weights, result_dtype=dtype):
-        return tuple(jnp.dot(tokens, w.astype(dtype), preferred_element_type=result_dtype) for w in weights)
-
-    def activated(gate, *pre_activations):
-        result = activation.function(*(p.astype(wide) for p in pre_activations))
-        return (result if gate is None else gate * result).astype(dtype)
-
-    # Like the experts' kernels: the activation of the products' accumulators, and a backward pass that keeps the
-    # pre-activations and takes the products in the tokens' dtype. A gate scales what is hidden, for what it gives the
-    # output is then not kept for it.
-    @jax.custom_vjp
-    def hidden(tokens, weights, gate):
-        return activated(gate, *products(tokens, weights, wide))
-
-    def forward(tokens, weights, gate):
-        pre_activations = products(tokens, weights, wide)
-        kept = tokens, weights, gate, tuple(p.astype(dtype) for p in pre_activations)
-        return activated(gate, *pre_activations), kept
-
-    def backward(residuals, d_hidden):
-        tokens, weights, gate, pre_activations = residuals
-        d_gate, *d_pre_activations = jax.vjp(activated, gate, *pre_activations)[1](d_hidden)
-        return *jax.vjp(products, tokens, weights)[1](tuple(d_pre_activations)), d_gate
-
-    hidden.defvjp(forward, backward)
-    gate = jax.nn.sigmoid(*products(tokens, [params["shared_gate"]], wide)) if config.shared_gate else None
-    return jnp.dot(hidden(tokens, [params[name] for name in names], gate), params["shared_w_down"].astype(dtype))
+    gate = None
+    if config.shared_gate:
+        product = jnp.dot(tokens, params["shared_gate"].astype(dtype), preferred_element_type=accumulator_dtype(dtype))
+        gate = jax.nn.sigmoid(product)
+    ups = [Projection(params[name], None) for name in names]
+    return dense_ffn(tokens, ups, params["shared_w_down"], activation, gate)

@@ -32,8 +32,9 @@ def check_train(train: bool | None) -> bool | None:
 
 def warn_of_missing_train(train: bool | None, config: MoEConfig) -> None:
     """Warns where nobody said whether it is training, and that makes a difference."""
-    differs = {name: getattr(config.router, name) for name in ("token_rounding", "jitter")}
-    differs = {"bias_update_rate": config.bias_update_rate} | differs
+    router = config.router
+    differs = {"bias_update_rate": config.bias_update_rate, "token_rounding": router.token_rounding}
+    differs |= {"jitter": router.jitter, "dense training": router.train == "dense"}
     if train is None and any(differs.values()):
         name = next(name for name, value in differs.items() if value)
         warn_once(
@@ -105,7 +106,7 @@ def call_layer(
     config: MoEConfig = module.config
     x = in_common_dtype(x, module.dtype, params)
     if skip:
-        return *skipped(x, config), None
+        return *skipped(x, config, bool(train)), None
     moves = train and config.bias_update_rate
     step = _STEPS.get(id(lasts)) if moves else None
     if step is None or step.moved is not bias:  # calls of a step have left just that array, or it begins here
