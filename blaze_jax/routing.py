@@ -73,10 +73,12 @@ class GivenRouting(NamedTuple):
     Attributes:
       mask: `(...)` bool, whether the token is routed.
       expert_ids: `(..., slots)` int32, its experts, -1 in an empty slot.
+      seeds: `(..., 2)` uint32, random bits for its jitter.
     """
 
     mask: Bool[Array, "..."] | None = None
     expert_ids: Int[Array, "... slots"] | None = None
+    seeds: UInt32[Array, "... 2"] | None = None
 
     def checked(self, shape: tuple[int, ...], num_experts: int) -> "GivenRouting":
         """Both as arrays, E in the place of an id out of range.
@@ -110,7 +112,7 @@ class GivenRouting(NamedTuple):
 
         A token for which no experts are given goes nowhere, unless that may be a choice of this router.
         """
-        mask, ids = self
+        mask, ids = self.mask, self.expert_ids
         if ids is not None:
             if router.scoring != "relu":
                 some = (ids != EMPTY_SLOT).any(-1)
