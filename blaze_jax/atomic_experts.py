@@ -31,9 +31,10 @@ from blaze_jax.explicit_mesh import restore_shape
 from blaze_jax.implementation import Implementation, check_implementation
 from blaze_jax.layer import as_tokens, check_arrays, initial_value, warn_inside_shard_map
 from blaze_jax.layer_program import devices_of, run_program, shared_experts
+from blaze_jax.parallelism import ROLES, Parallelism
 from blaze_jax.routing import AxisName, GivenRouting, axis_names
-from blaze_jax.transformations import compiled_once
-from pallas_kernels.compat import top_k, vary_over, varying_axes
+from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
+from pallas_kernels.compat import reverse_mode_token, top_k, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 STATISTICS = ("mean", "var")
@@ -202,6 +203,7 @@ def atomic_moe(
     train: bool = False,
     mask: Bool[Array, "..."] | None = None,
     axis_name: AxisName = None,
+    parallel: Parallelism | None = None,
 ) -> tuple[Float[Array, "... d"], AtomicRouting]:
     """Finds every token's experts, and adds up what they and the dense FFN give.
 
@@ -220,6 +222,8 @@ def atomic_moe(
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: statistics are then
         those of all their devices; () if each device means only its own. With None, a training step inside
         `jax.shard_map` warns.
+      parallel: which axes of a mesh split tokens, all with the role `data`; the layer then runs on its devices. With
+        None, tokens are split as `moe` splits them.
 
     Returns:
       `(y, routing)`: the output in the shape and dtype of `x`; and the experts, over the leading dimensions flattened
@@ -229,7 +233,8 @@ def atomic_moe(
     Raises:
       ValueError: `params`, `batch_statistics` or `mask` do not match the configuration or each other, or `x` is not a
         floating array.
-      NotImplementedError: the implementation demanded cannot run here; any derivative but the first in reverse mode.
+      NotImplementedError: an axis of `parallel` has another role than `data`, or the implementation demanded cannot run
+        here; any derivative but the first in reverse mode.
     """
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -242,15 +247,42 @@ def atomic_moe(
     params = check_arrays("params", params, shapes, config, f"for x of shape {x.shape}")
     shapes = dict.fromkeys(STATISTICS, (2, config.grid_side))
     statistics = check_arrays("batch_statistics", batch_statistics, shapes, config, "for the grid's rows and columns")
-    if train and axis_name is None:
+    _check_parallel(parallel, axis_name)
+    if train and axis_name is None and parallel is None:
         warn_inside_shard_map()
     given = GivenRouting(mask).checked(x.shape[:-1], config.num_experts)
-    return _run(x, params, statistics, given, config=config, train=bool(train), axis_name=axis_name)
+    options = {"config": config, "train": bool(train), "axis_name": axis_name, "parallel": parallel}
+    return _run(x, params, statistics, given, **options)
 
 
-@compiled_once("config", "train", "axis_name")
-def _run(x, params, statistics, given: GivenRouting, *, config: AtomicConfig, train: bool, axis_name: AxisName):
-    devices = devices_of(x, params, None, may_split=axis_name is None)
+def _check_parallel(parallel: Parallelism | None, axis_name: AxisName) -> None:
+    if parallel is None:
+        return
+    if axis_name is not None:
+        raise ValueError(f"parallel takes the place of axis_name={axis_name!r}: give one of them")
+    others = [f"{role}={getattr(parallel, role)!r}" for role in ROLES if role != "data" and parallel.axes_of(role)]
+    if others:
+        raise NotImplementedError(
+            f"parallel has {', '.join(others)}, and every device computes with all experts of one neuron: "
+            "give these axes the role data"
+        )
+
+
+@compiled_once("config", "train", "axis_name", "parallel")
+def _run(
+    x,
+    params,
+    statistics,
+    given: GivenRouting,
+    *,
+    config: AtomicConfig,
+    train: bool,
+    axis_name: AxisName,
+    parallel: Parallelism | None,
+):
+    devices = devices_of(x, params, parallel, may_split=axis_name is None)
+    if parallel is not None:
+        parallel.sizes(devices.mesh)  # says which axis a mesh lacks
     program = _Program(config, train, axis_names(axis_name), devices.axes, dict.fromkeys(params, P()))
     y, routing = run_program(program, devices, x, given, params, statistics, False)
     return restore_shape(y, x, devices.explicit, False), routing
@@ -278,10 +310,10 @@ class _Program:
             mask = counts if mask is None else mask & counts
         if mask is not None:  # whatever padding holds, a NaN too, must not reach a gradient
             tokens = jnp.where(mask[:, None], tokens, 0)
-        params, state = vary_over((dict(shards), dict(state)), varying_axes(tokens))
+        params = vary_over(dict(shards), varying_axes(tokens))
         with jax.named_scope("router"):  # profilers show these names
             options = {"train": self.train, "axes": (*self.outer_axes, *self.axes)}
-            routing = _route(tokens, params["w_router"], state, mask, config, **options)
+            routing = _route(tokens, params["w_router"], dict(state), mask, config, **options)
         with jax.named_scope("experts"):
             y = compute_pairs(
                 tokens,
@@ -342,7 +374,8 @@ def _route(
     log_shares = jax.nn.log_softmax((scores - averages[0]) * lax.rsqrt(averages[1] + config.norm_epsilon), axis=-1)
     rows, columns = log_shares[:, 0], log_shares[:, 1]
     row, column = best_pairs(*lax.stop_gradient((rows, columns)), config.experts_per_token)
-    weights = jnp.exp(_taken(rows, row) + _taken(columns, column))
+    token = reverse_mode_token(REVERSE_MODE_ONLY, log_shares)
+    weights = jnp.exp(_taken(token, rows, row) + _taken(token, columns, column))
     experts = row * config.grid_side + column
     if mask is not None:
         weights, experts = jnp.where(mask[:, None], weights, 0), jnp.where(mask[:, None], experts, EMPTY_SLOT)
@@ -371,18 +404,18 @@ def best_pairs(
 
 
 @jax.custom_vjp
-def _taken(values: Float[Array, "T S"], ids: Int[Array, "T K"]) -> Float[Array, "T K"]:
+def _taken(token, values: Float[Array, "T S"], ids: Int[Array, "T K"]) -> Float[Array, "T K"]:
     """`values` at `ids`. Where several are the same, their gradients are summed in order, as a scatter's are not."""
     return jnp.take_along_axis(values, ids, axis=1)
 
 
-def _taken_forward(values, ids):
-    return _taken(values, ids), (ids, jnp.arange(values.shape[1], dtype=jnp.int32))
+def _taken_forward(token, values, ids):
+    return _taken(token, values, ids), (ids, jnp.arange(values.shape[1], dtype=jnp.int32))
 
 
 def _taken_backward(residuals, d_taken):
     ids, each = residuals
-    return jnp.where(ids[:, :, None] == each, d_taken[:, :, None], 0).sum(1), None
+    return None, jnp.where(ids[:, :, None] == each, d_taken[:, :, None], 0).sum(1), None
 
 
 _taken.defvjp(_taken_forward, _taken_backward)

@@ -36,6 +36,7 @@ from blaze_jax.explicit_mesh import (
 )
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
 from blaze_jax.plan import Projection
+from blaze_jax.router_product import router_logits, split_on_gpus
 from blaze_jax.routing import (
     AxisName,
     ExpertFactors,
@@ -43,7 +44,6 @@ from blaze_jax.routing import (
     Routing,
     axis_names,
     route_and_group,
-    router_logits,
     routing_specs,
 )
 from blaze_jax.transformations import compiled_once
@@ -273,7 +273,9 @@ class _Program:
 
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
         with jax.named_scope("router"):  # profilers show these names
-            logits = router_logits(tokens, dense("w_router", "b_router"), given.seeds, jitter=config.router.jitter)
+            split = split_on_gpus(config.implementation, tokens)
+            product = {"split": split, "jitter": config.router.jitter}
+            logits = router_logits(tokens, dense("w_router", "b_router"), given.seeds, **product)
             given = given._replace(seeds=None)
             of_experts = ExpertFactors(selection_bias, dense("router_gain").get("router_gain"))
             routing, grouped = self._route(num_tokens, logits, given, of_experts)

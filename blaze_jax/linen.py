@@ -20,6 +20,7 @@ from blaze_jax.modules import (
     call_atomic_layer,
     call_layer,
     check_train,
+    warn_of_atomic_evaluation,
     warn_of_frozen_bias,
     warn_of_frozen_statistics,
     warn_of_lost_losses,
@@ -185,6 +186,7 @@ class AtomicMoE(nn.Module):
       router_init: initialiser of W_x and of W_y.
       train: whether it is training, unless the call says so. Under `nn.remat` say it here.
       axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.atomic_moe`.
+      parallel: which axes of a mesh split the tokens, see `blaze_jax.atomic_moe`.
     """
 
     config: AtomicConfig
@@ -194,6 +196,7 @@ class AtomicMoE(nn.Module):
     router_init: Callable = nn.initializers.lecun_normal()
     train: bool | None = None
     axis_name: AxisName = None
+    parallel: Parallelism | None = None
 
     @nn.compact
     def __call__(
@@ -223,6 +226,7 @@ class AtomicMoE(nn.Module):
         y, routing = call_atomic_layer(self, params, x, statistics, train=train, mask=mask)
         if self.is_initializing():
             return y
+        warn_of_atomic_evaluation(train)
         self.sow("intermediates", "entropy", routing.entropy)
         if train and not self.is_mutable_collection("batch_stats"):
             warn_of_frozen_statistics()

@@ -44,6 +44,15 @@ def warn_of_missing_train(train: bool | None, config: MoEConfig) -> None:
         )
 
 
+def warn_of_atomic_evaluation(train: bool | None) -> None:
+    """Warns where nobody said whether atomic experts are training."""
+    if train is None:
+        warn_once(
+            "atomic experts normalise by the tokens of a call in training only, and train was left out, which counts "
+            "as evaluation: say train=True or train=False"
+        )
+
+
 def warn_of_lost_losses(train: bool | None, routing: Routing, remedy: str) -> None:
     """Warns that nobody collects the weighted losses, unless it is evaluation."""
     if train is not False:
@@ -135,12 +144,7 @@ def call_layer(
 def call_atomic_layer(
     module, params: Mapping[str, Array], x: Float[Array, "... d"], statistics, *, train: bool | None, mask
 ) -> tuple[Float[Array, "... d"], AtomicRouting]:
-    """The output and the routing of a module with the fields `config`, `dtype` and `axis_name`."""
-    if train is None:
-        warn_once(
-            "atomic experts normalise by the tokens of a call in training only, and train was left out, which counts as "
-            "evaluation: say train=True or train=False"
-        )
+    """The output and the routing of a module with the fields `config`, `dtype`, `axis_name` and `parallel`."""
     x = in_common_dtype(x, module.dtype, params)
-    options = {"train": bool(train), "mask": mask, "axis_name": module.axis_name}
+    options = {"train": bool(train), "mask": mask, "axis_name": module.axis_name, "parallel": module.parallel}
     return atomic_moe(x, params, statistics, module.config, **options)

@@ -13,7 +13,14 @@ from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import NewParameter, as_tokens, new_parameters, statistics
-from blaze_jax.modules import call_atomic_layer, call_layer, check_train, warn_of_lost_losses, warn_of_missing_train
+from blaze_jax.modules import (
+    call_atomic_layer,
+    call_layer,
+    check_train,
+    warn_of_atomic_evaluation,
+    warn_of_lost_losses,
+    warn_of_missing_train,
+)
 from blaze_jax.parallelism import Parallelism, mesh_of
 from blaze_jax.routing import AxisName
 from pallas_kernels.compat import is_traced
@@ -175,6 +182,7 @@ class AtomicMoE(nnx.Module):
       router_init: initialiser of W_x and of W_y.
       train: whether it is training, unless the call says so; `module.train()` and `module.eval()` set it, too.
       axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.atomic_moe`.
+      parallel: which axes of a mesh split the tokens, see `blaze_jax.atomic_moe`.
       rngs: its stream `params` initialises the parameters.
     """
 
@@ -189,6 +197,7 @@ class AtomicMoE(nnx.Module):
         router_init: Callable = nnx.initializers.lecun_normal(),
         train: bool | None = None,
         axis_name: AxisName = None,
+        parallel: Parallelism | None = None,
         rngs: nnx.Rngs,
     ):
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
@@ -200,6 +209,7 @@ class AtomicMoE(nnx.Module):
         self.param_dtype = param_dtype
         self.deterministic = None if train is None else not train  # the name that `train()` and `eval()` look for
         self.axis_name = axis_name
+        self.parallel = parallel
         self.parameter_names = tuple(parameters)
         for name, (parameter, draw) in parameters.items():
             setattr(self, name, nnx.Param(draw(rngs.params()), out_sharding=parameter.axes, eager_sharding=False))
@@ -219,6 +229,7 @@ class AtomicMoE(nnx.Module):
         if train is None and self.deterministic is not None:
             train = not self.deterministic
         train = check_train(train)
+        warn_of_atomic_evaluation(train)
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         statistics = {name: getattr(self, name)[...] for name in STATISTICS}
         y, routing = call_atomic_layer(self, params, as_tokens(x), statistics, train=train, mask=mask)

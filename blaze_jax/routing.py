@@ -24,7 +24,7 @@ from blaze_jax.router import Router, check_router
 from blaze_jax.token_rounding import round_token_counts
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once, differentiated_once
 from pallas_kernels.compat import reverse_mode_token
-from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule, accumulator_dtype
+from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule
 from pallas_kernels.family import Kernels
 from pallas_kernels.xla.router import balance_loss, ranking_scores, routed_to, weights_of, widened
 
@@ -394,34 +394,6 @@ def update_selection_bias(
     """Loss-free balancing (DeepSeek-V3): a bias rises by `rate` where demand is below the mean, and falls above it."""
     demand = demand.astype(selection_bias.dtype)
     return selection_bias + rate * jnp.sign(demand.mean() - demand)
-
-
-@compiled_once("jitter")
-def router_logits(
-    tokens: Float[Array, "T d"],
-    params: Mapping[str, Array],
-    seeds: UInt32[Array, "T 2"] | None = None,
-    *,
-    jitter: float = 0.0,
-) -> Float[Array, "T E"]:
-    """The product of the tokens and the router's matrix, in float32 or wider, plus its bias if there is one.
-
-    With `seeds`, each token is taken times numbers of its own, see `Router`.
-    """
-    wide = accumulator_dtype(tokens.dtype)
-
-    @jax.checkpoint  # the backward pass widens the tokens again, or it would keep a wide copy of them
-    def product(tokens, w_router, seeds):
-        tokens = tokens.astype(wide)
-        tokens = tokens if seeds is None else tokens * jax.vmap(factors)(seeds)
-        return jnp.dot(tokens, w_router.astype(wide), precision=jax.lax.Precision.HIGHEST)
-
-    def factors(seed):
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.uniform(key, tokens.shape[1:], wide, 1 - jitter, 1 + jitter)
-
-    logits = product(tokens, params["w_router"], seeds)
-    return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
 
 
 def _differentiable_router(

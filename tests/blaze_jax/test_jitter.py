@@ -13,7 +13,7 @@ from jax import P
 from jax.sharding import AxisType
 
 from blaze_jax import MoE, MoEConfig, Parallelism, Router, moe
-from blaze_jax.routing import router_logits
+from blaze_jax.router_product import router_logits
 from tests.layers import nnx_module, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 from tests.over_devices import make_mesh, put
@@ -61,6 +61,16 @@ def test_it_serves_training_only_and_follows_the_key():
     for other in (layer(PARAMS, X, CONFIG, jax.random.key(8)), layer(PARAMS, X, PLAIN)):
         assert (np.asarray(other[1].weights) != np.asarray(routing.weights)).any(1).mean() > 0.9
     assert_same_bits(layer(PARAMS, X, CONFIG, jax.random.PRNGKey(7)), (y, routing))
+
+
+def test_the_product_on_gpus_sees_the_same_tokens():
+    x, seeds = random_tokens(64, dtype="bfloat16"), jax.random.bits(KEY, (64, 2), jnp.uint32)
+
+    def total(x, w_router, split):
+        return jnp.sin(router_logits(x, {"w_router": w_router}, seeds, split=split, jitter=JITTER)).sum()
+
+    out, ref = (jax.value_and_grad(total, (0, 1))(x, PARAMS["w_router"], split) for split in (True, False))
+    assert_close(out, ref)
 
 
 @pytest.mark.parametrize("key", [None, 3, jnp.zeros(2), jax.random.split(KEY)], ids=str)
