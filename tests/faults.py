@@ -223,6 +223,13 @@ FAULTS = [Fault(*fault) for fault in [
     ("write_tensors", "elif len(kept) < len(file.tensors):", "elif False:", "save"),
     # the layer and its modules
     ("shared_experts", 'names = ("shared_w_gate", "shared_w_up")', 'names = ("shared_w_up", "shared_w_gate")', "layer"),
+    ("_entropy_of_mean", "return -jnp.sum(", "return jnp.sum(", "dense_training"),
+    ("_choice", "~(values < router.threshold)", "~(values > router.threshold)", "dense_training"),
+    ("compute_all_experts", "lax.axis_index(expert) * num_experts", "0 * lax.axis_index(expert)", "dense_training"),
+    ("_seeds", "lax.axis_index(axes) * number", "0 * lax.axis_index(axes)", "jitter"),
+    ("for_phase", "jitter=0.0, ", "", "jitter"),
+    ("_p_norm", "scale * jnp.power(", "jnp.power(", "routing"),
+    ("specs", '"latent": fsdp}', '"latent": ()}', "latent"),
     ("call_layer", "moves = train and config.bias_update_rate", "moves = config.bias_update_rate", "modules"),
     ("after", "demand = self.demand + demand", "demand = demand", "shared_calls"),
     ("skipped", "accumulator_dtype(x.dtype), math.prod", "jnp.float32, math.prod", "shared_calls"),
