@@ -59,6 +59,8 @@ FAULTS = [Fault(*fault) for fault in [
     ("_route", "tokens_per_expert = jnp.minimum(demand, capacity)", "tokens_per_expert = demand", "token_counts routing"),
     ("_route", "weights = jnp.where(experts == EMPTY_SLOT, 0, weights)", "weights = weights", "token_counts routing"),
     ("update_selection_bias", "return selection_bias + rate * jnp.sign(demand.mean() - demand)", "return selection_bias - rate * jnp.sign(demand.mean() - demand)", "token_counts routing modules"),
+    ("_sum_of_parts", "return third + second + first", "return second + first", "router_product"),
+    ("router_product._backward", "[dy1, dy2, dy1]", "[dy1, dy1, dy1]", "router_product"),
     ("rule", "experts_per_token > 1 if self.normalize_weights is None", "True if self.normalize_weights is None", "token_counts routing"),
     ("_losses", "num_tokens *= devices", "devices = devices", "meshes"),
     ("routing._losses", "balance if experts_per_token is None else balance * share", "balance", "routing router"),
