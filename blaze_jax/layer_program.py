@@ -256,7 +256,7 @@ class _Program:
         return routing_specs(by_token)
 
     def layer(
-        self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], selection_bias
+        self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], state
     ) -> tuple[Float[Array, "T d"], Routing]:
         """The output of this device's tokens with its parts of the parameters, and what the router decided.
 
@@ -277,7 +277,7 @@ class _Program:
             product = {"split": split, "jitter": config.router.jitter}
             logits = router_logits(tokens, dense("w_router", "b_router"), given.seeds, **product)
             given = given._replace(seeds=None)
-            of_experts = ExpertFactors(selection_bias, dense("router_gain").get("router_gain"))
+            of_experts = ExpertFactors(state, dense("router_gain").get("router_gain"))
             routing, grouped = self._route(num_tokens, logits, given, of_experts)
         inner, latent = tokens, dense("w_latent_")
         if latent:
@@ -342,7 +342,10 @@ def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Arr
     if config.z_loss_weight:
         losses["z_loss"] = config.z_loss_weight * routing.z_loss
     if config.mutual_information_weight:
-        losses["mutual_information_loss"] = config.mutual_information_weight * routing.mutual_information_loss
+        information = routing.mutual_information_loss
+        if information is None:
+            raise ValueError(f"routing has no mutual_information_loss, which {config} weighs: ask `route` for it")
+        losses["mutual_information_loss"] = config.mutual_information_weight * information
     return losses
 
 
