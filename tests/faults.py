@@ -54,6 +54,13 @@ FAULTS = [Fault(*fault) for fault in [
     ("router_backward", "losses_vjp((d_losses, d_probability))[0] + common_vjp(d_common)[0]", "losses_vjp((d_losses, d_probability))[0]", "routing router"),
     ("_past_the_last", "return jnp.where(experts == EMPTY_SLOT, num_experts, experts)", "return experts", "routing router"),
     ("MAX_EXPERTS", "MAX_EXPERTS = 1024", "MAX_EXPERTS = 512", "router routing_hopper"),
+    # experts of one neuron
+    ("best_pairs", "rank[:, None] * rank[None] <= number", "rank[:, None] * rank[None] < number", "atomic_experts"),
+    ("best_pairs", "lax.sort((-sums, ids), dimension=1, num_keys=2)", "lax.sort((-sums, ids), dimension=1, num_keys=1)", "atomic_experts"),
+    ("atomic_experts._route", "number / jnp.maximum(number - 1, 1)", "number / jnp.maximum(number, 1)", "atomic_experts"),
+    ("_added_by_expert", "begins = lax.cummax(jnp.where(goes_on & (last == 0), -1, run))", "begins = lax.cummax(run)", "atomic_experts"),
+    ("_added_by_expert", "target = target.at[:, 0].set(jnp.where(goes_on, -1, target[:, 0]))", "target = target", "atomic_experts"),
+    ("_grid", "rows = jnp.where(slot == jnp.arange(slots, dtype=jnp.int32), row, side)", "rows = row", "atomic_experts"),
     # what comes after the choice
     ("_drop_beyond_capacity", "rank < capacity", "rank <= capacity", "token_counts routing"),
     ("_route", "tokens_per_expert = jnp.minimum(demand, capacity)", "tokens_per_expert = demand", "token_counts routing"),
