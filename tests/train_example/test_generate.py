@@ -102,7 +102,7 @@ def test_each_later_tokens_logits_are_those_of_the_whole_context_and_a_stopped_s
 
 def test_padding_goes_to_no_expert():
     model, variables = model_and_variables("own")
-    cache = {name: jnp.zeros((2, 3, 16, 2, 8)) for name in ("key", "value")}
+    cache = {name: jnp.zeros((2, 3, 2, 16, 8)) for name in ("key", "value")}
     context = Context(jnp.array([5, 0, 9]), jnp.array([2, 4, 0]))
     given = {**variables, "cache": {"moe_blocks": {"attention": cache}}}
     apply = jax.jit(partial(model.apply, mutable=["cache", "intermediates"]))
