@@ -157,7 +157,9 @@ class Program(Protocol):
         """How the routing is split, where what there is of a token is split `by_token`."""
         ...
 
-    def layer(self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], state, /) -> Any:
+    def layer(
+        self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], state, /
+    ) -> Any:
         """The output of this device's tokens, and the routing, a tuple with `experts` and `weights` of each token.
 
         The output may be a tree of what there is of each token. `num_tokens` of all devices count; those past them are

@@ -15,7 +15,7 @@ from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig
 from blaze_jax.exchange import Axes
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import as_tokens, new_parameters, statistics
+from blaze_jax.layer import NewParameter, as_tokens, new_parameters, statistics
 from blaze_jax.modules import (
     call_atomic_layer,
     call_layer,
@@ -129,7 +129,7 @@ class MoE(nn.Module):
         params = {}
         for name, parameter in new.items():
 
-            def init(key, parameter=parameter):
+            def init(key, parameter: NewParameter = parameter):
                 mesh_axes = tuple(zip(parameter.axes, parameter.spec or (), strict=False))
                 return Partitioned(parameter.draw(key), parameter.axes, mesh_axes=mesh_axes)
 
