@@ -256,6 +256,8 @@ FAULTS = [Fault(*fault) for fault in [
     ("applied", "jnp.where(mask[:, None], logits, -jnp.inf)", "logits", "given_routing"),
     ("layer", "tokens = jnp.where(given.mask[:, None], tokens, 0)", "pass", "given_routing"),
     ("layer", "y if given.mask is None else jnp.where(given.mask[:, None], y, 0)", "y", "given_routing"),
+    ("_choice", "active = ~(ranking <= 0)", "active = ranking > 0", "open_ended_routers"),
+    ("_surprise", "& (segments[..., :-1] == segments[..., 1:])", "", "neighbour_losses"),
     ("_over_mesh", "jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)", "jnp.pad(ids, ((0, padding), (0, 0)))", "given_routing"),
     ("_is_in_order", "return in_order or not any(_leading(x)[1:])", "return True", "collectives"),
     ("tokens_in_order", "if mesh is None or _is_in_order(x, in_order):", "if True:", "meshes"),
