@@ -95,8 +95,9 @@ def test_products_get_a_16_bit_copy_of_their_matrices_and_routers_and_norms_do_n
 
 
 def test_unrolled_blocks_are_initialised_in_a_loop():
-    programs = [jax.make_jaxpr(partial(init_state, CONFIG, decoder(unroll=unroll)))() for unroll in (False, True)]
-    assert len({len(str(program)) for program in programs}) == 1
+    program = str(jax.make_jaxpr(partial(init_state, CONFIG, decoder(unroll=True)))())
+    assert "unroll=1" in program
+    assert f"unroll={MODEL.num_layers}" not in program
 
 
 @pytest.mark.slow
