@@ -240,7 +240,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("applied", "jnp.where(again, logits.shape[1], ids)", "ids", "given_routing"),
     ("applied", "jnp.where(mask[:, None], logits, -jnp.inf)", "logits", "given_routing"),
     ("layer", "tokens = jnp.where(given.mask[:, None], tokens, 0)", "pass", "given_routing"),
-    ("layer", "jnp.where(given.mask[:, None], y, 0) return (y, logits", "y\n        return (y, logits", "given_routing"),
+    ("layer", "y if given.mask is None else jnp.where(given.mask[:, None], y, 0)", "y", "given_routing"),
     ("_choice", "active = ~(ranking <= 0)", "active = ranking > 0", "open_ended_routers"),
     ("_surprise", "& (segments[..., :-1] == segments[..., 1:])", "", "neighbour_losses"),
     ("_over_mesh", "jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)", "jnp.pad(ids, ((0, padding), (0, 0)))", "given_routing"),

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.compat import vary_over, varying_axes
 from pallas_kernels.contract import Dispatch, accumulator_dtype
-from pallas_kernels.xla.loops import Windows, zeros
+from pallas_kernels.xla.loops import Windows, empty, zeros
 
 _MOST_UNROLLED = 32
 """Slots of a token, of which `combine` has an operation each: a program would grow with more."""
@@ -168,14 +168,17 @@ def combine(
     rows: Float[Array, "R columns"],
     token_index_map: Int[Array, "T K"],
     weights: Float[Array, "T K"] | None,
-    out: Float[Array, "T d"],
+    out: Float[Array, "T d"] | None,
     first_column: Int[Array, ""] | int,
     addend: Float[Array, "T columns"] | None = None,
+    *,
+    width: int | None = None,
 ) -> Float[Array, "T d"]:
     """`out` with columns from `first_column` on replaced by `addend + Σ_k weights[t, k] · rows[token_index_map[t, k]]`.
 
     Summed wide in this order, and rounded once. Positions past the last row (empty slots) contribute zero, unless their
-    weight is NaN. Without `weights` all are one, without `addend` it is zero.
+    weight is NaN. Without `weights` all are one, without `addend` it is zero, and without `out` the other columns of
+    `width` in all hold anything.
     """
     wide = accumulator_dtype(rows.dtype)
     shape = token_index_map.shape[0], rows.shape[1]
@@ -192,4 +195,7 @@ def combine(
         )
     else:
         total = reduce(lambda total, slot: add_slot(slot, total), range(slots), total)
+    if out is None:
+        assert width is not None
+        out = empty((shape[0], width), rows.dtype, rows)
     return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), first_column, axis=1)
