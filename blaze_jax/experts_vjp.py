@@ -54,6 +54,8 @@ def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters):
     kept = None
     if plan.save == "pre_activations":
         names = PRE_ACTIVATION_NAMES[-len(pre_activations[0]) :]
+        if plan.transport.keep and plan.transport.group:  # or both passes would mix where dy does not depend on y
+            outputs, pre_activations = lax.optimization_barrier((outputs, pre_activations))
         kept = tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)
     chunks = tuple(chunk._replace(experts=None) for chunk in chunks)  # pyright: ignore[reportArgumentType]  (of no use)
     return outputs, (chunks, shards, kept, gathered if plan.transport.keep else None)

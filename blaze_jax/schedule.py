@@ -163,10 +163,11 @@ def token_sums(
     blocks = [(first, min(block, width - first)) for first in range(0, width, block)]
     y, arriving, done = before, [], ()
 
-    def sums(part: int, operands, columns: tuple[int, int], out, first_column: int, addend) -> Array:
+    def sums(part: int, operands, columns: tuple[int, int], out, first_column: int, addend, width: int) -> Array:
         # Or XLA would compute the rows of many blocks, and keep them all.
         of_block = rows_of(operands, part)(after(jnp.int32(columns[0]), done), columns[1])
-        return kernels.combine(of_block, rows.parts[part].token_index_map, factors[part], out, first_column, addend)
+        index = rows.parts[part].token_index_map
+        return kernels.combine(of_block, index, factors[part], out, first_column, addend, width=width)
 
     def finished(y, operands, number: int) -> Array:
         (first, columns), addend = blocks[number], arriving[number]
@@ -176,13 +177,12 @@ def token_sums(
         if not own:
             y = empty((addend.shape[0], width), dtype, addend) if y is None else y
             return lax.dynamic_update_slice_in_dim(y, addend, first, axis=1)
-        y = _empty_columns(rows.parts[0], width, dtype) if y is None else y
-        return sums(0, operands, blocks[number], y, first, addend)
+        return sums(0, operands, blocks[number], y, first, addend, width)
 
     for number, columns in enumerate(blocks):
         departed = []
         for part, depart in away:
-            done = sums(part, operands, columns, _empty_columns(rows.parts[part], columns[1], dtype), 0, None)
+            done = sums(part, operands, columns, None, 0, None, columns[1])
             departed.append(depart(done))
         arriving.append(reduce(jnp.add, departed) if departed else None)
         if number:

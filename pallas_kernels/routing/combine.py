@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -18,15 +19,16 @@ COLUMNS = 8  # that a lane has: 16 bytes
 ROWS_IN_FLIGHT = 4  # for each warp, which is what device memory needs
 
 
-@traced_once("blocks")
+@traced_once("width", "blocks")
 def combine(
     rows: Float[Array, "R columns"],
     token_index_map: Int[Array, "T K"],
     weights: Float[Array, "T K"] | None,
-    out: Float[Array, "T d"],
+    out: Float[Array, "T d"] | None,
     first_column: Int[Array, ""] | int,
     addend: Float[Array, "T columns"] | None = None,
     *,
+    width: int | None = None,
     blocks: int | None = None,
 ) -> Float[Array, "T d"]:
     """Sums each token's rows in float32, in slot order, into columns of `out`, in place; see the portable twin.
@@ -35,9 +37,9 @@ def combine(
     just those rows, a few together. Rows are bfloat16 or float16, `out` has the same type, and `first_column` and all
     widths are multiples of 8. No result depends on `blocks`, thread blocks of the launch.
     """
-    (num_rows, width), (num_tokens, slots) = rows.shape, token_index_map.shape
-    chunks, out_width = -(-width // (WARP * COLUMNS)), out.shape[1]
-    other_pieces = (out_width - width) // COLUMNS
+    (num_rows, columns), (num_tokens, slots) = rows.shape, token_index_map.shape
+    chunks, out_width = -(-columns // (WARP * COLUMNS)), width if out is None else out.shape[1]
+    other_pieces = (out_width - columns) // COLUMNS
     blocks = blocks or BLOCKS_PER_SM * num_sms()
 
     def add_rows(count, rows, column, place, factor, mask, sums):
@@ -46,7 +48,7 @@ def combine(
         for _ in range(count):
             is_slot, slot = ~mask.equals(0), lowest_bit(mask) % WARP
             row = shuffle(place, slot)
-            values = rows.load_vector(Long(minimum(row, num_rows - 1)) * width + column, COLUMNS)
+            values = rows.load_vector(Long(minimum(row, num_rows - 1)) * columns + column, COLUMNS)
             values = select(is_slot, values, Vector.zeros(rows.kind, COLUMNS))
             loaded.append((values, factor and select(is_slot, shuffle(factor, slot), 0.0)))
             mask = mask & (mask - 1)
@@ -59,10 +61,10 @@ def combine(
         first_task = simt.block() * WARPS + simt.warp()
         for task in indices(first_task, num_tokens * chunks, blocks * WARPS):
             token, column = task // chunks, (task % chunks * WARP + lane) * COLUMNS
-            inside, column = column < width, minimum(column, width - COLUMNS)  # all lanes are needed for shuffles
+            inside, column = column < columns, minimum(column, columns - COLUMNS)  # all lanes are needed for shuffles
             sums = Vector.zeros("float32", COLUMNS)
             if addend:
-                sums = addend.load_vector(Long(token) * width + column, COLUMNS).wide()
+                sums = addend.load_vector(Long(token) * columns + column, COLUMNS).wide()
             for first_slot in range(0, slots, WARP):
                 size = min(WARP, slots - first_slot)
                 slot = Long(token) * slots + (minimum(lane, size - 1) + first_slot).long()
@@ -77,16 +79,18 @@ def combine(
                     mask, sums = branch(~mask.equals(0), added, [mask, sums])
             with when(inside):
                 out.store_vector(Long(token) * out_width + (first_column + column), sums.to(out.kind))
-        if not other_pieces:
+        if before is None or not other_pieces:
             return
         with when(~out.is_same(before)):
             for item in indices(simt.block() * THREADS + simt.thread(), num_tokens * other_pieces, blocks * THREADS):
                 token, column = item // other_pieces, item % other_pieces * COLUMNS
-                column = select(column < first_column, column, column + width)
+                column = select(column < first_column, column, column + columns)
                 index = Long(token) * out_width + column
                 out.store_vector(index, before.load_vector(index, COLUMNS))
 
     inputs = (rows, token_index_map, jnp.asarray(first_column, jnp.int32).reshape(1))
     weights = None if weights is None else weights.astype(jnp.float32)
-    combined = simt.kernel(body, name="moe_combine", blocks=blocks, warpgroups=WARPGROUPS, updated=1)
+    outputs = [jax.ShapeDtypeStruct((num_tokens, out_width), rows.dtype)] if out is None else []
+    options = {"blocks": blocks, "warpgroups": WARPGROUPS, "outputs": outputs, "updated": 1 - len(outputs)}
+    combined = simt.kernel(body, name="moe_combine", **options)
     return combined(*inputs, weights, addend, out)[0]

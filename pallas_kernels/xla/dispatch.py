@@ -9,7 +9,7 @@ from jax.core import min_dim
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.contract import Dispatch, accumulator_dtype
-from pallas_kernels.xla.loops import Windows, zeros
+from pallas_kernels.xla.loops import Windows, empty, zeros
 
 
 def tile_pairs(num_experts: int) -> int:
@@ -164,14 +164,17 @@ def combine(
     rows: Float[Array, "R columns"],
     token_index_map: Int[Array, "T K"],
     weights: Float[Array, "T K"] | None,
-    out: Float[Array, "T d"],
+    out: Float[Array, "T d"] | None,
     first_column: Int[Array, ""] | int,
     addend: Float[Array, "T columns"] | None = None,
+    *,
+    width: int | None = None,
 ) -> Float[Array, "T d"]:
     """`out` with columns from `first_column` on replaced by `addend + Σ_k weights[t, k] · rows[token_index_map[t, k]]`.
 
     Summed wide in this order, and rounded once. Positions past the last row (empty slots) contribute zero, unless their
-    weight is NaN. Without `weights` all are one, without `addend` it is zero.
+    weight is NaN. Without `weights` all are one, without `addend` it is zero, and without `out` the other columns of
+    `width` in all hold anything.
     """
     wide = accumulator_dtype(rows.dtype)
     shape = token_index_map.shape[0], rows.shape[1]
@@ -179,4 +182,7 @@ def combine(
     for slot in range(token_index_map.shape[1]):
         row = rows.at[token_index_map[:, slot]].get(mode="fill", fill_value=0).astype(wide)
         total += row if weights is None else weights[:, slot, None].astype(wide) * row
+    if out is None:
+        assert width is not None
+        out = empty((shape[0], width), rows.dtype, rows)
     return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), first_column, axis=1)

@@ -10,7 +10,7 @@ import pytest
 from jax import P, lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from blaze_jax import MoEConfig, Parallelism
+from blaze_jax import MoEConfig, Parallelism, moe
 from blaze_jax.experts import compute_experts
 from pallas_kernels.compile_only import absent_host
 
@@ -112,3 +112,24 @@ def test_rows_written_in_parts_are_not_moved_to_a_stack_by_the_kernel():
     written = [f for f in fusions if re.search(r"custom-call\(.*moe_(up_projection|down_backward)", f)]
     assert written
     assert not any("dynamic-update-slice" in fusion for fusion in written)
+
+
+@pytest.mark.parametrize(("power", "limit"), [(1, 145), (2, 137)])
+@pytest.mark.default_cases("1-145")
+def test_memory_of_a_layer_that_keeps_what_it_gathers(power, limit):
+    """Without a budget of rows, and also where the gradient is known before the output."""
+    mesh = Mesh(np.array(absent_host(2)), ("expert",), axis_types=(AxisType.Auto,))
+    parallel = Parallelism(mesh, expert="expert", keep_gathered=True, row_budget=None)
+    config, width = MoEConfig(num_experts=8, experts_per_token=2, expert_width=1024, implementation="mosaic_gpu"), 1024
+    specs = parallel.specs(config, width)
+
+    def array(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    def loss(x, params):
+        return (moe(x, params, config, parallel=parallel)[0].astype(jnp.float32) ** power).sum()
+
+    params = {name: array(p.shape, specs[name]) for name, p in config.parameters(width).items()}
+    with jax.default_device(absent_host(2)[0]):
+        lowered = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(array((8192, width), P("expert")), params)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes <= limit * 10**6

@@ -68,6 +68,15 @@ def test_the_portable_form_takes_any_column_and_float32():
 
 
 @both_forms
+def test_makes_an_array_where_it_gets_none(combine):
+    values, positions, weights, before = problem("bfloat16")
+    out = combine(values, positions, weights, None, 8, before[:, :24], width=48)
+    expected = combine(values, positions, weights, before, 8, before[:, :24])
+    assert out.shape == expected.shape
+    assert_same_bits(out[:, 8:32], expected[:, 8:32])
+
+
+@both_forms
 def test_slots_that_are_mostly_empty(combine):
     values, positions, weights, before = problem("bfloat16", slots=16)
     late = np.arange(16) >= 8
