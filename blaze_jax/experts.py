@@ -23,7 +23,7 @@ from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
-from blaze_jax.plan import ROW_MULTIPLE, Parameters, Plan, Projection, Save, Tokens, token_ranges
+from blaze_jax.plan import ROW_MULTIPLE, Parameters, Plan, Projection, Save, Tokens, count_windows, token_ranges
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes, when_lowered_unsplit
 from pallas_kernels.contract import accumulator_dtype
@@ -202,10 +202,12 @@ def _compute(
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
     experts = int32_experts(experts, num_experts * transport.expert_devices)
 
-    ranges = None
+    ranges, windows = None, 1
     if transport is HERE:
         experts = when_lowered_unsplit(_warn_of_unsplit, experts)
         ranges = token_ranges(experts.shape[0], experts.shape[1], num_experts, width * x.dtype.itemsize)
+        of_range = (ranges.size if ranges else experts.shape[0]) * experts.shape[1]
+        windows = count_windows(kernels, of_range, *weights_here[-1].shape, x.dtype.itemsize)
     transport = _as_they_arrive(transport, kernels, num_experts)
 
     def chunk(x, weights, experts) -> Tokens:
@@ -227,7 +229,7 @@ def _compute(
         share = max(c.x.shape[0] for c in chunked) * experts.shape[1] * lax.axis_size(transport.tensor)
         multiples = math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts * transport.parts  # a gap for each group
         rows = multiples * ROW_MULTIPLE
-    plan = Plan(activation, save, kernels, transport, rows, ranges)
+    plan = Plan(activation, save, kernels, transport, rows, ranges, windows)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     chunked, shards = vary_over((chunked, shards), varying_axes(chunked, shards))
     outputs = experts_output(plan, token, chunked, shards)

@@ -36,6 +36,20 @@ ROWS_PER_EXPERT = 2**15
 FEWEST = 4
 """Ranges, at least: fewer would save little."""
 
+WINDOW_BYTES = 2**26
+"""The activation of a window has at least as many."""
+
+ROWS_PER_WINDOWS = 2**13
+"""Rows of an expert, at least, where there are windows."""
+
+MOST_WINDOWS = 4
+
+HALVES = 2
+"""Parts of the columns of the weighted activation, where there are windows."""
+
+WIDEST_ROWS = 512
+"""Rows of a window are as wide as tokens, which are then no wider than this: all rows together must take little."""
+
 Save = Literal["pre_activations", "inputs"]
 
 
@@ -157,6 +171,21 @@ def token_ranges(num_tokens: int, slots: int, num_experts: int, row_bytes: int) 
     return TokenRanges(num_tokens, -(-num_tokens // (num_tokens * slots // rows)))
 
 
+def count_windows(
+    kernels: Kernels, num_rows: int, num_experts: int, width: int, model_width: int, itemsize: int
+) -> int:
+    """In how many windows of the rows the activation is computed: 1 where more would save little, or take time.
+
+    Going back, it is computed for half the columns at a time. The gradient of the down weights is then summed from two
+    float32 ones for each expert, which takes 110·E/R of the time of all products at 4 TB/s and 500 TFLOP/s.
+    """
+    if kernels.windows is None or is_symbolic_dim(num_rows):
+        return 1
+    if model_width > WIDEST_ROWS or width % (HALVES * 256) or num_rows < ROWS_PER_WINDOWS * num_experts:
+        return 1
+    return max(min(num_rows * width * itemsize // WINDOW_BYTES, MOST_WINDOWS), 1)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Settings of the experts' work, and the rows of each turn.
@@ -167,6 +196,7 @@ class Plan:
       transport: how tokens and parameters travel.
       row_budget: rows of a buffer; None for as many as there may be.
       ranges: cuts of the tokens; None for all at once.
+      windows: cuts of the rows, for the activation.
     """
 
     activation: Activation
@@ -175,6 +205,7 @@ class Plan:
     transport: Transport = HERE
     row_budget: int | None = None
     ranges: TokenRanges | None = None
+    windows: int = 1
 
     def turns(self, tokens: Tokens) -> tuple[Rows, Int[Array, ""] | None]:
         """The rows of the first turn, and how many turns take the others; None if there are never others."""
