@@ -23,7 +23,17 @@ from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
-from blaze_jax.plan import ROW_MULTIPLE, Parameters, Plan, Projection, Save, Tokens, count_windows, token_ranges
+from blaze_jax.plan import (
+    FEWEST_FOR_WINDOWS,
+    ROW_MULTIPLE,
+    Parameters,
+    Plan,
+    Projection,
+    Save,
+    Tokens,
+    count_windows,
+    token_ranges,
+)
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
 from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes, when_lowered_unsplit
 from pallas_kernels.contract import accumulator_dtype
@@ -206,8 +216,9 @@ def _compute(
     if transport is HERE:
         experts = when_lowered_unsplit(_warn_of_unsplit, experts)
         ranges = token_ranges(experts.shape[0], experts.shape[1], num_experts, width * x.dtype.itemsize)
-        of_range = (ranges.size if ranges else experts.shape[0]) * experts.shape[1]
-        windows = count_windows(kernels, of_range, *weights_here[-1].shape, x.dtype.itemsize)
+        if save == "pre_activations" and (ranges is None or ranges.count < FEWEST_FOR_WINDOWS):
+            windows = count_windows(kernels, experts.size, *weights_here[-1].shape, x.dtype.itemsize)
+            ranges = ranges if windows == 1 else None
     transport = _as_they_arrive(transport, kernels, num_experts)
 
     def chunk(x, weights, experts) -> Tokens:

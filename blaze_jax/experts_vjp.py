@@ -145,6 +145,7 @@ def _output_in_windows(keep: bool, plan: Plan, tokens: Tokens, params: Parameter
         pre_activations, hidden = kernels.up_projection(x, *weights_and_biases(params.ups), window, **options)
         rows = kernels.down_projection(hidden, w_down, b_down, window, 0, x.shape[1], into=rows)
     (weights,) = _weights_of_parts(tokens, w_down.shape[0], 1)
+    pre_activations = in_place(pre_activations, plan.windows)
     return pre_activations, kernels.combine(rows, tokens.dispatch.token_index_map, weights, None, 0, width=x.shape[1])
 
 
@@ -310,6 +311,7 @@ def _down_backward_by_columns(plan: Plan, dy, down: Projection, rows: Dispatch, 
     """`_down_backward` and the gradient of the down projection, with some columns of `g · H` at a time."""
     kernels, columns, dtypes = plan.kernels, down.weight.shape[1] // HALVES, _dtypes(plan, Parameters((), down)).down
     bias, bias_dtype, d_bias, d_row_weights = down.bias, dtypes.bias, None, []
+    pre_activations = in_place(pre_activations, HALVES)
     gradient = empty(down.weight.shape, dtypes.weight, dy, down.weight)
     for first in range(0, HALVES * columns, columns):
         some = {"activation": plan.activation.function, "first_column": first, "num_columns": columns}

@@ -12,6 +12,7 @@ import jaxlib.version
 from jax import lax
 from jax._src import config, core
 from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation  # not in `jax.core`
+from jax._src.interpreters.batching import BatchTrace
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax._src.pallas import mpmd
 from jax._src.sharding_impls import ShardingContext
@@ -34,6 +35,20 @@ def is_part_of_a_program() -> bool:
     while trace is not None and not isinstance(trace, DynamicJaxprTrace):
         trace = getattr(trace, "parent_trace", None)
     return trace is not None
+
+
+def is_in_a_loop() -> bool:
+    """Whether jax traces the body of a loop around the caller, or `vmap`, which may become one.
+
+    Results of a function that was traced before, outside of it, do not tell.
+    """
+    trace: Any = core.trace_ctx.trace
+    while trace is not None:
+        traced_for = trace.frame.debug_info.traced_for if isinstance(trace, DynamicJaxprTrace) else ""
+        if isinstance(trace, BatchTrace) or traced_for in ("scan", "fori_loop", "while_body"):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
 
 
 def varying_axes(*arrays) -> frozenset[str]:

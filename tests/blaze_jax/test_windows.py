@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -20,6 +21,8 @@ def windows_of(sizes: Sizes, kernels=hopper) -> int:
 def test_windows_where_many_rows_of_few_experts_meet_narrow_tokens():
     assert [windows_of(Sizes(tokens, 512, 2048, 4, 1)) for tokens in (8192, 32768, 65536, 131072)] == [1, 2, 4, 4]
     assert [windows_of(sizes) for sizes in GPU_SIZES if sizes.model_width > 512] == [1] * 5
+    assert jax.vmap(lambda _: windows_of(Sizes(32768, 512, 2048, 4, 1)))(jnp.zeros(2)).tolist() == [1, 1]
+    assert jax.lax.scan(lambda *_: (windows_of(Sizes(32768, 512, 2048, 4, 1)), None), 0, length=2)[0] == 1
     assert windows_of(Sizes(32768, 512, 1792, 4, 1)) == 1  # halves of its columns are no whole tiles
     assert windows_of(Sizes(131072, 512, 2048, 32, 1)) == 1
     assert [windows_of(Sizes(131072, 512, 2048, 4, 1), family) for family in (xla, ampere)] == [1, 1]
