@@ -3,7 +3,7 @@
 from blaze_jax import checkpoints as checkpoints
 from blaze_jax import nnx as nnx
 from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
-from blaze_jax.config import MoEConfig
+from blaze_jax.config import DenseTwin, MoEConfig
 from blaze_jax.dispatch import build_dispatch
 from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAMES
@@ -23,6 +23,7 @@ __all__ = [
     "PRE_ACTIVATION_NAMES",
     "RESIDUAL_NAMES",
     "Activation",
+    "DenseTwin",
     "Dispatch",
     "MoE",
     "MoEConfig",

@@ -13,7 +13,7 @@ from blaze_jax.implementation import Implementation, check_implementation
 from blaze_jax.plan import Save
 from blaze_jax.router import Router, check_router
 
-ParameterKind = Literal["router", "kernel", "bias"]
+ParameterKind = Literal["router", "kernel", "bias", "gain"]
 
 
 class Parameter(NamedTuple):
@@ -21,13 +21,26 @@ class Parameter(NamedTuple):
 
     Attributes:
       shape: its shape.
-      axes: a logical name per axis: "expert", "embed", "expert_mlp", "mlp" (shared experts).
-      kind: what initialises it: the router, an expert's kernel, or a bias.
+      axes: a logical name per axis: "expert", "embed", "expert_mlp", "mlp" (shared experts), "latent" (in the place of
+        the experts' "embed", where they have a narrower space); None for one of size 1.
+      kind: what initialises it: the router, an expert's kernel, a bias, or a gain, which begins as ones.
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    axes: tuple[str | None, ...]
     kind: ParameterKind
+
+
+class DenseTwin(NamedTuple):
+    """A dense feed-forward layer, `act(x·W_gate, x·W_up)·W_down` for every token.
+
+    Attributes:
+      width: its hidden width.
+      activation: a name of `ACTIVATION_NAMES`, or an `Activation`.
+    """
+
+    width: int
+    activation: str | Activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +49,15 @@ class MoEConfig:
 
     Attributes:
       num_experts: E, the number of routed experts.
-      experts_per_token: K, the experts that each token takes.
+      experts_per_token: K, the experts that each token takes; of a ReLU router and with `Router(top_p=...)` the most
+        that it takes, and None for no limit.
       expert_width: n, the hidden width of one expert.
       activation: a name of `ACTIVATION_NAMES`, or an `Activation`.
       shared_width: hidden width of the shared experts together, which see every token; 0 for none.
+      shared_gate: whether their output is scaled by the sigmoid of the token's product with a learnable vector, the
+        parameter `shared_gate` (Qwen2-MoE).
+      latent_width: width of the space in which the routed experts work, between two projections that they share
+        (LatentMoE, Nemotron 3); 0 for that of the tokens, which router and shared experts see in any case.
       router: how experts are chosen and weighted.
       load_balancing_weight: weight of the load-balancing loss that the modules report.
       z_loss_weight: weight of the router's z-loss that the modules report.
@@ -55,10 +73,12 @@ class MoEConfig:
     """
 
     num_experts: int
-    experts_per_token: int
+    experts_per_token: int | None
     expert_width: int
     activation: str | Activation = "swiglu"
     shared_width: int = 0
+    shared_gate: bool = False
+    latent_width: int = 0
     router: Router = field(default_factory=Router)
     load_balancing_weight: float = 0.01
     z_loss_weight: float = 0.0
@@ -74,15 +94,24 @@ class MoEConfig:
         check_implementation(self.implementation)
         if self.save not in get_args(Save):
             raise ValueError(f"save={self.save!r} must be one of {', '.join(get_args(Save))}")
-        check_integers(expert_width=self.expert_width, shared_width=self.shared_width)
+        widths = ("shared_width", "latent_width")
+        check_integers(expert_width=self.expert_width, **{name: getattr(self, name) for name in widths})
         if self.expert_width < 1:
             raise ValueError(f"expert_width={self.expert_width} must be at least 1")
-        check_booleans(selection_bias=self.selection_bias, router_bias=self.router_bias)
+        switches = ("shared_gate", "selection_bias", "router_bias")
+        check_booleans(**{name: getattr(self, name) for name in switches})
         weights = ("load_balancing_weight", "z_loss_weight", "bias_update_rate")
         check_numbers(**{name: getattr(self, name) for name in weights})
-        for name in ("shared_width", *weights):
+        for name in (*widths, *weights):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative or infinite")
+        if self.router.open_ended and self.has_selection_bias:
+            name = "bias_update_rate" if self.bias_update_rate else "selection_bias"
+            raise ValueError(
+                f"{name}={getattr(self, name)} must be left out: {self.router} takes experts by their logits alone"
+            )
+        if self.shared_gate and not self.shared_width:
+            raise ValueError("shared_gate=True must be left out where shared_width=0: it scales the shared experts")
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any] | str | Path) -> "MoEConfig":
@@ -99,6 +128,11 @@ class MoEConfig:
         return read_public_model(config, cls).layer
 
     @property
+    def slots(self) -> int:
+        """Experts that a token may have."""
+        return self.num_experts if self.experts_per_token is None else self.experts_per_token
+
+    @property
     def has_selection_bias(self) -> bool:
         return self.selection_bias or self.bias_update_rate > 0
 
@@ -108,28 +142,56 @@ class MoEConfig:
         Raises:
           ValueError: the width is not an integer of at least 1.
         """
-        check_integers(model_width=model_width)
-        if model_width < 1:
-            raise ValueError(f"{model_width=} must be at least 1")
+        _check_model_width(model_width)
         experts, width = self.num_experts, self.expert_width
         projections = ("gate", "up") if get_activation(self.activation).gated else ("up",)
         parameters = {"w_router": Parameter((model_width, experts), ("embed", "expert"), "router")}
         if self.router_bias:
             parameters["b_router"] = Parameter((experts,), ("expert",), "bias")
+        if self.router.weight_norm:
+            parameters["router_gain"] = Parameter((experts,), ("expert",), "gain")
+        inner, axis = (self.latent_width, "latent") if self.latent_width else (model_width, "embed")
         for name in projections:
-            parameters[f"w_{name}"] = Parameter(
-                (experts, model_width, width), ("expert", "embed", "expert_mlp"), "kernel"
-            )
-        parameters["w_down"] = Parameter((experts, width, model_width), ("expert", "expert_mlp", "embed"), "kernel")
+            parameters[f"w_{name}"] = Parameter((experts, inner, width), ("expert", axis, "expert_mlp"), "kernel")
+        parameters["w_down"] = Parameter((experts, width, inner), ("expert", "expert_mlp", axis), "kernel")
         if use_bias:
             for name in projections:
                 parameters[f"b_{name}"] = Parameter((experts, width), ("expert", "expert_mlp"), "bias")
-            parameters["b_down"] = Parameter((experts, model_width), ("expert", "embed"), "bias")
+            parameters["b_down"] = Parameter((experts, inner), ("expert", axis), "bias")
         if self.shared_width:
             for name in projections:
                 parameters[f"shared_w_{name}"] = Parameter((model_width, self.shared_width), ("embed", "mlp"), "kernel")
             parameters["shared_w_down"] = Parameter((self.shared_width, model_width), ("mlp", "embed"), "kernel")
+            if self.shared_gate:
+                parameters["shared_gate"] = Parameter((model_width, 1), ("embed", None), "kernel")
+        if self.latent_width:
+            parameters["w_latent_in"] = Parameter((model_width, inner), ("embed", axis), "kernel")
+            parameters["w_latent_out"] = Parameter((inner, model_width), (axis, "embed"), "kernel")
         return parameters
+
+    def dense_twin(self, model_width: int) -> DenseTwin:
+        """The dense layer of the same active arithmetic: a token's K experts, shared experts and latent projections.
+
+        The router's product does not count: it is what routing costs, as are its weights' and the tokens' ways. The
+        width, `K·n + shared_width` without a latent space, is rounded to an integer.
+
+        Raises:
+          ValueError: the width is not an integer of at least 1, or a token's experts are not counted.
+        """
+        _check_model_width(model_width)
+        if self.experts_per_token is None:
+            raise ValueError("experts_per_token=None has no dense twin: how many experts a token takes is not known")
+        matrices = 3 if get_activation(self.activation).gated else 2
+        width = self.experts_per_token * self.expert_width
+        if self.latent_width:
+            width = self.latent_width * (width / model_width + 2 / matrices)
+        return DenseTwin(max(1, round(width + self.shared_width)), self.activation)
+
+
+def _check_model_width(model_width: int) -> None:
+    check_integers(model_width=model_width)
+    if model_width < 1:
+        raise ValueError(f"{model_width=} must be at least 1")
 
 
 def check_config(config: MoEConfig) -> MoEConfig:

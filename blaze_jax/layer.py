@@ -69,7 +69,7 @@ class NewParameter(NamedTuple):
       draw: makes the value of a key; inside `jax.shard_map` over the axes of a `Parallelism`, this device's part of it.
     """
 
-    axes: tuple[str, ...]
+    axes: tuple[str | None, ...]
     spec: P | None
     draw: Callable[[Array], Array]
 
@@ -90,7 +90,7 @@ def new_parameters(
     """
     parameters = check_config(config).parameters(width, use_bias=use_bias)
     inside = parallel is not None and is_inside_shard_map(parallel)
-    specs = {}
+    initializers, specs = {"gain": jax.nn.initializers.ones, **initializers}, {}
     if parallel is not None and (inside or mesh_of(parallel)):
         specs = parallel.specs(config, width, use_bias=use_bias)
     new = {}
@@ -188,7 +188,7 @@ def skipped(x: Float[Array, "... d"], config: MoEConfig) -> tuple[Float[Array, "
     """Zeros of the types that `moe` returns, as if no token chose any expert."""
     wide, tokens = accumulator_dtype(x.dtype), math.prod(x.shape[:-1])
     zero, counts = jnp.zeros((), wide), jnp.zeros(config.num_experts, jnp.int32)
-    slots = (tokens, config.experts_per_token)
+    slots = (tokens, config.slots)
     experts, weights = jnp.full(slots, EMPTY_SLOT, jnp.int32), jnp.zeros(slots, wide)
     routing = Routing(experts, weights, counts, counts, zero, zero, zero, zero, {})
     return jnp.zeros_like(x), routing._replace(weighted_losses=auxiliary_losses(routing, config))
@@ -231,7 +231,7 @@ def in_common_dtype(x: Array, dtype: DTypeLike | None, params: Mapping[str, Arra
 
     The router's do not count: it computes in float32 whatever they are.
     """
-    given = [array.dtype for name, array in params.items() if not name.endswith("_router")]
+    given = [array.dtype for name, array in params.items() if "router" not in name]
     with jax.numpy_dtype_promotion("standard"):
         return x.astype(dtype or jnp.result_type(x.dtype, *given))
 

@@ -34,7 +34,16 @@ from blaze_jax.explicit_mesh import (
     tokens_in_order,
 )
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
-from blaze_jax.routing import AxisName, GivenRouting, Routing, axis_names, route_and_group, router_logits, routing_specs
+from blaze_jax.routing import (
+    AxisName,
+    ExpertFactors,
+    GivenRouting,
+    Routing,
+    axis_names,
+    route_and_group,
+    router_logits,
+    routing_specs,
+)
 from blaze_jax.transformations import compiled_once
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
@@ -170,7 +179,7 @@ def _over_mesh(
     return y, routing._replace(experts=chosen, weights=weights)
 
 
-_DENSE = ("w_router", "b_router", "shared_")
+_DENSE = ("w_router", "b_router", "router_", "w_latent_", "shared_")
 """How the names of parameters begin that every token needs."""
 
 
@@ -213,26 +222,34 @@ class _Program:
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
         with jax.named_scope("router"):  # profilers show these names
             logits = router_logits(tokens, dense("w_router", "b_router"))
-            routing, grouped = self._route(num_tokens, logits, given, selection_bias)
+            of_experts = ExpertFactors(selection_bias, dense("router_gain").get("router_gain"))
+            routing, grouped = self._route(num_tokens, logits, given, of_experts)
+        inner, latent = tokens, dense("w_latent_")
+        if latent:
+            with jax.named_scope("latent"):
+                inner = tokens @ latent["w_latent_in"].astype(tokens.dtype)
         with jax.named_scope("experts"):
             if compute := layer_form(self.experts):
                 options |= {"grouped": grouped, "parallel": self.parallel, "specs": self.specs}
-                y = compute(tokens, shards, routing.weights, routing.experts, **options)
+                y = compute(inner, shards, routing.weights, routing.experts, **options)
             else:
                 weights = (shards.get("w_gate"), shards["w_up"], shards["w_down"])
                 biases = {name: shards.get(name) for name in ("b_gate", "b_up", "b_down")}
-                y = self.experts(tokens, *weights, routing.weights, routing.experts, **biases, **options)
+                y = self.experts(inner, *weights, routing.weights, routing.experts, **biases, **options)
+        if latent:
+            with jax.named_scope("latent"):
+                y = y @ latent["w_latent_out"].astype(y.dtype)
         if config.shared_width:
             with jax.named_scope("shared_experts"):
                 y = y + shared_experts(tokens, dense("shared_"), config=config)
         return y if given.mask is None else jnp.where(given.mask[:, None], y, 0), routing
 
     def _route(
-        self, num_tokens: int, logits: Float[Array, "T E"], given: GivenRouting, selection_bias
+        self, num_tokens: int, logits: Float[Array, "T E"], given: GivenRouting, of_experts: ExpertFactors
     ) -> tuple[Routing, Grouped | None]:
         """This device's tokens routed, with losses and statistics of all; and its own pairs grouped, if they are."""
         config, axes, own = self.config, self.axes, logits.shape[0]
-        options = {"selection_bias": selection_bias, "implementation": config.implementation}
+        options = {"of_experts": of_experts, "implementation": config.implementation}
         route = partial(route_and_group, experts_per_token=config.experts_per_token, router=config.router, **options)
         if not axes:
             return route(logits, axis_name=self.outer_axes, given=given)
@@ -279,23 +296,27 @@ def shared_experts(
     def products(tokens, weights, result_dtype=dtype):
         return tuple(jnp.dot(tokens, w.astype(dtype), preferred_element_type=result_dtype) for w in weights)
 
-    def activated(*pre_activations):
-        return activation.function(*(p.astype(wide) for p in pre_activations)).astype(dtype)
+    def activated(gate, *pre_activations):
+        result = activation.function(*(p.astype(wide) for p in pre_activations))
+        return (result if gate is None else gate * result).astype(dtype)
 
     # Like the experts' kernels: the activation of the products' accumulators, and a backward pass that keeps the
-    # pre-activations and takes the products in the tokens' dtype.
+    # pre-activations and takes the products in the tokens' dtype. A gate scales what is hidden, for what it gives the
+    # output is then not kept for it.
     @jax.custom_vjp
-    def hidden(tokens, weights):
-        return activated(*products(tokens, weights, wide))
+    def hidden(tokens, weights, gate):
+        return activated(gate, *products(tokens, weights, wide))
 
-    def forward(tokens, weights):
+    def forward(tokens, weights, gate):
         pre_activations = products(tokens, weights, wide)
-        return activated(*pre_activations), (tokens, weights, tuple(p.astype(dtype) for p in pre_activations))
+        kept = tokens, weights, gate, tuple(p.astype(dtype) for p in pre_activations)
+        return activated(gate, *pre_activations), kept
 
     def backward(residuals, d_hidden):
-        tokens, weights, pre_activations = residuals
-        d_pre_activations = jax.vjp(activated, *pre_activations)[1](d_hidden)
-        return jax.vjp(products, tokens, weights)[1](d_pre_activations)
+        tokens, weights, gate, pre_activations = residuals
+        d_gate, *d_pre_activations = jax.vjp(activated, gate, *pre_activations)[1](d_hidden)
+        return *jax.vjp(products, tokens, weights)[1](tuple(d_pre_activations)), d_gate
 
     hidden.defvjp(forward, backward)
-    return jnp.dot(hidden(tokens, [params[name] for name in names]), params["shared_w_down"].astype(dtype))
+    gate = jax.nn.sigmoid(*products(tokens, [params["shared_gate"]], wide)) if config.shared_gate else None
+    return jnp.dot(hidden(tokens, [params[name] for name in names], gate), params["shared_w_down"].astype(dtype))

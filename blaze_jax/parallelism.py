@@ -98,9 +98,9 @@ class Parallelism:
     ) -> dict[str, P]:
         """How each parameter of `config.parameters(model_width)` is split, by name.
 
-        Experts are split over `expert` and, where that divides them, over `fsdp`, which else splits their embedding;
-        n over `tensor`. What every token passes through, the router and the shared experts, is split at rest over all
-        of these.
+        Experts are split over `expert` and, where that divides them, over `fsdp`, which else splits their embedding,
+        or latent space; n over `tensor`. What every token passes through, the router, the shared experts and the
+        projections of a latent space, is split at rest over all of these.
 
         Args:
           config: the layer.
@@ -122,9 +122,11 @@ class Parallelism:
 
         check("expert", "num_experts", config.num_experts)
         check("tensor", "expert_width", config.expert_width)
-        parts = {"expert": expert, "expert_mlp": tensor, "embed": fsdp}
+        parts = {"expert": expert, "expert_mlp": tensor, "embed": fsdp, "latent": fsdp}
         if config.num_experts % _devices((*expert, *fsdp), sizes) == 0:
-            parts |= {"expert": (*expert, *fsdp), "embed": ()}
+            parts |= {"expert": (*expert, *fsdp), "embed": (), "latent": ()}
+        elif config.latent_width:
+            check("fsdp", "latent_width", config.latent_width)
         else:
             check("fsdp", "model_width", model_width)
         specs = {}

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import get_args
+from typing import Literal, get_args
 
 from jax.core import min_dim
 
@@ -12,6 +12,9 @@ from blaze_jax.token_rounding import TokenRounding
 from pallas_kernels.compat import InconclusiveDimensionOperation
 from pallas_kernels.contract import Rule, Scoring
 
+RouterScoring = Literal[Scoring, "relu"]
+WeightNorm = Literal["rms"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
@@ -19,9 +22,15 @@ class Router:
 
     Attributes:
       scoring: "softmax" over all experts before selection, "softmax_selected" over the K selected logits after it, or
-        "sigmoid" of each logit.
+        "sigmoid" of each logit; or "relu": a token takes the experts whose logits are above 0, and these are their
+        weights (ReMoE, arXiv 2412.14711).
+      weight_norm: "rms" divides what "relu" leaves of a token's logits by `sqrt(mean_E relu(l)² + 1e-5)`, and takes it
+        times a gain for each expert (BlockFFN, arXiv 2507.08771).
+      top_p: a token takes its likeliest experts until their probabilities add up to at least this much, with the
+        scoring "softmax" (arXiv 2403.07652).
       normalize_weights: divide a token's weights by their sum (already one after "softmax_selected"). None does so for
         K > 1. For K = 1 it would make every weight a constant 1, from which the router learns nothing: True raises.
+        With `top_p`, where any token may have one expert, None does not; "relu" has no such weights.
       weight_scale: factor on the weights (routed_scaling_factor of DeepSeek-V3).
       num_groups: experts fall into this many equal groups of consecutive ids; 1 for no groups.
       groups_per_token: a token chooses only from this many groups, those with the largest sum of their two best scores.
@@ -38,7 +47,9 @@ class Router:
       rounding_slots: experts that rounding may add to one token.
     """
 
-    scoring: Scoring = "softmax"
+    scoring: RouterScoring = "softmax"
+    weight_norm: WeightNorm | None = None
+    top_p: float | None = None
     normalize_weights: bool | None = None
     weight_scale: float = 1.0
     num_groups: int = 1
@@ -57,10 +68,21 @@ class Router:
             check_integers(expert_capacity=self.expert_capacity)
         if self.capacity_factor is not None:
             check_numbers(capacity_factor=self.capacity_factor)
+        if self.top_p is not None:
+            check_numbers(top_p=self.top_p)
         rounding, factor, groups = get_args(TokenRounding), self.capacity_factor, self.num_groups
+        scorings, relu = get_args(RouterScoring), self.scoring == "relu"
         rules = {
-            "scoring": (self.scoring in get_args(Scoring), f"one of {', '.join(get_args(Scoring))}"),
-            "normalize_weights": (self.normalize_weights in (None, True, False), "None, True or False"),
+            "scoring": (self.scoring in scorings, f"one of {', '.join(scorings)}"),
+            "weight_norm": (self.weight_norm in (None, *(["rms"] if relu else [])), "None, or 'rms' of scoring='relu'"),
+            "top_p": (
+                self.top_p is None or (0 < self.top_p <= 1 and self.scoring == "softmax"),
+                "None, or above 0 and at most 1 with scoring='softmax'",
+            ),
+            "normalize_weights": (
+                self.normalize_weights in ((None, False) if relu else (None, True, False)),
+                "None, True or False, and not True with scoring='relu'",
+            ),
             "weight_scale": (0 < self.weight_scale < math.inf, "positive and finite"),
             "num_groups": (groups >= 1, "at least 1"),
             "groups_per_token": (1 <= self.groups_per_token <= groups, f"from 1 to num_groups={groups}"),
@@ -70,21 +92,35 @@ class Router:
             "rounding_tile": (self.rounding_tile >= 1, "at least 1"),
             "rounding_slots": (self.rounding_slots >= 0, "at least 0"),
         }
+        if self.open_ended:
+            of_number = "where a token has no fixed number of experts"
+            for name, value in {"num_groups": 1, "capacity_factor": None, "token_rounding": None}.items():
+                rules[name] = (getattr(self, name) == value, f"{value} {of_number}")
         check_fields(self, rules)
         deciders = {name: getattr(self, name) for name in ("expert_capacity", "capacity_factor", "token_rounding")}
         given = [f"{name}={value!r}" for name, value in deciders.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: one alone may decide which tokens are kept")
 
-    def check(self, num_experts: int, experts_per_token: int) -> None:
+    @property
+    def open_ended(self) -> bool:
+        """Whether the tokens decide how many experts each of them takes."""
+        return self.scoring == "relu" or self.top_p is not None
+
+    def check(self, num_experts: int, experts_per_token: int | None) -> None:
         """Raises ValueError naming the first option that does not fit a layer of these sizes."""
-        check_integers(num_experts=num_experts, experts_per_token=experts_per_token)
+        check_integers(num_experts=num_experts)
         if num_experts < 1:
             raise ValueError(f"{num_experts=} must be at least 1")
+        if experts_per_token is None:
+            if not self.open_ended:
+                raise ValueError(f"{experts_per_token=} must be an integer, unless scoring='relu' or with top_p")
+            return
+        check_integers(experts_per_token=experts_per_token)
         if not 1 <= experts_per_token <= num_experts:
             raise ValueError(f"{experts_per_token=} must be from 1 to {num_experts=}")
         learns = "where experts_per_token=1: every weight would be a constant 1, and the router would not learn"
-        alone = experts_per_token == 1
+        alone = experts_per_token == 1 and not self.open_ended
         choice = num_experts // self.num_groups * self.groups_per_token
         enough = f"enough to choose {experts_per_token=} from {choice} experts"
         rules = {
@@ -96,7 +132,8 @@ class Router:
         check_fields(self, rules)
 
     def rule(self, experts_per_token: int) -> Rule:
-        """The part of the options that the kernels carry out."""
+        """The part of the options that the kernels carry out, for routers that are not open-ended."""
+        assert self.scoring != "relu"
         return Rule(
             experts_per_token=experts_per_token,
             scoring=self.scoring,
@@ -110,10 +147,10 @@ class Router:
         """The router of that phase: rounding serves training only."""
         return self if train else replace(self, token_rounding=None)
 
-    def capacity(self, num_tokens: int, num_experts: int, experts_per_token: int) -> int | None:
+    def capacity(self, num_tokens: int, num_experts: int, experts_per_token: int | None) -> int | None:
         """Tokens an expert takes at most, None for no limit."""
         capacity = self.expert_capacity
-        if self.capacity_factor is not None:
+        if self.capacity_factor is not None and experts_per_token is not None:
             of_tokens = Fraction(str(self.capacity_factor)) * experts_per_token / num_experts
             capacity = -(-of_tokens.numerator * num_tokens // of_tokens.denominator)
         return None if capacity is None else min_dim(capacity, num_tokens)

@@ -9,10 +9,16 @@ import jax.numpy as jnp
 from jax import P, lax
 from jaxtyping import Array, Bool, Float, Int
 
+from blaze_jax.active_experts import demand_of, has_expert, route_open_ended, shares_of_pairs
 from blaze_jax.checks import as_array
 from blaze_jax.dispatch import Grouped, check_ids, group_by_expert, int32_experts
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, placed, token_axes
-from blaze_jax.implementation import Implementation, choose_router_implementation, kernels_of
+from blaze_jax.implementation import (
+    Implementation,
+    choose_dispatch_implementation,
+    choose_router_implementation,
+    kernels_of,
+)
 from blaze_jax.router import Router, check_router
 from blaze_jax.token_rounding import round_token_counts
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once, differentiated_once
@@ -25,19 +31,21 @@ type AxisName = str | tuple[str, ...] | None
 
 
 class Routing(NamedTuple):
-    """The router's decision. K' is K, plus `rounding_slots` when token rounding adds experts to a token.
+    """The router's decision. K' is K, or E for None, plus `rounding_slots` when token rounding adds experts to a token.
 
     The counts, losses and shares are those of all tokens of the call; with an `axis_name`, of all devices along it. A
     token without a possible expert, as padding with logits of -inf is, counts in none of them: T are the others.
 
     Attributes:
-      experts: `(T, K')` int32, best first; -1 marks an empty slot (none possible, dropped by capacity, or rounding).
+      experts: `(T, K')` int32, best first, or, from a ReLU router without K, expert e in slot e; -1 marks an empty slot
+        (none possible or wanted, dropped by capacity, or rounding).
       weights: `(T, K')` float32, 0 in an empty slot. The gradient flows through them.
       tokens_per_expert: `(E,)` int32, tokens each expert computes.
       demand: `(E,)` int32, tokens that chose each expert, before any were dropped or added.
       dropped_share: float32, the share of the choices that were dropped.
       load_balancing_loss: float32, `E · Σ_e demand_e / (T·K) · mean_t probability_te` (Switch Transformer), 1 in
-        perfect balance.
+        perfect balance. Where tokens have no fixed number of experts, `Σ demand` takes the place of T·K; of a ReLU
+        router, a token's probabilities are `relu(l) / Σ relu(l)`.
       z_loss: float32, mean of `logsumexp(logits)²` (ST-MoE).
       entropy: float32, mean entropy of a token's expert probabilities, in nats, at most `log E`.
       weighted_losses: from `moe`, the losses above that its configuration gives a weight, times that weight, by name:
@@ -91,14 +99,21 @@ class GivenRouting(NamedTuple):
         """Whether the experts of a token depend on that token only."""
         return self.expert_ids is not None or router.treats_tokens_apart()
 
-    def applied(self, logits: Float[Array, "T E"]) -> tuple[Float[Array, "T E"], Int[Array, "T slots"] | None]:
-        """The logits, -inf for tokens that go nowhere, and the given experts, E where a token has one again."""
+    def applied(
+        self, logits: Float[Array, "T E"], router: Router
+    ) -> tuple[Float[Array, "T E"], Int[Array, "T slots"] | None]:
+        """The logits, -inf for tokens that go nowhere, and the given experts, E where a token has one again.
+
+        A token for which no experts are given goes nowhere, unless that may be a choice of this router.
+        """
         mask, ids = self
         if ids is not None:
-            some = (ids != EMPTY_SLOT).any(-1)
-            mask = some if mask is None else mask & some
+            if router.scoring != "relu":
+                some = (ids != EMPTY_SLOT).any(-1)
+                mask = some if mask is None else mask & some
             again = jnp.tril(ids[:, :, None] == ids[:, None], -1).any(-1) & (ids != EMPTY_SLOT)
-            ids = jnp.where(mask[:, None], jnp.where(again, logits.shape[1], ids), EMPTY_SLOT)
+            ids = jnp.where(again, logits.shape[1], ids)
+            ids = ids if mask is None else jnp.where(mask[:, None], ids, EMPTY_SLOT)
         return (logits if mask is None else jnp.where(mask[:, None], logits, -jnp.inf)), ids
 
 
@@ -110,10 +125,11 @@ def routing_specs(by_token: P) -> Routing:
 
 def route(
     logits: Float[Array, "T E"],
-    experts_per_token: int,
+    experts_per_token: int | None,
     *,
     router: Router | None = None,
     selection_bias: Float[Array, " E"] | None = None,
+    gain: Float[Array, " E"] | None = None,
     mask: Bool[Array, " T"] | None = None,
     expert_ids: Int[Array, "T slots"] | None = None,
     axis_name: AxisName = None,
@@ -133,9 +149,10 @@ def route(
 
     Args:
       logits: router logits.
-      experts_per_token: K.
+      experts_per_token: K; of a ReLU router and with `top_p` the most that a token takes, and None for no limit.
       router: how to choose; or give its fields as keywords, `route(logits, 2, scoring="sigmoid")`.
       selection_bias: added to the scores for selection only, not to the weights (loss-free balancing).
+      gain: factors of the experts' weights with `weight_norm`, None for ones.
       mask: True for real tokens. The others go to no expert, and count in no loss, statistic or capacity.
       expert_ids: the experts of every token, -1 for none, as in `Routing.experts` of an earlier call.
       axis_name: inside `jax.shard_map`, the mesh axes (one or several) over which the tokens are split: demand, losses
@@ -158,14 +175,38 @@ def route(
         raise ValueError(f"logits must be a floating array (T, E), got {logits.dtype} of shape {logits.shape}")
     num_tokens, num_experts = logits.shape
     given = GivenRouting(mask, expert_ids).checked((num_tokens,), num_experts)
-    return route_and_group(logits, experts_per_token, router, selection_bias, axis_name, implementation, given)[0]
+    of_experts = ExpertFactors(selection_bias, gain)
+    return route_and_group(logits, experts_per_token, router, of_experts, axis_name, implementation, given)[0]
+
+
+class ExpertFactors(NamedTuple):
+    """What a router has of each expert beside the logits, `(E,)` or None; see `route`."""
+
+    selection_bias: Float[Array, " E"] | None = None
+    gain: Float[Array, " E"] | None = None
+
+    def checked(self, num_experts: int, router: Router) -> "ExpertFactors":
+        """Both as arrays; ValueError if one does not fit."""
+        arrays = {name: a if a is None else as_array(name, a) for name, a in self._asdict().items()}
+        for name, array in arrays.items():
+            if array is None:
+                continue
+            if not jnp.issubdtype(array.dtype, jnp.floating):
+                raise ValueError(f"{name} has dtype {array.dtype}, must be floating")
+            if array.shape != (num_experts,):
+                raise ValueError(f"{name} has shape {array.shape}, must be {(num_experts,)}")
+        if self.gain is not None and router.weight_norm is None:
+            raise ValueError(f"gain must be None, because {router} has weight_norm=None")
+        if self.selection_bias is not None and router.open_ended:
+            raise ValueError(f"selection_bias must be None, because {router} takes experts by their logits alone")
+        return ExpertFactors(**arrays)
 
 
 def route_and_group(
     logits: Float[Array, "T E"],
-    experts_per_token: int,
+    experts_per_token: int | None,
     router: Router,
-    selection_bias: Float[Array, " E"] | None = None,
+    of_experts: ExpertFactors = ExpertFactors(),
     axis_name: AxisName = None,
     implementation: Implementation | None = None,
     given: GivenRouting = GivenRouting(),
@@ -176,36 +217,31 @@ def route_and_group(
     """
     num_experts = logits.shape[1]
     router.check(num_experts, experts_per_token)
-    if selection_bias is not None:
-        selection_bias = as_array("selection_bias", selection_bias)
-        if not jnp.issubdtype(selection_bias.dtype, jnp.floating):
-            raise ValueError(f"selection_bias has dtype {selection_bias.dtype}, must be floating")
-        if selection_bias.shape != (num_experts,):
-            raise ValueError(f"selection_bias has shape {selection_bias.shape}, must be {(num_experts,)}")
+    of_experts = of_experts.checked(num_experts, router)
     axes = axis_names(axis_name)
     options = {"experts_per_token": experts_per_token, "router": router, "implementation": implementation}
-    return _route_where_tokens_are(logits, given, selection_bias, axes=axes, **options)
+    return _route_where_tokens_are(logits, given, of_experts, axes=axes, **options)
 
 
 @compiled_once("experts_per_token", "router", "axes", "implementation")
 def _route_where_tokens_are(
-    logits, given: GivenRouting, selection_bias, *, axes: tuple[str, ...], **options: Any
+    logits, given: GivenRouting, of_experts: ExpertFactors, *, axes: tuple[str, ...], **options: Any
 ) -> tuple[Routing, Grouped | None]:
-    mesh = explicit_mesh(logits, selection_bias)
+    mesh = explicit_mesh(logits, of_experts)
     if mesh is None:
-        return _route(logits, given, selection_bias, axes=axes, **options)
+        return _route(logits, given, of_experts, axes=axes, **options)
 
     # Capacity and rounding look at all tokens: every device then routes them all.
     of_token = token_axes(logits)
     split = of_token if given.treats_tokens_apart(options["router"]) else ()
 
-    def route_here(logits, given, selection_bias):
-        routing, _ = _route(logits, given, selection_bias, axes=(*axes, *split), **options)
+    def route_here(logits, given, of_experts):
+        routing, _ = _route(logits, given, of_experts, axes=(*axes, *split), **options)
         return routing  # what is grouped here are one device's pairs
 
     by_token = P(split or None)
     specs = (by_token, by_token, P()), routing_specs(by_token)
-    routing = per_device(route_here, mesh, *specs, logits, given, selection_bias, explicit=mesh)
+    routing = per_device(route_here, mesh, *specs, logits, given, of_experts, explicit=mesh)
     experts, weights = placed((routing.experts, routing.weights), P(of_token or None), mesh)
     return routing._replace(experts=experts, weights=weights), None
 
@@ -223,18 +259,21 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
 def _route(
     logits,
     given: GivenRouting,
-    selection_bias,
+    of_experts: ExpertFactors,
     *,
-    experts_per_token: int,
+    experts_per_token: int | None,
     router: Router,
     implementation: Implementation | None,
     axes: tuple[str, ...],
 ) -> tuple[Routing, Grouped | None]:
-    num_tokens, num_experts = logits.shape
-    kernels = kernels_of(choose_router_implementation(implementation, logits, experts_per_token), num_tokens)
-    rule = router.rule(experts_per_token)
-    logits, given_experts = given.applied(logits)
-    routed = _differentiable_router(kernels, logits, selection_bias, given_experts, rule)
+    (num_tokens, num_experts), slots = logits.shape, experts_per_token or logits.shape[1]
+    logits, given_experts = given.applied(logits, router)
+    if router.open_ended:
+        kernels = kernels_of(choose_dispatch_implementation(implementation, logits, num_experts), num_tokens)
+        routed = route_open_ended(logits, experts_per_token, router, of_experts.gain, given_experts)
+    else:
+        kernels = kernels_of(choose_router_implementation(implementation, logits, slots), num_tokens)
+        routed = _differentiable_router(kernels, logits, of_experts.selection_bias, given_experts, router.rule(slots))
     experts, weights, demand = routed.experts, routed.weights, routed.demand
     tokens_per_expert, dropped = demand, jnp.int32(0)
     grouped = Grouped(kernels, routed.dispatch) if routed.dispatch else None
@@ -243,9 +282,10 @@ def _route(
     elif capacity := router.capacity(num_tokens, num_experts, experts_per_token):
         experts = _drop_beyond_capacity(kernels, routed, capacity)
         weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
-        tokens_per_expert = jnp.minimum(demand, capacity)
-    elif (mode := router.token_rounding) and router.rounds(num_tokens, num_experts, experts_per_token):
-        wide = widened(logits)
+        if not router.open_ended:
+            tokens_per_expert = jnp.minimum(demand, capacity)
+    elif (mode := router.token_rounding) and router.rounds(num_tokens, num_experts, slots):
+        wide, rule = widened(logits), router.rule(slots)
         experts, tokens_per_expert = round_token_counts(
             ranking_scores(wide, rule),
             routed.experts,
@@ -256,11 +296,15 @@ def _route(
             kernels=kernels,
         )
         weights = weights_of(wide, routed.experts, experts, rule)
-    if experts is not routed.experts:
-        dropped = demand.sum() - (experts[:, :experts_per_token] != EMPTY_SLOT).sum()
-        grouped = None
-
-    losses = _losses(routed, axes, num_tokens, experts_per_token)
+    if router.open_ended:
+        tokens_per_expert = demand_of(experts, num_experts)
+        dropped = demand.sum() - tokens_per_expert.sum()
+        losses = _losses(routed, has_expert(logits)[:, 0], axes, num_tokens)
+    else:
+        if experts is not routed.experts:
+            dropped = demand.sum() - (experts[:, :slots] != EMPTY_SLOT).sum()
+            grouped = None
+        losses = _losses(routed, (routed.experts != EMPTY_SLOT).any(1), axes, num_tokens, slots)
     if axes:
         demand, tokens_per_expert, dropped = lax.psum((demand, tokens_per_expert, dropped), axes)
     routing = Routing(
@@ -277,17 +321,32 @@ def _route(
     return routing, grouped
 
 
-def _losses(routed: Routed, axes: tuple[str, ...], num_tokens: int, experts_per_token: int) -> Losses:
-    """The losses of the tokens that have an expert, on all devices; the router's are means of `num_tokens` on each."""
-    counted, losses = jnp.sum((routed.experts != EMPTY_SLOT).any(1), dtype=jnp.int32), routed.losses
+def _losses(
+    routed: Routed,
+    counts: Bool[Array, " T"],
+    axes: tuple[str, ...],
+    num_tokens: int,
+    experts_per_token: int | None = None,
+) -> Losses:
+    """The losses of the tokens that count, on all devices; the router's are means of `num_tokens` on each.
+
+    Without `experts_per_token`, tokens have had any number of experts.
+    """
+    counted, losses = jnp.sum(counts, dtype=jnp.int32), routed.losses
     if axes:
         demand, counted, devices = lax.psum((routed.demand, counted, 1), axes)
         probability, *means = lax.pmean((routed.probability, losses.squared_log, losses.entropy), axes)
         num_tokens *= devices
-        losses = Losses(balance_loss(demand, probability, max(num_tokens, 1) * experts_per_token), *means)
+        if experts_per_token is None:
+            balance = shares_of_pairs(demand, probability)
+        else:
+            balance = balance_loss(demand, probability, max(num_tokens, 1) * experts_per_token)
+        losses = Losses(balance, *means)
     dtype = losses.entropy.dtype
     share = jnp.asarray(num_tokens).astype(dtype) / jnp.maximum(counted, 1).astype(dtype)
-    return Losses(losses.balance * share * share, losses.squared_log * share, losses.entropy * share)
+    balance = losses.balance * share
+    balance = balance if experts_per_token is None else balance * share
+    return Losses(balance, losses.squared_log * share, losses.entropy * share)
 
 
 def update_selection_bias(

@@ -18,13 +18,16 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS / "results"
 README = DOCS.parent / "README.md"
 
+PICTURED = "H200"
+"""The GPU of figures and of the README's table; the tables of the documents are of every GPU."""
+
 type Result = dict[str, Any]
 
 
 def main() -> None:
     """Draws the figures and writes the tables of all recorded results."""
     results = recorded_results()
-    for file in draw(results, RESULTS):
+    for file in draw(of_pictured(results), RESULTS):
         print(f"drew {file}")
     for path in (DOCS / "benchmarks.md", README):
         path.write_text(written(path.read_text(encoding="utf-8"), results), encoding="utf-8")
@@ -44,7 +47,7 @@ def written(page: str, results: Sequence[Result]) -> str:
 def render(kind: str, results: Sequence[Result]) -> str:
     """The tables of a kind of results, each with where and how they were taken; or the "summary" of all."""
     if kind == "summary":
-        return summary(results)
+        return summary(of_pictured(results))
     lines: list[str] = []
     for result in results:
         if records := of_kind(kind, [result]):
@@ -59,6 +62,11 @@ def render(kind: str, results: Sequence[Result]) -> str:
 def of_kind(kind: str, results: Sequence[Result]) -> list[Record]:
     """All records of a kind."""
     return [record for result in results for record in result["records"] if record["kind"] == kind]
+
+
+def of_pictured(results: Sequence[Result]) -> list[Result]:
+    """The results of one GPU, so that no figure or table mixes those of several."""
+    return [result for result in results if PICTURED.lower() in result["environment"]["device"].lower()]
 
 
 def summary(results: Sequence[Result]) -> str:

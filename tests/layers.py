@@ -22,6 +22,7 @@ CONFIGS = {
         expert_width=8,
         activation="gelu",
         shared_width=5,
+        shared_gate=True,
         router=Router(scoring="sigmoid", num_groups=3, groups_per_token=2, weight_scale=2.5),
         z_loss_weight=0.001,
         bias_update_rate=0.1,

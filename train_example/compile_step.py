@@ -38,7 +38,7 @@ def xla_options(config: TrainConfig) -> dict[str, Any]:
     tokens' gradients by scatters, and in place of each XLA would sort all numbers of all rows, 134 million for 16,384
     tokens of `1b`, twice in every layer.
     """
-    wanted = jax.default_backend() == "gpu" and config.experts_layer == "blaze_jax"
+    wanted = jax.default_backend() == "gpu" and config.experts_layer in ("blaze_jax", "dense-twin")
     return transport_options() | ({"xla_gpu_exclude_nondeterministic_ops": True} if wanted else {})
 
 

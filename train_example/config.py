@@ -15,9 +15,9 @@ AttentionKernel = Literal["cudnn", "xla"]
 QKNorm = Literal["head", "token"]
 """The numbers that a norm of queries and keys takes together: those of a head, or those of all heads of a token."""
 
-ExpertsLayer = Literal["blaze_jax", "sort+tokamax", "sort+ragged_dot"]
+ExpertsLayer = Literal["blaze_jax", "sort+tokamax", "sort+ragged_dot", "dense-twin"]
 """The layer that computes the experts: this library's; or a sort, a copy of the tokens in expert order, and grouped
-products by tokamax or by jax.lax.ragged_dot."""
+products by tokamax or by jax.lax.ragged_dot. Or no experts: in their place a dense layer of as much arithmetic."""
 
 Remat = Literal["none", "except-experts", "full"]
 """How much of a block the backward pass computes again: nothing; all but what the experts keep by their own `save`;
@@ -127,7 +127,8 @@ class TrainConfig:
         or everything.
       save: what the experts keep for their backward pass, see `blaze_jax.expert_ffn`.
       implementation: the kernels that compute the experts; left out, the best that can run here.
-      experts_layer: what computes the experts: blaze_jax, or a conventional layer to compare it with.
+      experts_layer: what computes the experts: blaze_jax, or a conventional layer to compare it with; or dense-twin, a
+        dense layer of the arithmetic that a token's experts take, in their place.
       attention: what computes the attention; left out, the best that can run here.
       unroll: whether the program has every block by itself, instead of a loop over one.
       checkpoint: folder of a public model, OLMoE or Qwen3-MoE, to fine-tune and save again; left out, a fresh one.

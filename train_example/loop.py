@@ -40,14 +40,15 @@ def train(
     first, parallel = int(state.step), model.parallel
     if first == config.steps:
         return
-    everywhere = None if parallel is None else NamedSharding(mesh_of(parallel), P())
+    shardings = step_shardings(parallel, state)
     place = partial(placed, config, corpus, parallel)
     batch = place(corpus.batch_starts(config.seed, first, config.batch_size))
     held_out = place(corpus.held_out_starts(_MAX_HELD_OUT_WINDOWS, config.batch_size))
     # Ahead of time: compiling cannot happen twice, and no step's time has it.
-    shardings = None if parallel is None else (jax.tree.map(lambda array: array.sharding, state), everywhere)
     train_step = lower_step(config, model, state, batch, shardings).compile(xla_options(config))
-    evaluate = jax.jit(make_evaluation(model), out_shardings=everywhere).lower(state, held_out).compile()
+    evaluate = (
+        jax.jit(make_evaluation(model), out_shardings=shardings and shardings[1]).lower(state, held_out).compile()
+    )
     start = time.perf_counter() - elapsed
     for step in range(first + 1, config.steps + 1):
         step_start = time.perf_counter()
@@ -95,6 +96,13 @@ def placed(config: TrainConfig, corpus: Corpus, parallel: Parallelism | None, st
         return corpus.windows(starts if index is None else starts[index[:2]])
 
     return jax.make_array_from_callback((*starts.shape, config.sequence_length + 1), by_sequence, read)
+
+
+def step_shardings(parallel: Parallelism | None, state: TrainState) -> tuple[TrainState, NamedSharding] | None:
+    """How a step leaves its two results on the mesh, the state as it is and metrics everywhere; None without one."""
+    if parallel is None:
+        return None
+    return jax.tree.map(lambda array: array.sharding, state), NamedSharding(mesh_of(parallel), P())
 
 
 def mesh_of(parallel: Parallelism) -> Mesh:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from blaze_jax import RESIDUAL_NAMES, MoE, MoEConfig, Parallelism, expert_ffn
+from blaze_jax import RESIDUAL_NAMES, DenseTwin, MoE, MoEConfig, Parallelism, expert_ffn
 from train_example.config import AttentionKernel, ModelConfig, Remat
 from train_example.layers import Attention, DenseFeedForward, RMSNorm, Rotation, rotation
 
@@ -27,6 +27,7 @@ class Decoder(nn.Module):
       unroll: whether the program has every block by itself, instead of a loop over one: the compiler takes longer, and
         the program copies less.
       parallel: how the Mixture-of-Experts layers are split over devices.
+      dense_twin: the dense layer that takes the place of each Mixture-of-Experts layer; None for none.
     """
 
     config: ModelConfig
@@ -37,6 +38,7 @@ class Decoder(nn.Module):
     attention: AttentionKernel | None = None
     unroll: bool = False
     parallel: Parallelism | None = None
+    dense_twin: DenseTwin | None = None
 
     @nn.compact
     def __call__(self, tokens: Int[Array, "B S"], *, train: bool = False) -> Float[Array, "B S V"]:
@@ -60,11 +62,12 @@ class Decoder(nn.Module):
         config, dtype, block = self.config, self.dtype, Block
         qk_norm = config.qk_norm, config.norm_epsilon
         attention = partial(Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm)
-        if name.startswith("moe"):
+        if name.startswith("moe") and self.dense_twin is None:
             options = {"experts": self.experts, "parallel": self.parallel, "train": train}
             feed_forward = partial(MoE, self.moe, dtype=dtype, **options, name="moe")
         else:
-            feed_forward = partial(DenseFeedForward, config.dense_width, config.activation, dtype, name="feed_forward")
+            width = self.dense_twin.width if self.dense_twin and name.startswith("moe") else config.dense_width
+            feed_forward = partial(DenseFeedForward, width, config.activation, dtype, name="feed_forward")
         if self.remat != "none":
             kept = RESIDUAL_NAMES if self.remat == "except-experts" else ()
             policy = jax.checkpoint_policies.save_only_these_names(*kept)

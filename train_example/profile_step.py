@@ -32,7 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = options_parser("train_example.profile_step", __doc__)
     add = parser.add_argument
-    add("--experts-layer", choices=get_args(ExpertsLayer), default="blaze_jax", help="what computes the experts")
+    layers = [layer for layer in get_args(ExpertsLayer) if layer != "dense-twin"]  # whose parts are not told apart
+    add("--experts-layer", choices=layers, default="blaze_jax", help="what computes the experts")
     add("--traced", type=whole(1), default=5, metavar="STEPS", help="steps under the profiler (5)")
     add("--json", type=Path, metavar="FILE", help="write the result")
     add("--plot", type=Path, metavar="FILE", help="draw it as a PNG file")

@@ -49,7 +49,8 @@ class StepMetrics(NamedTuple):
       auxiliary_loss: sum of the layers' weighted auxiliary losses.
       gradient_norm: norm of all gradients together, before clipping.
       learning_rate: the rate that this step took.
-      tokens_per_expert: int32, the load of every expert of every Mixture-of-Experts layer, first to last.
+      tokens_per_expert: int32, the load of every expert of every Mixture-of-Experts layer, first to last; a dense twin
+        of such a layer is one expert, which every token takes.
     """
 
     loss: Float[Array, ""]
@@ -190,7 +191,11 @@ def _loss(
     logits, sown = model.apply(variables, windows[:, :-1], train=True, mutable=collections)
     loss = cross_entropy(logits, windows)
     auxiliary_loss = sum((leaf.sum() for leaf in jax.tree.leaves(sown.get("losses", {}))), jnp.float32(0))
-    stacks = [sown["intermediates"][name]["moe"] for name in model.config.stacks() if name.startswith("moe")]
-    load = jnp.concatenate([jnp.asarray(counts) for stack in stacks for counts in stack["tokens_per_expert"]])
+    stacks = {name: layers for name, layers in model.config.stacks().items() if name.startswith("moe")}
+    if model.dense_twin is None:
+        counts = [stack for name in stacks for stack in sown["intermediates"][name]["moe"]["tokens_per_expert"]]
+        load = jnp.concatenate([jnp.asarray(stack) for stack in counts])
+    else:
+        load = jnp.full((sum(map(len, stacks.values())), 1), windows[:, 1:].size, jnp.int32)
     report = {"loss": loss, "auxiliary_loss": auxiliary_loss, "tokens_per_expert": load}
     return loss + auxiliary_loss, (sown.get("router_state", {}), report)

@@ -244,10 +244,12 @@ def _scaling(records: Sequence[Record]) -> Figure:
 def _training(records: Sequence[Record]) -> Figure:
     figure = new_figure(11, 4.2, "The same model, trained with each layer: {}".format(records[0]["title"]))
     curves, *others = figure.subplots(1, 3, width_ratios=(1.8, 1, 1))
+    by_time = any(record["layer"] == "dense-twin" for record in records)  # which takes other steps in the same time
     for record, color, style in zip(records, (BLUE, RED, GREY), ("-", "--", ":"), strict=False):
-        steps = range(1, len(record["loss"]) + 1)
+        length = record["step_seconds"] if by_time else 1
+        steps = [length * step for step in range(1, len(record["loss"]) + 1)]
         curves.plot(steps, record["loss"], style, color=color, linewidth=1.4, label=record["layer"])
-    curves.set(xlabel="step", ylabel="training loss, bits per byte")
+    curves.set(xlabel="seconds" if by_time else "step", ylabel="training loss, bits per byte")
     curves.legend(frameon=False, fontsize=8)
     curves.spines[["top", "right"]].set_visible(False)
     halves = ("tokens_per_second", "tokens/s", "{:,.0f}"), ("peak_gib", "peak memory, GiB", "{:.1f}")

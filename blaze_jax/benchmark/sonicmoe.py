@@ -66,7 +66,7 @@ def sonicmoe_calls(x, w_gate, w_up, w_down, weights, experts) -> tuple[str, dict
     def both():
         return OnDevice(torch, torch.autograd.grad(experts_alone(), leaves, cotangent))
 
-    version = f"{sonicmoe.__version__}, torch {torch.__version__}"
+    version = f"{sonicmoe.__version__}, torch {torch.__version__.partition('+')[0]}"
     return version, {BOTH: both, FORWARD: lambda: OnDevice(torch, experts_alone())}
 
 

@@ -219,6 +219,8 @@ def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
     """Returns the block of experts of that layer; CheckpointError unless its tensors are those of the configuration."""
     layout, prefix = _find_layout(folder, layer, config)
     expected = entries(config, folder[prefix + layout.tensors[0].name].shape[1], layout.use_bias)
+    if homeless := sorted(expected.keys() - layout.parameters - {SELECTION_BIAS}):
+        raise CheckpointError(f"{folder.origin}: layer {layer}: the layout {layout.name!r} has no {homeless[0]}")
     sources = {SELECTION_BIAS: [Source(decode.UNCODED, (), (np.zeros(config.num_experts, np.float32),))]}
     for tensor in layout.of(expected):
         names = [prefix + name for name in tensor.names(config.num_experts)]

@@ -20,6 +20,7 @@ def config(**changes) -> MoEConfig:
 OF_EXPERTS = {"w_router": (4, 6), "w_up": (6, 4, 5), "w_down": (6, 5, 4)}
 BIASES = {"b_up": (6, 5), "b_down": (6, 4)}
 SHARED = {"shared_w_up": (4, 7), "shared_w_down": (7, 4)}
+GATE = {"shared_gate": (4, 1)}
 IDENTITY = Activation("identity", lambda x: x, gated=False)
 
 
@@ -28,6 +29,7 @@ IDENTITY = Activation("identity", lambda x: x, gated=False)
     [
         ({}, False, OF_EXPERTS | {"w_gate": (6, 4, 5)}),
         ({"activation": "gelu", "shared_width": 7}, True, OF_EXPERTS | BIASES | SHARED),
+        ({"activation": "gelu", "shared_width": 7, "shared_gate": True}, True, OF_EXPERTS | BIASES | SHARED | GATE),
         ({"activation": IDENTITY}, False, OF_EXPERTS),
     ],
 )
@@ -38,8 +40,8 @@ def test_shapes_of_the_parameters(changes, use_bias, shapes):
 
 
 def test_every_axis_is_named():
-    sizes = {"embed": 4, "expert": 6, "expert_mlp": 5, "mlp": 7}
-    for name, parameter in config(shared_width=7).parameters(4, use_bias=True).items():
+    sizes = {"embed": 4, "expert": 6, "expert_mlp": 5, "mlp": 7, None: 1}
+    for name, parameter in config(shared_width=7, shared_gate=True).parameters(4, use_bias=True).items():
         assert parameter.shape == tuple(sizes[axis] for axis in parameter.axes), name
         assert parameter.kind == ("router" if name == "w_router" else "bias" if name[0] == "b" else "kernel")
 
@@ -65,6 +67,8 @@ MISUSES = [
     (config, WEIGHTS, ("0.1", True, None), "must be a number"),
     (config, (*WEIGHTS, "shared_width"), (-1,), "must not be negative"),
     (config, WEIGHTS, (math.nan, math.inf), "must not be negative or infinite"),
+    (config, ("shared_gate",), (True,), "must be left out where shared_width=0"),
+    (config, ("shared_gate",), (1, None), "must be True or False"),
     (config, ("activation",), ("tanh", ["swiglu"], None), "must be an Activation or one of swiglu"),
     (config, ("router",), ("sigmoid", None), "must be a Router"),
     (config, ("save",), ("all",), "must be one of pre_activations, inputs"),

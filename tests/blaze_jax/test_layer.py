@@ -19,15 +19,16 @@ SHARED = ("shared_w_gate", "shared_w_up", "shared_w_down")
 
 
 def expected(x, params, config, *, selection_bias=None, train=False):
-    """Output by dense parts; the shared experts are an expert that every token has at weight one."""
+    """Output by dense parts; the shared experts are one that every token has, at the gate's weight or one."""
     router = config.router.for_phase(train)
     logits = jnp.dot(x, params["w_router"], precision="highest") + params.get("b_router", 0)
     routing = route(logits, config.experts_per_token, router=router, selection_bias=selection_bias)
-    own = {name: value for name, value in params.items() if "router" not in name and name not in SHARED}
+    own = {name: value for name, value in params.items() if "router" not in name and "shared" not in name}
     y = apply(dense_expert_ffn, x, own, routing.weights, routing.experts, activation=config.activation)
     if config.shared_width:
         shared = {name.removeprefix("shared_"): params[name][None] for name in SHARED if name in params}
-        everyone = jnp.ones((len(x), 1)), jnp.zeros((len(x), 1), jnp.int32)
+        weight = jax.nn.sigmoid(x @ params["shared_gate"]) if config.shared_gate else jnp.ones((len(x), 1))
+        everyone = weight, jnp.zeros((len(x), 1), jnp.int32)
         y += apply(dense_expert_ffn, x, shared, *everyone, activation=config.activation)
     return y, routing
 

@@ -28,7 +28,7 @@ from tests.numerics import assert_close, assert_same_bits
 from tests.over_devices import make_mesh, roles
 
 CONFIG = MoEConfig(num_experts=4, experts_per_token=1, expert_width=8, activation="relu", load_balancing_weight=0.0)
-FULL = MoEConfig(num_experts=8, experts_per_token=3, expert_width=8, shared_width=8, router_bias=True)
+FULL = MoEConfig(num_experts=8, experts_per_token=3, expert_width=8, shared_width=8, shared_gate=True, router_bias=True)
 WIDTH = 16
 X = jnp.linspace(-1, 1, 16 * WIDTH).reshape(16, WIDTH)
 AXES = {"fsdp": 2, "expert": 2}

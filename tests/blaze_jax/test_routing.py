@@ -235,7 +235,7 @@ FEW = jnp.zeros((2, 3))
         (jnp.zeros((2, 3), jnp.int32), 1, {}, "logits must be a floating array .* got int32"),
         (FEW, 4, {}, "experts_per_token=4 must be from 1 to num_experts=3"),
         (jnp.zeros((2, 0)), 1, {}, "num_experts=0 must be at least 1"),
-        (FEW, 1, {"scoring": "relu"}, "scoring='relu' must be one of"),
+        (FEW, 1, {"scoring": "tanh"}, "scoring='tanh' must be one of"),
         (FEW, 1, {"selection_bias": jnp.zeros(2)}, r"selection_bias has shape \(2,\), must be \(3,\)"),
         (FEW, 1, {"selection_bias": [0, 0, 0]}, "selection_bias has dtype int32, must be floating"),
         (FEW, 2.0, {}, "experts_per_token=2.0 must be an integer"),

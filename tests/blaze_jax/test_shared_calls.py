@@ -18,7 +18,7 @@ from blaze_jax.nnx import AuxiliaryLoss
 from tests.layers import CONFIGS, WIDTH, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits
 
-CONFIG = replace(CONFIGS["everything"], activation="relu", shared_width=0)
+CONFIG = replace(CONFIGS["everything"], activation="relu", shared_width=0, shared_gate=False)
 PARAMS = random_parameters(CONFIG)
 BIAS = jnp.linspace(-0.05, 0.05, 6)
 X = random_tokens(30)

@@ -53,6 +53,16 @@ def test_a_peer_that_fails_in_the_backward_pass_keeps_its_forward_time():
     assert f"| a peer (XLA) | out of memory |{empty} 1,730 / – |" in compared(GPU_SIZES, OURS, peer)
 
 
+def test_the_readme_shows_one_gpu():
+    mine, other = (result("compare", GPU_SIZES, OURS) for _ in range(2))
+    mine["environment"]["device"] = "An H200"
+    other["records"][0]["layers"] = [OURS | {"layer": "another GPU's"}]
+    shown = render("summary", [mine, other])
+    assert "blaze_jax (xla)" in shown
+    assert "another GPU's" not in shown
+    assert "another GPU's" in render("compare", [mine, other])
+
+
 def test_sizes_that_no_run_came_to_are_named():
     *measured, last = GPU_SIZES
     assert f"Default sizes not compared: {', '.join(map(str, last))}." in compared(measured, OURS)

@@ -50,6 +50,35 @@ def test_loss_curves_lie_on_top_of_each_other_and_can_be_drawn(tmp_path, capsys,
         assert ours["planned_gib"] > 0
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the devices here are virtual ones of the CPU")
+@pytest.mark.parametrize("mesh", [[], ["--mesh", "fsdp=2,expert=2"]], ids=["one device", "a mesh"])
+@pytest.mark.default_cases("a mesh")
+def test_a_dense_twin_trains_for_the_same_time(tmp_path, capsys, monkeypatch, mesh):
+    monkeypatch.setitem(PRESETS, "tiny", replace(CONFIG, steps=6))
+    monkeypatch.setattr(compare_layers, "_TIMED_STEPS", 3)
+    file = tmp_path / "twin.json"
+    assert compare_layers.main(["--dense-twin", *mesh, "--steps", "6", "--json", str(file)]) == 0
+    assert "a step of blaze_jax takes" in capsys.readouterr().out
+    ours, twin = read_results(file)["records"]
+    assert [ours["layer"], twin["layer"]] == ["blaze_jax", "dense-twin"]
+    assert twin["step_time_ratio"] == ours["step_seconds"] / twin["step_seconds"]
+    assert len(twin["loss"]) == twin["steps"] >= 1
+    model = CONFIG.model
+    width = model.moe().dense_twin(model.width).width
+    assert width == 2 * 16 + 8
+    of_experts = 3 * model.width * (8 * 16 + 8) + model.width * 8
+    assert ours["parameters"] - twin["parameters"] == 2 * (of_experts - 3 * model.width * width)
+
+
+def test_a_dense_twin_has_no_experts_to_train(capsys):
+    for options, named in (
+        ("--trained experts", "--trained experts"),
+        ("--implementation xla", "--implementation xla"),
+    ):
+        assert main(["--experts-layer", "dense-twin", *options.split()]) == 2
+        assert named in capsys.readouterr().err
+
+
 def test_a_layer_that_is_not_installed_is_reported(tmp_path, capsys, monkeypatch):
     import_module = importlib.import_module
 
@@ -67,7 +96,7 @@ def test_a_layer_that_is_not_installed_is_reported(tmp_path, capsys, monkeypatch
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the preset of a CPU")
 def test_a_cpu_trains_the_preset_that_is_made_for_it(capsys, monkeypatch):
-    monkeypatch.setattr(compare_layers, "train_briefly", lambda config: 1 / 0)
+    monkeypatch.setattr(compare_layers, "train_briefly", lambda *_: 1 / 0)
     assert compare_layers.main(["--experts-layer", "sort+ragged_dot"]) == 1
     said = capsys.readouterr()
     assert said.out.endswith("; preset tiny\n")

@@ -113,9 +113,13 @@ def _checked(config: TrainConfig) -> TrainConfig:
         if config.implementation is not None:
             what = f"--implementation {config.implementation} is of blaze_jax's kernels"
             raise UserError(f"{what}: leave it out with --experts-layer {layer}")
-        if model.router.token_rounding or model.router.capacity(1, 1, 1):
+        if layer == "dense-twin":
+            if config.checkpoint or config.trained == "experts":
+                option = "--trained experts" if config.trained == "experts" else "--checkpoint"
+                raise UserError(f"--experts-layer dense-twin has no experts: leave {option} out")
+        elif model.router.token_rounding or model.router.capacity(1, 1, 1):
             raise UserError(f"--experts-layer {layer} has no token rounding and no expert capacity")
-        if model.activation != "swiglu":
+        elif model.activation != "swiglu":
             raise UserError(f"--experts-layer {layer} has no {model.activation}, only swiglu")
     if config.sequence_length > (model.max_positions or config.sequence_length):
         raise UserError(

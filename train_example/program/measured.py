@@ -8,14 +8,15 @@ from typing import Any
 
 import jax
 
+from blaze_jax import Parallelism
 from blaze_jax.benchmark.memory import plan_of
-from train_example.compile_step import jit_once, lower_step, xla_options
+from train_example.compile_step import lower_step, xla_options
 from train_example.config import TrainConfig
 from train_example.data import Corpus, open_text
-from train_example.loop import peak_memory_gib, placed
+from train_example.loop import peak_memory_gib, placed, step_shardings
 from train_example.program.arguments import add_options, new_config
-from train_example.program.model import make_model
-from train_example.step import Batch, init_state
+from train_example.program.model import first_state, make_model
+from train_example.step import Batch
 
 _OPTIONS = ("steps", "batch_size", "sequence_length", "accumulate", "seed")
 _OPTIONS += ("remat", "save", "attention", "momentum_dtype", "unroll")
@@ -41,6 +42,7 @@ class Run:
 
     Args:
       config: what to train.
+      parallel: a mesh of devices by role; None for one device.
 
     Attributes:
       config: what is trained.
@@ -49,24 +51,25 @@ class Run:
       seconds: how long each phase took, by name.
     """
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, parallel: Parallelism | None = None):
         self.config = config
         self.seconds: dict[str, float] = {}
         self._corpus = Corpus(open_text(config.data), config.sequence_length)
-        self._model = make_model(config)
+        self._model = make_model(config, parallel)
         with self.phase("initial state"):
-            self.state = jax.block_until_ready(jit_once(lambda: init_state(config, self._model))())
+            self.state = jax.block_until_ready(first_state(config, self._model, None))
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
 
     def batch(self, step: int) -> Batch:
         """The tokens of a step."""
         starts = self._corpus.batch_starts(self.config.seed, step, self.config.batch_size)
-        return placed(self.config, self._corpus, None, starts)
+        return placed(self.config, self._corpus, self._model.parallel, starts)
 
     def compile(self, **options: Any) -> jax.stages.Compiled:
         """The training step, with XLA's options."""
         with self.phase("lowering"):
-            lowered = lower_step(self.config, self._model, self.state, self.batch(0))
+            shardings = step_shardings(self._model.parallel, self.state)
+            lowered = lower_step(self.config, self._model, self.state, self.batch(0), shardings)
         with self.phase("compiling"):
             return lowered.compile(xla_options(self.config) | options)
 

@@ -25,16 +25,24 @@ _H200_BYTES = 141 * 10**9
 
 
 def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Decoder:
-    """The model of a run."""
+    """The model of a run.
+
+    Raises:
+      UserError: its layer of experts is not installed, or not for a mesh.
+    """
+    if parallel is not None and config.experts_layer.startswith("sort"):
+        raise UserError(f"--experts-layer {config.experts_layer} runs on one device: leave --mesh out")
+    moe = config.model.moe(save=config.save, implementation=config.implementation)
     return Decoder(
         config.model,
-        config.model.moe(save=config.save, implementation=config.implementation),
+        moe,
         jnp.dtype(config.dtype),
         remat=config.remat,
         experts=experts_function(config.experts_layer),
         attention=config.attention,
         unroll=config.unroll,
         parallel=parallel,
+        dense_twin=moe.dense_twin(config.model.width) if config.experts_layer == "dense-twin" else None,
     )
 
 
@@ -46,7 +54,7 @@ def experts_function(experts_layer: ExpertsLayer) -> Callable[..., Array]:
     Raises:
       UserError: it is not installed.
     """
-    if experts_layer == "blaze_jax":
+    if experts_layer in ("blaze_jax", "dense-twin"):
         return expert_ffn
     try:
         layer = sorted_layer(jax.lax.ragged_dot if experts_layer == "sort+ragged_dot" else tokamax_ragged_dot())

@@ -183,8 +183,6 @@ def _check(config: TrainConfig, model: Decoder) -> int:
             f"--mesh has {mesh_of(parallel).size} devices, must divide the {sequences} sequences that --batch-size and "
             "--accumulate make of a microbatch"
         )
-    if parallel is not None and config.experts_layer != "blaze_jax":
-        raise UserError(f"--experts-layer {config.experts_layer} runs on one device: leave --mesh out")
     state_shardings(parallel, (), config.model.moe(), config.model.width)
     if config.implementation == "mosaic_gpu" and not on_nvidia_gpu():
         raise UserError(

@@ -9,7 +9,7 @@ import pytest
 
 from blaze_jax.benchmark import layers
 from blaze_jax.benchmark.back_to_back import take_turns
-from blaze_jax.benchmark.layers import compare
+from blaze_jax.benchmark.layers import Candidate, Limits, compare
 from blaze_jax.benchmark.peers import DENSE_DISPATCH, SONICMOE
 from blaze_jax.benchmark.sizes import BOTH, PASSES, Sizes
 from blaze_jax.benchmark.sonicmoe import TILES, _try_fewer
@@ -43,7 +43,7 @@ def test_calls_take_turns_and_each_turn_lasts():
 
 def stand_in(missing=""):
     """Modules in place of those of SonicMoE and PyTorch, but for one that is missing."""
-    torch = MagicMock(__version__="2.0")
+    torch = MagicMock(__version__="2.0+cu130")
     torch.from_dlpack = lambda array: MagicMock(shape=array.shape)
     functional = MagicMock()
     functional._UpProjection.apply.return_value = "hidden", "kept"
@@ -79,6 +79,14 @@ def test_the_record_has_ratios_and_what_the_table_shows(monkeypatch):
     assert "SonicMoE (0.1, torch 2.0)" in shown
     assert "back to back), copy" in shown
     assert modules["torch"].cuda.synchronize.called  # jax waits for what PyTorch computes
+
+
+def test_a_peer_may_tune_itself_in_its_first_call():
+    calls = iter([0.1, 0.0])
+    peer = Candidate(SONICMOE, "", calls={BOTH: lambda: time.sleep(next(calls))})
+    peer.prepare(BOTH, SIZES, Limits(seconds=0.05))
+    assert peer.status == "ok"
+    assert peer.first_us[BOTH] < 0.05e6
 
 
 def test_a_time_of_another_clock_is_not_compared(monkeypatch):

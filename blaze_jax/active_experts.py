@@ -1,0 +1,121 @@
+"""Routers that leave it to the tokens how many experts each takes: by activity, or by a share of the probability.
+
+With logits l, a ReLU router takes the experts with l > 0 (BlockFFN, ReMoE), and top-p the likeliest ones until their
+probabilities suffice. A token has as many slots as it may take experts, and those that it does not need are empty.
+These routers are plain XLA on all platforms: a few passes over `(T, E)`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from blaze_jax.router import Router
+from pallas_kernels.compat import top_k
+from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed
+from pallas_kernels.xla.router import balance_loss, widened
+
+_RMS_EPSILON = 1e-5
+
+
+def route_open_ended(
+    logits: Float[Array, "T E"],
+    experts_per_token: int | None,
+    router: Router,
+    gain: Float[Array, " E"] | None,
+    given: Int[Array, "T slots"] | None,
+) -> Routed:
+    """Experts, weights and losses; the demand counts all experts that a token wants, also those beyond K.
+
+    Args:
+      logits: -inf rules an expert out. NaN takes its expert, and makes NaN of all weights of its token.
+      experts_per_token: K, the most that a token takes, best first. None for no limit: a ReLU router then has expert e
+        in slot e, and nothing is selected.
+      router: an open-ended one.
+      gain: of weights that are normalised; None for ones.
+      given: experts that are chosen already, see `routed_to`.
+    """
+    logits = widened(logits)
+    values = relu(logits) if router.scoring == "relu" else jax.nn.softmax(jnp.where(has_expert(logits), logits, 0))
+    values = jnp.where(has_expert(logits), values, 0)
+    total = values.sum(-1, keepdims=True)
+    if given is None:
+        experts, demand = _choice(logits, values, experts_per_token, router)
+    else:
+        experts, demand = given, demand_of(given, logits.shape[1])
+
+    weights = values
+    if router.weight_norm == "rms":
+        weights *= jax.lax.rsqrt(jnp.square(values).mean(-1, keepdims=True) + _RMS_EPSILON)
+        weights = weights if gain is None else weights * gain.astype(weights.dtype)[None]
+    weights = _of_slots(jnp.where(jnp.isnan(total), jnp.nan, router.weight_scale * weights), experts)
+    if router.normalize_weights:
+        chosen = weights.sum(-1, keepdims=True)
+        weights = router.weight_scale * weights / jnp.where(chosen == 0, 1, chosen)
+
+    probabilities = values / jnp.where(total == 0, 1, total)
+    losses, probability = _losses(logits, probabilities, demand)
+    return Routed(experts, weights, demand, losses, probability)
+
+
+def relu(logits: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`max(l, 0)` with the derivative 0 at 0. NaN stays, which XLA's maximum on a CPU may lose."""
+    return jnp.where(logits <= 0, 0, logits)
+
+
+def has_expert(logits: Float[Array, "T E"]) -> Bool[Array, "T 1"]:
+    """Whether a token is routed: one that may go to no expert at all, as a masked one, counts nowhere."""
+    return (logits != -jnp.inf).any(-1, keepdims=True)
+
+
+def shares_of_pairs(demand: Int[Array, " E"], probability: Float[Array, " E"]) -> Float[Array, ""]:
+    """The load-balancing loss where the number of pairs is what the tokens have made it."""
+    return balance_loss(demand, probability, jnp.maximum(demand.sum(), 1).astype(probability.dtype))
+
+
+def _choice(logits, values, experts_per_token: int | None, router: Router):
+    """The experts of each slot, and how many tokens want each expert."""
+    num_experts = logits.shape[1]
+    ranking, slots = jax.lax.stop_gradient(logits), experts_per_token or num_experts
+    ranking = jnp.where(jnp.isnan(ranking), jnp.nan, ranking)  # a negative NaN would come last
+    if router.top_p is None:
+        active = ~(ranking <= 0)
+        demand = active.sum(0, dtype=jnp.int32)
+        if experts_per_token is None:
+            experts = jnp.broadcast_to(jnp.arange(num_experts, dtype=jnp.int32)[None], active.shape)
+            return jnp.where(active, experts, EMPTY_SLOT), demand
+        best, experts = top_k(jnp.where(active, ranking, -jnp.inf), slots)
+        return jnp.where(best == -jnp.inf, EMPTY_SLOT, experts.astype(jnp.int32)), demand
+    best, experts = top_k(jnp.where(ranking == 0, 0, ranking), num_experts)  # -0 ties with +0
+    sorted_values = jnp.take_along_axis(jax.lax.stop_gradient(values), experts, axis=-1)
+    before = jnp.cumsum(sorted_values, axis=-1) - sorted_values
+    first = jnp.arange(num_experts)[None] == 0  # of NaN, too
+    wanted = (first | (before < router.top_p)) & (best != -jnp.inf)
+    experts = jnp.where(wanted, experts.astype(jnp.int32), EMPTY_SLOT)
+    return experts[:, :slots], demand_of(experts, num_experts)
+
+
+def demand_of(experts: Int[Array, "T slots"], num_experts: int) -> Int[Array, " E"]:
+    """Tokens of each expert."""
+    counted = jnp.where(experts == EMPTY_SLOT, num_experts, experts)
+    return jnp.zeros(num_experts, jnp.int32).at[counted].add(1, mode="drop")
+
+
+def _of_slots(weights: Float[Array, "T E"], experts: Int[Array, "T slots"]) -> Float[Array, "T slots"]:
+    """The weights of the experts in the slots: 0 of an empty slot, NaN of an expert that there is not."""
+    taken = jnp.take_along_axis(weights, jnp.clip(experts, 0, weights.shape[1] - 1), axis=-1)
+    taken = jnp.where(experts < weights.shape[1], taken, jnp.nan)
+    return jnp.where(experts == EMPTY_SLOT, 0, taken)
+
+
+def _losses(logits, probabilities, demand) -> tuple[Losses, Float[Array, " E"]]:
+    """The losses, means over the tokens, and the mean probability of each expert."""
+    tokens, routed = max(logits.shape[0], 1), has_expert(logits)
+    squared_log = jnp.square(jax.nn.logsumexp(jnp.where(routed, logits, 0), axis=-1))
+    log_probabilities = jnp.log(jnp.where(probabilities > 0, probabilities, 1))
+    probability = probabilities.sum(0) / tokens
+    losses = Losses(
+        balance=shares_of_pairs(demand, probability),
+        squared_log=jnp.where(routed[:, 0], squared_log, 0).sum() / tokens,
+        entropy=-jnp.sum(jnp.sum(probabilities * log_probabilities, axis=-1)) / tokens,
+    )
+    return losses, probability

@@ -1,0 +1,232 @@
+"""Routers that leave it to the tokens how many experts they take, against their definitions in float64."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import P
+
+from blaze_jax import EMPTY_SLOT, MoE, MoEConfig, Parallelism, Router, init, moe, route
+from blaze_jax.activations import get_activation
+from blaze_jax.layer import skipped
+from tests.layers import DOORS, WIDTH, random_parameters, random_tokens
+from tests.numerics import assert_close, assert_same_bits
+
+TOKENS, EXPERTS = 24, 6
+MASK = jnp.arange(TOKENS) % 3 != 1
+_BASE = MoEConfig(
+    num_experts=EXPERTS,
+    experts_per_token=None,
+    expert_width=8,
+    activation="silu",
+    router_bias=True,
+    router=Router(scoring="relu"),
+    load_balancing_weight=0.1,
+    z_loss_weight=0.01,
+)
+CONFIGS = {
+    "relu": _BASE,
+    "rms": replace(_BASE, router=Router(scoring="relu", weight_norm="rms", weight_scale=1.5)),
+    "rms of 2": replace(_BASE, router=Router(scoring="relu", weight_norm="rms"), experts_per_token=2),
+    "top_p": replace(_BASE, router=Router(top_p=0.7)),
+    "top_p of 2": replace(_BASE, router=Router(top_p=0.7, normalize_weights=True), experts_per_token=2),
+}
+
+
+def parameters(config, shift: float = 0.0):
+    """With gains of both signs, and `shift` added to all logits."""
+    params = random_parameters(config) | {"b_router": jnp.full(EXPERTS, shift)}
+    return params | ({"router_gain": jnp.linspace(-1, 2, EXPERTS)} if config.router.weight_norm else {})
+
+
+def defined(x, params, config, mask):
+    """Loss, output, choice `(T, E)` and dropped share by the definitions, every expert for every token."""
+    router, real = config.router, mask[:, None]
+    logits = x @ params["w_router"] + params["b_router"]
+    if router.scoring == "relu":
+        values = jnp.maximum(logits, 0)
+        wanted = logits > 0
+        probabilities = values / _or_one(values.sum(1, keepdims=True))
+        weights = values
+    else:
+        weights = probabilities = jax.nn.softmax(logits)
+        # How much more probable experts have, those of a token's own rank left out.
+        more = jnp.where(logits[:, None] > logits[:, :, None], probabilities[:, None], 0).sum(2)
+        wanted = more < router.top_p
+    if router.weight_norm:
+        weights *= params["router_gain"] / jnp.sqrt(jnp.square(weights).mean(1, keepdims=True) + 1e-5)
+    wanted &= real
+    rank = (logits[:, None] > logits[:, :, None]).sum(2)
+    chosen = wanted & (rank < (config.experts_per_token or EXPERTS))
+    weights = jnp.where(chosen, weights, 0)
+    if router.normalize_weights:
+        weights /= _or_one(weights.sum(1, keepdims=True))
+    weights *= router.weight_scale
+    hidden = get_activation(config.activation).function(jnp.einsum("td,edn->ten", x, params["w_up"]))
+    y = jnp.einsum("te,ten,end->td", weights, hidden, params["w_down"])
+    count = jnp.maximum(mask.sum(), 1)
+    probability = jnp.where(real, probabilities, 0).sum(0) / count
+    balance = EXPERTS * (wanted.sum(0) / jnp.maximum(wanted.sum(), 1) * probability).sum()
+    z_loss = jnp.where(mask, jnp.square(jax.nn.logsumexp(logits, axis=1)), 0).sum() / count
+    loss = jnp.square(y).sum() + config.load_balancing_weight * balance + config.z_loss_weight * z_loss
+    return loss, (y, chosen, (wanted & ~chosen).sum() / jnp.maximum(wanted.sum(), 1))
+
+
+def _or_one(total):
+    return jnp.where(total == 0, 1, total)
+
+
+def loss(x, params, config, given, **options):
+    y, routing = moe(x, params, config, train=True, **given, **options)
+    return jnp.square(y).sum() + sum(routing.weighted_losses.values()), (y, routing)
+
+
+step = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
+
+
+def chosen_of(experts):
+    return (experts[:, :, None] == jnp.arange(EXPERTS)).any(1)
+
+
+@pytest.mark.parametrize("shift", [0.0, -100.0, 100.0])
+@pytest.mark.parametrize("masked", ["some", "all", "none"])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.default_cases("*-some-0.0", "rms-all-0.0", "rms-none--100.0", "rms-none-100.0", "relu-some--100.0")
+def test_outputs_and_gradients_are_those_of_the_definition(name, masked, shift):
+    config, x = CONFIGS[name], random_tokens(TOKENS)
+    mask = {"some": MASK, "all": MASK & False, "none": MASK | True}[masked]
+    params = parameters(config, shift)
+    (value, (y, routing)), gradients = step(x, params, config, {"mask": mask})
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (x, params))
+        run = jax.jit(jax.value_and_grad(defined, (0, 1), has_aux=True), static_argnums=2)
+        (ref_value, (ref_y, chosen, dropped)), ref_gradients = run(*wide, config, mask)
+        expected = jax.tree.map(np.asarray, (ref_value, ref_y, ref_gradients, chosen, dropped))
+    assert_close((value, y, gradients), expected[:3])
+    assert_same_bits(chosen_of(routing.experts), expected[3])
+    assert_same_bits(routing.tokens_per_expert, expected[3].sum(0).astype(np.int32))
+    assert_close(routing.dropped_share, expected[4])
+    assert (routing.weights[routing.experts == EMPTY_SLOT] == 0).all()
+
+
+def test_slots_are_by_id_without_a_number_and_best_first_with_one():
+    logits = jnp.array([[-1.0, 3, 0, 2, 4, 5], [-1, -2, -3, -4, -5, -6]])
+    routing = route(logits, None, scoring="relu")
+    assert_same_bits(routing.experts, jnp.array([[-1, 1, -1, 3, 4, 5], [-1] * 6], jnp.int32))
+    assert_same_bits(routing.weights, jnp.maximum(logits, 0))
+    routing = route(logits, 3, scoring="relu")
+    assert_same_bits(routing.experts, jnp.array([[5, 4, 1], [-1] * 3], jnp.int32))
+    assert_close(routing.dropped_share, np.float32(0.25))
+    routing = route(logits, None, scoring="relu", expert_capacity=1, mask=jnp.array([True, True]))
+    assert_same_bits(routing.tokens_per_expert, jnp.array([0, 1, 0, 1, 1, 1], jnp.int32))
+    assert_same_bits(route(logits, None, top_p=0.5).experts[:, 0], jnp.array([5, 0], jnp.int32))
+
+
+def test_nan_spoils_its_own_token():
+    logits = jnp.zeros((3, 6)).at[1, 2].set(jnp.nan).at[2].set(jnp.arange(6.0))
+    for options in ({"scoring": "relu"}, {"scoring": "relu", "weight_norm": "rms"}, {"top_p": 0.5}):
+        for slots in (None, 2):
+            routing = route(logits, slots, **options)
+            assert jnp.isnan(routing.weights[1]).any(), options
+            assert not jnp.isnan(routing.weights[jnp.array([0, 2])]).any()
+
+
+@pytest.mark.parametrize("name", ["rms", "top_p of 2"])
+def test_a_replayed_choice_gives_the_same_bits(name):
+    config, x, params = CONFIGS[name], random_tokens(TOKENS), parameters(CONFIGS[name])
+    first = step(x, params, config, {"mask": MASK})
+    ids = first[0][1][1].experts
+    again = step(x, params, config, {"mask": MASK, "expert_ids": ids})
+    assert_close((again[0][0], again[0][1][0], again[1]), (first[0][0], first[0][1][0], first[1]))
+    assert_same_bits(again[0][1][1].experts, ids)
+    wrong = ids.at[0].set(jnp.arange(ids.shape[1]) + EXPERTS)
+    (_, (y, _)), _ = step(x, params, config, {"expert_ids": wrong})
+    assert_same_bits(jnp.isnan(y).any(1), jnp.arange(TOKENS) == 0)
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit", "parallel", "fsdp"])
+@pytest.mark.parametrize("name", ["rms", "top_p of 2"])
+@pytest.mark.default_cases("rms-*", "top_p of 2-automatic")
+def test_over_a_mesh_as_on_one_device(name, kind):
+    config, x = CONFIGS[name], random_tokens(30).reshape(6, 5, -1)
+    params, given = parameters(config), {"mask": (jnp.arange(30) % 3 != 1).reshape(6, 5)}
+    (ref_value, (ref_y, ref)), ref_gradients = step(x, params, config, given)
+    types = (jax.sharding.AxisType.Explicit if kind == "explicit" else jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4 if kind == "automatic" else 2,), ("devices",), axis_types=types)
+    roles = {"parallel": {"expert": "devices"}, "fsdp": {"fsdp": "devices"}}.get(kind)
+    options = {"parallel": Parallelism(mesh, **roles)} if roles else {}
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.NamedSharding(mesh, P("devices"))) if kind == "explicit" else x
+        run = jax.jit(lambda *a: jax.value_and_grad(loss, (0, 1), has_aux=True)(*a[:2], config, a[2], **options))
+        (value, (y, routing)), gradients = run(x, params, given)
+    assert_close(jax.tree.map(np.asarray, (value, y, gradients)), (ref_value, ref_y, ref_gradients))
+    assert_same_bits(np.asarray(routing.experts), np.asarray(ref.experts))
+    assert_same_bits(np.asarray(routing.demand), np.asarray(ref.demand))
+
+
+def test_functions_and_modules_agree_under_transformations():
+    config, x, params = CONFIGS["rms"], random_tokens(2, TOKENS), parameters(CONFIGS["rms"])
+    expected = [DOORS["function"](params, one, config) for one in x]
+    for door in ("linen", "nnx"):
+        assert_close(DOORS[door](params, x[0], config), expected[0])
+    outputs = jnp.stack([y for y, _ in expected])
+    assert_close(jax.vmap(lambda one: moe(one, params, config)[0])(x), outputs)
+    scanned = jax.lax.scan(lambda _, one: (None, jax.checkpoint(lambda one: moe(one, params, config)[0])(one)), None, x)
+    assert_close(scanned[1], outputs)
+    assert jax.tree.map(jnp.shape, skipped(x[0], config)[1]._replace(weighted_losses={})) == jax.tree.map(
+        jnp.shape, moe(x[0], params, config)[1]._replace(weighted_losses={})
+    )
+
+
+def test_gains_begin_as_ones():
+    config = CONFIGS["rms"]
+    made = init(jax.random.key(0), config, WIDTH)
+    assert_same_bits(made["router_gain"], jnp.ones(EXPERTS))
+    of_linen = MoE(config).init(jax.random.key(0), random_tokens(2))["params"]
+    assert_same_bits(of_linen["router_gain"].unbox(), jnp.ones(EXPERTS))
+    import blaze_jax.nnx
+
+    assert_same_bits(blaze_jax.nnx.MoE(WIDTH, config, rngs=nnx.Rngs(0)).router_gain[...], jnp.ones(EXPERTS))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"router": Router()}, "experts_per_token=None must be an integer, unless scoring='relu' or with top_p"),
+        ({"bias_update_rate": 0.1}, "bias_update_rate=0.1 must be left out"),
+        ({"selection_bias": True}, "selection_bias=True must be left out"),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        replace(_BASE, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_p": 1.5}, "top_p=1.5 must be None, or above 0 and at most 1 with scoring='softmax'"),
+        ({"top_p": 0.5, "scoring": "sigmoid"}, "with scoring='softmax'"),
+        ({"weight_norm": "rms"}, "weight_norm='rms' must be None, or 'rms' of scoring='relu'"),
+        ({"scoring": "relu", "normalize_weights": True}, "normalize_weights=True must be"),
+        ({"scoring": "relu", "capacity_factor": 1.5}, "capacity_factor=1.5 must be None where a token has no fixed"),
+        ({"top_p": 0.5, "token_rounding": "up"}, "token_rounding='up' must be None where"),
+        ({"top_p": 0.5, "num_groups": 2}, "num_groups=2 must be 1 where"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Router(**options)
+
+
+def test_gains_and_biases_that_do_not_fit_are_named():
+    logits = jnp.zeros((4, 6))
+    with pytest.raises(ValueError, match=r"gain has shape \(5,\), must be \(6,\)"):
+        route(logits, None, scoring="relu", weight_norm="rms", gain=jnp.ones(5))
+    with pytest.raises(ValueError, match="gain must be None, because"):
+        route(logits, 2, gain=jnp.ones(6))
+    with pytest.raises(ValueError, match="selection_bias must be None, because"):
+        route(logits, None, scoring="relu", selection_bias=jnp.ones(6))
