@@ -19,29 +19,41 @@ def windows_of(sizes: Sizes, kernels=hopper) -> int:
 
 
 def test_windows_where_many_rows_of_few_experts_meet_narrow_tokens():
-    assert [windows_of(Sizes(tokens, 512, 2048, 4, 1)) for tokens in (8192, 32768, 65536, 131072)] == [1, 2, 4, 4]
+    layer = Sizes(32768, 512, 2048, 4, 1)
+    assert [windows_of(layer._replace(num_tokens=tokens)) for tokens in (8192, 32768, 65536, 131072)] == [1, 2, 4, 4]
     assert [windows_of(sizes) for sizes in GPU_SIZES if sizes.model_width > 512] == [1] * 5
-    assert jax.vmap(lambda _: windows_of(Sizes(32768, 512, 2048, 4, 1)))(jnp.zeros(2)).tolist() == [1, 1]
-    assert jax.lax.scan(lambda *_: (windows_of(Sizes(32768, 512, 2048, 4, 1)), None), 0, length=2)[0] == 1
-    assert windows_of(Sizes(32768, 512, 1792, 4, 1)) == 1  # halves of its columns are no whole tiles
-    assert windows_of(Sizes(131072, 512, 2048, 32, 1)) == 1
-    assert [windows_of(Sizes(131072, 512, 2048, 4, 1), family) for family in (xla, ampere)] == [1, 1]
+    assert windows_of(layer._replace(num_experts=5)) == 1
+    assert windows_of(layer._replace(expert_width=2304)) == 1  # half its columns are no whole tiles
+    assert windows_of(layer, xla) == windows_of(layer, ampere) == 1
 
 
+def test_no_windows_in_loops():
+    """What several kernels write cannot be one layer's place in a loop's stack."""
+    count = partial(windows_of, Sizes(32768, 512, 2048, 4, 1))
+    assert jax.jit(lambda _: count())(0) == 2
+    assert jax.vmap(lambda _: count())(jnp.zeros(2)).tolist() == [1, 1]
+    assert jax.lax.scan(jax.checkpoint(lambda *_: (count(), None)), 0, length=2)[0] == 1
+    assert jax.lax.fori_loop(0, 2, lambda *_: jax.jit(count)(), 0) == 1
+
+
+@on("hopper")
+def test_output_and_gradients_are_right(kernels, monkeypatch, traced_anew):
+    monkeypatch.setattr(experts, "count_windows", lambda *_: 2)
+    kernels.assert_matches_oracle(kernels.problem("single_expert", n=512, dtype="bfloat16"))
+
+
+@pytest.mark.slow
 @on("hopper", ON_GPUS[0])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("save", ["pre_activations", "inputs"])
-@pytest.mark.parametrize(
-    ("routing", "count"), [("single_expert", 2), ("two_experts_of_six", 2), ("many_tiles", 4), ("all_slots_empty", 2)]
-)
-@pytest.mark.default_cases("single_expert-2-pre_activations-swiglu-hopper")
-def test_results_are_those_of_one_window(kernels, monkeypatch, traced_anew, routing, count, save, activation):
-    problem = kernels.problem(routing, n=512, dtype="bfloat16", param_dtype="float32", activation=activation)
-    expected = kernels.results(problem, save=save, activation=activation)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(("routing", "count"), [("two_experts_of_six", 2), ("many_tiles", 4)])
+def test_results_are_those_of_one_window(kernels, monkeypatch, traced_anew, routing, count, biases, activation):
+    options = {"activation": activation}
+    problem = kernels.problem(routing, n=512, dtype="bfloat16", param_dtype="float32", biases=biases, **options)
+    expected = kernels.results(problem, **options)
     monkeypatch.setattr(experts, "count_windows", lambda *_: count)
-    ours = results(partial(expert_ffn, implementation="mosaic_gpu"), problem, save=save, activation=activation)
+    ours = results(partial(expert_ffn, implementation="mosaic_gpu"), problem, **options)
     for name in ours.keys() - {"weights", "w_down"}:
         assert_same_bits(ours[name], expected[name])
     for name in ("weights", "w_down"):
-        assert ours[name].dtype == jnp.float32
         assert_close(ours[name], expected[name], 1e-6)
