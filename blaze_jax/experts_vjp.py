@@ -140,7 +140,6 @@ def _output_in_windows(keep: bool, plan: Plan, tokens: Tokens, params: Parameter
     options: dict[str, Any] = {"activation": plan.activation.function, "keep_pre_activations": keep}
     pre_activations = rows = None
     for window, own_rows in kernels.windows(tokens.dispatch, plan.windows):
-        x, pre_activations = after((x, pre_activations), rows)  # or the activations of several would be computed first
         options |= {"own_rows": own_rows, "into": (pre_activations, None)}
         pre_activations, hidden = kernels.up_projection(x, *weights_and_biases(params.ups), window, **options)
         rows = kernels.down_projection(hidden, w_down, b_down, window, 0, x.shape[1], into=rows)
