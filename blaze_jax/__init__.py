@@ -1,21 +1,23 @@
 """A memory-efficient, dropless Mixture-of-Experts layer for JAX."""
 
+from blaze_jax import atomic_experts as atomic_experts
 from blaze_jax import checkpoints as checkpoints
 from blaze_jax import nnx as nnx
 from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
+from blaze_jax.atomic_experts import AtomicConfig, AtomicRouting, atomic_moe
 from blaze_jax.config import DenseTwin, MoEConfig
 from blaze_jax.dispatch import build_dispatch
 from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAMES
 from blaze_jax.layer import auxiliary_losses, init, moe, statistics
-from blaze_jax.linen import MoE
+from blaze_jax.linen import AtomicMoE, MoE
 from blaze_jax.parallelism import Parallelism, transport_options
 from blaze_jax.router import Router
 from blaze_jax.routing import Routing, route, update_selection_bias
 from blaze_jax.version import __version__
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
 
-# Without `nnx` and `checkpoints`: an import of all these names must not replace `flax.nnx`.
+# Without the modules, such as `nnx`: an import of all these names must not replace `flax.nnx`.
 __all__ = [
     "ACTIVATION_NAMES",
     "EMPTY_SLOT",
@@ -23,6 +25,9 @@ __all__ = [
     "PRE_ACTIVATION_NAMES",
     "RESIDUAL_NAMES",
     "Activation",
+    "AtomicConfig",
+    "AtomicMoE",
+    "AtomicRouting",
     "DenseTwin",
     "Dispatch",
     "MoE",
@@ -31,6 +36,7 @@ __all__ = [
     "Router",
     "Routing",
     "__version__",
+    "atomic_moe",
     "auxiliary_losses",
     "build_dispatch",
     "clamped_swiglu",

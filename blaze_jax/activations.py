@@ -74,7 +74,7 @@ def _silu_jvp(primals, tangents):
 
 
 @dataclass(frozen=True)
-class _Gated:
+class Gated:
     """`function(gate) · up`."""
 
     function: Callable[[Array], Array]
@@ -114,10 +114,10 @@ def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
 _ACTIVATIONS = {
     a.name: a
     for a in (
-        Activation("swiglu", _Gated(_silu), gated=True),
-        Activation("geglu", _Gated(_gelu), gated=True),
-        Activation("geglu_tanh", _Gated(_gelu_tanh), gated=True),
-        Activation("reglu", _Gated(_relu), gated=True),
+        Activation("swiglu", Gated(_silu), gated=True),
+        Activation("geglu", Gated(_gelu), gated=True),
+        Activation("geglu_tanh", Gated(_gelu_tanh), gated=True),
+        Activation("reglu", Gated(_relu), gated=True),
         clamped_swiglu(),
         Activation("silu", _silu, gated=False),
         Activation("gelu", _gelu, gated=False),

@@ -1,14 +1,15 @@
 """Layers as the `config.json` of a public model describes them.
 
-`read_public_model` reads the file; a function for each family takes the fields that decide the layer's mathematics,
-each with its type checked. Fields that nobody took are passed over, unless their name says that they could change the
-layer.
+`read_public_model` reads the file by the row of its family in a table, which names the fields that decide the layer's
+mathematics; the type of each is checked. Fields that nobody took are passed over, unless their name says that they
+could change the layer.
 """
 
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class PublicModel[Config]:
     """A model as its `config.json` describes it.
 
     Attributes:
-      family: the file's model_type: mixtral, qwen3_moe, olmoe, deepseek_v3, kimi_k2, glm4_moe or gpt_oss.
+      family: the file's model_type, such as mixtral or deepseek_v3.
       width: d, the width of a token.
       num_layers: how many layers it has.
       dense_layers: numbers of those without experts, from 0.
@@ -56,21 +57,34 @@ def read_public_model[Config](
         where = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
         config = read_json(where)
     fields = Fields(config, str(where))
-    family = fields.choice("model_type", list(_FAMILIES))
+    if isinstance(kind := config.get("model_type"), str) and kind in _REFUSED:
+        raise CheckpointError(f"{where}: model_type={kind!r} has another layer: {_REFUSED[kind]}")
+    name = fields.choice("model_type", list(_FAMILIES))
+    family = _FAMILIES[name]
+    fields = Fields(config, str(where), family.names)
+    fields.choice("model_type", [name])
+    own = fields.part(family.part) if family.part else fields
     num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
-    experts_per_token = fields.count_of_any("num_experts_per_tok", "experts_per_token")
+    experts_per_token = own.count_of_any("num_experts_per_tok", "experts_per_token")
     adds_losses = fields.boolean("output_router_logits", default=False)
-    weight = fields.number("router_aux_loss_coef", 0.0) if adds_losses else 0.0
+    weight = own.number("router_aux_loss_coef", 0.0) if adds_losses else 0.0
+    for other, values in family.only.items():
+        own.choice(other, list(values), values[0], family.because.get(other, ""))
+    if family.quantization:
+        fields.check_quantization(**family.quantization)
+    own.pass_over(*family.passed)
     try:
-        dense_layers, options = _FAMILIES[family](fields, num_layers)
+        dense_layers = family.dense_layers and family.dense_layers(fields, num_layers)
+        router, options = (_read(own, values) for values in (family.router, family.layer))
         if "activation" not in options:
-            options["activation"] = _ACTIVATIONS[fields.choice("hidden_act", list(_ACTIVATIONS))]
+            options["activation"] = _ACTIVATIONS[own.choice("hidden_act", list(_ACTIVATIONS))]
         layer = make_layer(
-            num_experts=fields.count_of_any("num_local_experts", "num_experts", "n_routed_experts"),
+            num_experts=own.count_of_any("num_local_experts", "num_experts", "n_routed_experts"),
             experts_per_token=experts_per_token,
-            expert_width=fields.count("intermediate_size" if dense_layers is None else "moe_intermediate_size"),
+            expert_width=own.count("intermediate_size" if dense_layers is None else "moe_intermediate_size"),
             # transformers counts each of a token's choices as one, and all layers as one.
             load_balancing_weight=weight * experts_per_token / max(num_layers - len(dense_layers or ()), 1),
+            router=Router(**router),
             **options,
         )
     except CheckpointError:
@@ -78,7 +92,7 @@ def read_public_model[Config](
     except ValueError as error:  # of the layer's own checks
         raise CheckpointError(f"{where}: no layer of this library fits it: {error}") from error
     model = PublicModel(
-        family=family,
+        family=name,
         width=fields.count("hidden_size"),
         num_layers=num_layers,
         dense_layers=dense_layers or (),
@@ -86,7 +100,8 @@ def read_public_model[Config](
         use_bias="router_bias" in options,
         layer=layer,
     )
-    fields.check_all_known(family)
+    for all_of_them in (fields, own):
+        all_of_them.check_all_known(name)
     return model
 
 
@@ -113,10 +128,20 @@ class Fields:
     Args:
       values: the file's content.
       where: the file, in errors.
+      names: what the file calls fields that are asked for by other names.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str):
-        self._values, self._where, self._known = values, where, set()
+    def __init__(self, values: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None):
+        self._values, self._where, self._names, self._known = values, where, names or {}, set()
+
+    def part(self, name: str) -> "Fields":
+        """Returns the fields of an object in the file."""
+        values = self._get(name, _MISSING, lambda value: isinstance(value, Mapping), "an object")
+        return Fields(values, f"{self._where}: {name}", self._names)
+
+    def pass_over(self, *names: str) -> None:
+        """Notes fields that do not matter, although their names have a word for a part of the layer."""
+        self._known.update(names)
 
     def count(self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = _LARGEST_COUNT) -> int:
         rule = f"an integer from {least} to {most}"
@@ -124,7 +149,7 @@ class Fields:
 
     def count_of_any(self, *names: str) -> int:
         """Returns a number that has several names, of which releases of transformers write some or all."""
-        first, *others = [name for name in names if name in self._values] or names[:1]
+        first, *others = [name for name in names if self._names.get(name, name) in self._values] or names[:1]
         count = self.count(first)
         for name in others:
             self._get(name, None, lambda value: _is_number(value, int) and value == count, f"{first}={count}")
@@ -147,11 +172,11 @@ class Fields:
     def boolean(self, name: str, default: Any = _MISSING) -> bool:
         return self._get(name, default, lambda value: isinstance(value, bool), "true or false")
 
-    def choice(self, name: str, allowed: list, default: Any = _MISSING) -> Any:
+    def choice(self, name: str, allowed: list, default: Any = _MISSING, because: str = "") -> Any:
         def holds(value):
             return any(value == right and isinstance(value, bool) == isinstance(right, bool) for right in allowed)
 
-        return self._get(name, default, holds, " or ".join(map(str, allowed)))
+        return self._get(name, default, holds, " or ".join(map(str, allowed)) + because)
 
     def check_quantization(self, **expected: Any) -> None:
         """Raises CheckpointError if the file tells of compression by another method, or in another way."""
@@ -179,6 +204,7 @@ class Fields:
 
     def _get(self, name: str, default: Any, holds: Callable[[Any], bool], rule: str) -> Any:
         """Returns the field's value, or the default; CheckpointError unless the rule holds for it."""
+        name = self._names.get(name, name)
         self._known.add(name)
         value = self._values.get(name, default)
         if not holds(value):
@@ -191,64 +217,168 @@ def _is_number(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-type _Family = tuple[tuple[int, ...] | None, dict[str, Any]]
-"""The layers without experts, None for a family that has none; and arguments of the layer."""
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """What the files of a family say in their own way, and what they leave unsaid.
+
+    Attributes:
+      router: options of the `Router`; a function reads one from the fields.
+      layer: other arguments of the layer, in the same way.
+      dense_layers: reads the numbers of the layers without experts; None for a family that has none.
+      names: the family's names of fields that most call otherwise.
+      only: fields that may be missing, and the values of which the layer's mathematics is this one; the first is meant
+        where they are missing.
+      because: what is another, in errors.
+      passed: fields that do not matter, although their names have a word for a part of the layer.
+      quantization: how numbers may be compressed; None for a family of which nobody has published any.
+      part: the object of the file that describes the layer; "" where the file does.
+    """
+
+    router: Mapping[str, Any] = field(default_factory=dict)
+    layer: Mapping[str, Any] = field(default_factory=dict)
+    dense_layers: Callable[[Fields, int], tuple[int, ...]] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, Sequence] = field(default_factory=dict)
+    because: Mapping[str, str] = field(default_factory=dict)
+    passed: tuple[str, ...] = ()
+    quantization: Mapping[str, Any] | None = None
+    part: str = ""
 
 
-def _mixtral(fields: Fields, num_layers: int) -> _Family:
-    fields.choice("router_jitter_noise", [0], 0)
-    fields.choice("norm_topk_prob", [True], True)
-    return None, {"router": Router(normalize_weights=True)}
+def _read(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value(fields) if callable(value) else value for name, value in values.items()}
 
 
-def _olmoe(fields: Fields, num_layers: int) -> _Family:
-    return None, {"router": Router(normalize_weights=fields.boolean("norm_topk_prob"))}
-
-
-def _qwen3_moe(fields: Fields, num_layers: int) -> _Family:
-    fields.check_quantization(**_FLOAT8)
-    router = Router(normalize_weights=fields.boolean("norm_topk_prob"))
+def _listed_or_between(fields: Fields, num_layers: int) -> tuple[int, ...]:
     step = fields.count("decoder_sparse_step", 1)
     listed = set(fields.counts("mlp_only_layers", num_layers))
-    return tuple(n for n in range(num_layers) if n in listed or (n + 1) % step), {"router": router}
+    return tuple(n for n in range(num_layers) if n in listed or (n + 1) % step)
 
 
-def _deepseek_v3(fields: Fields, num_layers: int) -> _Family:
-    """Describes Kimi-K2 and GLM-4.5, too, which have its layer; what GLM-4.5 leaves out has one value there."""
-    fields.choice("scoring_func", ["sigmoid"], "sigmoid")
-    fields.choice("topk_method", ["noaux_tc"], "noaux_tc")
-    fields.choice("moe_layer_freq", [1], 1)
-    fields.check_quantization(**_FLOAT8)
-    router = Router(
-        scoring="sigmoid",
-        normalize_weights=fields.boolean("norm_topk_prob"),
-        weight_scale=fields.number("routed_scaling_factor"),
-        num_groups=fields.count("n_group"),
-        groups_per_token=fields.count("topk_group"),
-    )
-    shared_width = fields.count("n_shared_experts", least=0) * fields.count("moe_intermediate_size")
-    dense_layers = tuple(range(min(fields.count("first_k_dense_replace", least=0), num_layers)))
-    return dense_layers, {"router": router, "shared_width": shared_width, "selection_bias": True}
+def _the_first(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    return tuple(range(min(fields.count("first_k_dense_replace", least=0), num_layers)))
 
 
-def _gpt_oss(fields: Fields, num_layers: int) -> _Family:
-    fields.check_quantization(quant_method="mxfp4")
-    fields.choice("norm_topk_prob", [True], True)
+def _outside_of_a_range(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    start, end = fields.count("moe_layer_start_index", least=0), fields.count("moe_layer_end_index", -1, least=-1)
+    step, last = fields.count("moe_layer_interval", 1), num_layers - 1 if end == -1 else end
+    return tuple(n for n in range(num_layers) if (n + 1) % step or not start <= n <= last)
+
+
+def _shared_width(fields: Fields) -> int:
+    return fields.count("n_shared_experts", least=0) * fields.count("moe_intermediate_size")
+
+
+def _clamped(fields: Fields) -> Any:
     fields.choice("hidden_act", ["silu"])
-    activation = clamped_swiglu(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
-    return None, {"router": Router(scoring="softmax_selected"), "activation": activation, "router_bias": True}
+    return clamped_swiglu(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))
 
+
+def _named_in_an_object(fields: Fields) -> str:
+    named = fields.choice("ffn_act_fn", [None, *({"name": name} for name in _ACTIVATIONS)], None)
+    return _ACTIVATIONS[named["name"] if named else "silu"]
+
+
+def _is_sum_norm(fields: Fields) -> bool:
+    return fields.choice("moe_normalize_expert_weights", [1, None], 1) == 1
+
+
+_NORMALIZED = {"normalize_weights": methodcaller("boolean", "norm_topk_prob")}
+_SCALED = {"weight_scale": methodcaller("number", "routed_scaling_factor")}
+_GROUPS = {"num_groups": methodcaller("count", "n_group"), "groups_per_token": methodcaller("count", "topk_group")}
+_BY_BEST = ", of which a group's score is that of its best expert: a Router takes the sum of its two best"
 
 _FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK]}
+_QWEN3 = _Family(router=_NORMALIZED, dense_layers=_listed_or_between, quantization=_FLOAT8)
+_QWEN2_SHARED = {"shared_width": methodcaller("count", "shared_expert_intermediate_size"), "shared_gate": True}
+_DEEPSEEK_V3 = _Family(
+    router={"scoring": "sigmoid", **_NORMALIZED, **_SCALED, **_GROUPS},
+    layer={"shared_width": _shared_width, "selection_bias": True},
+    dense_layers=_the_first,
+    only={"scoring_func": ["sigmoid"], "topk_method": ["noaux_tc"], "moe_layer_freq": [1]},
+    quantization=_FLOAT8,
+)
+"""Kimi-K2 and GLM-4.5 have its layer, too; what GLM-4.5 leaves out has one value there."""
 
-_FAMILIES: dict[str, Callable[[Fields, int], _Family]] = {
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-    "olmoe": _olmoe,
-    **dict.fromkeys(["deepseek_v3", "kimi_k2", "glm4_moe"], _deepseek_v3),
-    "gpt_oss": _gpt_oss,
+_FAMILIES = {
+    "mixtral": _Family(router={"normalize_weights": True}, only={"router_jitter_noise": [0], "norm_topk_prob": [True]}),
+    "qwen3_moe": _QWEN3,
+    "olmoe": _Family(router=_NORMALIZED),
+    **dict.fromkeys(["deepseek_v3", "kimi_k2", "glm4_moe"], _DEEPSEEK_V3),
+    "gpt_oss": _Family(
+        router={"scoring": "softmax_selected"},
+        layer={"activation": _clamped, "router_bias": True},
+        only={"norm_topk_prob": [True]},
+        quantization={"quant_method": "mxfp4"},
+    ),
+    **dict.fromkeys(["qwen2_moe", "qwen3_next"], replace(_QWEN3, layer=_QWEN2_SHARED)),
+    "deepseek_v2": _Family(
+        router={"normalize_weights": methodcaller("choice", "norm_topk_prob", [False]), **_SCALED},
+        layer={"shared_width": _shared_width},
+        dense_layers=_the_first,
+        only={"scoring_func": ["softmax"], "topk_method": ["greedy"], "moe_layer_freq": [1]},
+        because={"topk_method": _BY_BEST},
+        passed=("n_group", "topk_group"),
+    ),
+    "minimax_m2": _Family(
+        router={"scoring": "sigmoid", "normalize_weights": True},
+        layer={"selection_bias": True},
+        only={
+            "scoring_func": ["sigmoid"],
+            "use_routing_bias": [True],
+            "shared_intermediate_size": [0],
+            "router_jitter_noise": [0],
+            "layernorm_mlp_beta": [1],
+        },
+        passed=("mlp_intermediate_size", "shared_moe_mode"),
+        quantization=_FLOAT8 | {"fmt": "float8_e4m3fn"},
+    ),
+    "granitemoe": _Family(
+        router={"scoring": "softmax_selected"},
+        passed=("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+    ),
+    "ernie4_5_moe": _Family(
+        router={"normalize_weights": True},
+        layer={"shared_width": _shared_width, "selection_bias": True},
+        dense_layers=_outside_of_a_range,
+        names={
+            "num_local_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_k",
+            "n_shared_experts": "moe_num_shared_experts",
+        },
+        only={
+            "use_bias": [False],
+            "moe_use_aux_free": [True],
+            "moe_gate": ["topk"],
+            "moe_gate_act": ["softmax", None],
+            "moe_norm_min": [1e-12],
+        },
+        passed=("moe_capacity",),
+    ),
+    "dbrx": _Family(
+        router={"normalize_weights": _is_sum_norm},
+        layer={"activation": _named_in_an_object},
+        names={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "n_layers",
+            "num_local_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_top_k",
+            "intermediate_size": "ffn_hidden_size",
+            "router_aux_loss_coef": "moe_loss_weight",
+        },
+        only={"moe_jitter_eps": [None, 0]},
+        because={"moe_jitter_eps": ", for no token is multiplied by noise here"},
+        passed=("hidden_size", "moe_loss_weight", "num_beam_groups", "top_k"),
+        part="ffn_config",
+    ),
 }
-"""By model_type, what the family says in its own way."""
+"""By model_type."""
+
+_REFUSED = {
+    "phimoe": "its router (sparsemixer) weighs each of a token's two experts by a softmax of its own over the logits "
+    "near the largest that is left, where all weights of a Router are of one softmax"
+}
+"""Public families whose layer is another one, and what differs."""
 
 _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
 _ACTIVATIONS |= dict.fromkeys(["gelu_pytorch_tanh", "gelu_new"], "geglu_tanh")

@@ -155,7 +155,7 @@ def moe(
     params = _checked_parameters(params, config, x, parallel if inside else None)
     _check_selection_bias(selection_bias, config)
     if train and axis_name is None and parallel is None:
-        _warn_inside_shard_map()
+        warn_inside_shard_map()
     run = run_layer if layer_form(experts) is None else _run_compiled
     options = {"axis_name": axis_name, "parallel": parallel, "experts": experts}
     given = GivenRouting(mask, expert_ids).checked(x.shape[:-1], config.num_experts)
@@ -194,7 +194,8 @@ def skipped(x: Float[Array, "... d"], config: MoEConfig) -> tuple[Float[Array, "
     return jnp.zeros_like(x), routing._replace(weighted_losses=auxiliary_losses(routing, config))
 
 
-def _warn_inside_shard_map() -> None:
+def warn_inside_shard_map() -> None:
+    """Warns that what a training step learns of its tokens is one device's, inside `jax.shard_map`."""
     if axes := jax.sharding.get_abstract_mesh().manual_axes:
         warn_once(
             f"inside jax.shard_map over {', '.join(axes)}, the router's losses, demand and statistics are those of one "
@@ -244,21 +245,29 @@ def _checked_parameters(
     if not isinstance(params, Mapping):
         raise ValueError(f"params={shown(params)} must be a mapping from names to arrays, see config.parameters")
     expected = config.parameters(x.shape[-1], use_bias="b_down" in params)
-    if missing := expected.keys() - params.keys():
-        raise ValueError(f"params lacks {', '.join(sorted(missing))}, which {config} asks for")
-    if unknown := params.keys() - expected.keys():
-        raise ValueError(f"params has {', '.join(sorted(map(str, unknown)))}, which {config} has no use for")
-    if boxed := [name for name in expected if hasattr(params[name], "unbox")]:
-        raise ValueError(
-            f"params[{boxed[0]!r}] is boxed, as flax.linen's init returns it: give flax.linen.unbox(params)"
-        )
-    arrays = {name: as_array(f"params[{name!r}]", params[name]) for name in expected}
+    shapes = {name: parameter.shape for name, parameter in expected.items()}
     if parallel is not None:
-        expected = parallel.shards(config, x.shape[-1], use_bias="b_down" in params)
-    for name, parameter in expected.items():
-        shape = arrays[name].shape
+        shards = parallel.shards(config, x.shape[-1], use_bias="b_down" in params)
+        shapes = {name: shards[name].shape for name in expected}
+    return check_arrays("params", params, shapes, config, f"for x of shape {x.shape}")
+
+
+def check_arrays(
+    argument: str, given: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]], config: object, why: str
+) -> dict[str, Array]:
+    """What is given, as arrays; ValueError unless it is floating arrays of these names and shapes, and plain ones."""
+    if missing := shapes.keys() - given.keys():
+        raise ValueError(f"{argument} lacks {', '.join(sorted(missing))}, which {config} asks for")
+    if unknown := given.keys() - shapes.keys():
+        raise ValueError(f"{argument} has {', '.join(sorted(map(str, unknown)))}, which {config} has no use for")
+    if boxed := [name for name in shapes if hasattr(given[name], "unbox")]:
+        raise ValueError(
+            f"{argument}[{boxed[0]!r}] is boxed, as flax.linen's init returns it: give flax.linen.unbox({argument})"
+        )
+    arrays = {name: as_array(f"{argument}[{name!r}]", given[name]) for name in shapes}
+    for name, shape in shapes.items():
         if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
-            raise ValueError(f"params[{name!r}] has dtype {arrays[name].dtype}, must be floating")
-        if shape != parameter.shape:
-            raise ValueError(f"params[{name!r}] has shape {shape}, must be {parameter.shape} for x of shape {x.shape}")
+            raise ValueError(f"{argument}[{name!r}] has dtype {arrays[name].dtype}, must be floating")
+        if arrays[name].shape != shape:
+            raise ValueError(f"{argument}[{name!r}] has shape {arrays[name].shape}, must be {shape} {why}")
     return arrays

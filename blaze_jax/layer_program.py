@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
-from blaze_jax.activations import get_activation
+from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import as_array
 from blaze_jax.config import MoEConfig
 from blaze_jax.dispatch import Grouped
@@ -34,6 +34,7 @@ from blaze_jax.explicit_mesh import (
     tokens_in_order,
 )
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
+from blaze_jax.router_product import router_logits, split_on_gpus
 from blaze_jax.routing import (
     AxisName,
     ExpertFactors,
@@ -41,7 +42,6 @@ from blaze_jax.routing import (
     Routing,
     axis_names,
     route_and_group,
-    router_logits,
     routing_specs,
 )
 from blaze_jax.transformations import compiled_once
@@ -118,22 +118,57 @@ def run_layer(
         sizes = parallel.sizes(devices.mesh)
         specs = parallel.specs(config, x.shape[-1], use_bias="b_down" in params, sizes=sizes)
     if given_all:
-        devices = Devices()
+        devices = Devices(explicit=explicit)
         params = {name: placed(a, P(), explicit) if name.startswith(_DENSE) else a for name, a in params.items()}
 
     program = _Program(config, axis_names(axis_name), devices.axes, parallel, specs, experts)
     in_order = given_all or not given.treats_tokens_apart(config.router)
+    if selection_bias is not None and devices.mesh is not None:
+        selection_bias = as_array("selection_bias", selection_bias)
+    y, routing = run_program(program, devices, x, given, params, selection_bias, in_order)
+    losses = auxiliary_losses(routing, config)
+    return restore_shape(y, x, explicit, in_order), routing._replace(weighted_losses=losses)
+
+
+class Program(Protocol):
+    """What each device does with its tokens, for `run_program`."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the tokens."""
+        ...
+
+    @property
+    def specs(self) -> Mapping[str, P]:
+        """How each parameter is split."""
+        ...
+
+    def routing_specs(self, by_token: P) -> Any:
+        """How the routing is split, where what there is of a token is split `by_token`."""
+        ...
+
+    def layer(self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], state) -> Any:
+        """The output of this device's tokens, and the routing, a tuple with `experts` and `weights` of each token.
+
+        `num_tokens` of all devices count; those past them are padding. `state` is what the parameters are not.
+        """
+        ...
+
+
+def run_program(
+    program: Program, devices: Devices, x: Float[Array, "... d"], given: GivenRouting, params, state, in_order: bool
+) -> tuple[Float[Array, "T d"], Any]:
+    """The output of `program.layer` on these devices, which `restore_shape` takes, and the routing in order."""
+    explicit = devices.explicit
     by_token = flatten_tokens(x, explicit, in_order), _flattened(given, x, explicit, in_order)
     if devices.mesh is not None:
-        y, routing = _over_mesh(program, devices.mesh, explicit, by_token, params, selection_bias)
+        y, routing = _over_mesh(program, devices.mesh, explicit, by_token, params, state)
     else:
         # A constant, as what modules are initialised with, is the same on all devices, to jax's check.
         by_token = vary_over(by_token, frozenset(devices.axes))
-        y, routing = program.layer(by_token[0].shape[0] * lax.axis_size(devices.axes), by_token, params, selection_bias)
+        y, routing = program.layer(by_token[0].shape[0] * lax.axis_size(devices.axes), by_token, params, state)
     chosen, weights = tokens_in_order((routing.experts, routing.weights), x, explicit, in_order)
-    losses = auxiliary_losses(routing, config)
-    routing = routing._replace(experts=chosen, weights=weights, weighted_losses=losses)
-    return restore_shape(y, x, explicit, in_order), routing
+    return y, routing._replace(experts=chosen, weights=weights)
 
 
 def _flattened(given: GivenRouting, x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool):
@@ -148,13 +183,13 @@ def _flattened(given: GivenRouting, x: Float[Array, "... d"], mesh: AbstractMesh
 
 
 def _over_mesh(
-    program: "_Program",
+    program: Program,
     mesh: Mesh | AbstractMesh,
     explicit: AbstractMesh | None,
     by_token: tuple[Array, GivenRouting],
     params,
-    selection_bias,
-) -> tuple[Float[Array, "T d"], Routing]:
+    state,
+) -> tuple[Float[Array, "T d"], Any]:
     """`program.layer` on each device of the mesh, of its own tokens and parameters."""
     axes, (tokens, given) = program.axes, by_token
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
@@ -167,11 +202,9 @@ def _over_mesh(
         mask = mask if mask is None else jnp.pad(mask, (0, padding))
         ids = ids if ids is None else jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)
         tokens, given = jnp.pad(tokens, ((0, padding), (0, 0))), GivenRouting(mask, ids)
-    if selection_bias is not None:
-        selection_bias = as_array("selection_bias", selection_bias)
-    specs = (split, dict(program.specs), whole), (split, routing_specs(split))
+    specs = (split, dict(program.specs), whole), (split, program.routing_specs(split))
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
-    arguments = (tokens, given), params, selection_bias
+    arguments = (tokens, given), params, state
     y, routing = per_device(partial(program.layer, num_tokens), mesh, *specs, *arguments, explicit=explicit, axes=free)
     if not padding:
         return y, routing
@@ -203,6 +236,9 @@ class _Program:
     specs: Mapping[str, P]
     experts: Callable[..., Array]
 
+    def routing_specs(self, by_token: P) -> Routing:
+        return routing_specs(by_token)
+
     def layer(
         self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], selection_bias
     ) -> tuple[Float[Array, "T d"], Routing]:
@@ -221,7 +257,8 @@ class _Program:
 
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
         with jax.named_scope("router"):  # profilers show these names
-            logits = router_logits(tokens, dense("w_router", "b_router"))
+            split = split_on_gpus(config.implementation, tokens)
+            logits = router_logits(tokens, dense("w_router", "b_router"), split=split)
             of_experts = ExpertFactors(selection_bias, dense("router_gain").get("router_gain"))
             routing, grouped = self._route(num_tokens, logits, given, of_experts)
         inner, latent = tokens, dense("w_latent_")
@@ -241,7 +278,7 @@ class _Program:
                 y = y @ latent["w_latent_out"].astype(y.dtype)
         if config.shared_width:
             with jax.named_scope("shared_experts"):
-                y = y + shared_experts(tokens, dense("shared_"), config=config)
+                y = y + shared_experts(tokens, dense("shared_"), activation=config.activation)
         return y if given.mask is None else jnp.where(given.mask[:, None], y, 0), routing
 
     def _route(
@@ -284,20 +321,23 @@ def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Arr
     return losses
 
 
-@compiled_once("config")
+@compiled_once("activation")
 def shared_experts(
-    tokens: Float[Array, "T d"], params: Mapping[str, Array], *, config: MoEConfig
+    tokens: Float[Array, "T d"], params: Mapping[str, Array], *, activation: str | Activation
 ) -> Float[Array, "T d"]:
-    """The output of the shared experts, a dense FFN that every token passes through, in the tokens' dtype."""
-    activation, dtype = get_activation(config.activation), tokens.dtype
-    names = ("shared_w_gate", "shared_w_up") if activation.gated else ("shared_w_up",)
+    """The output of the shared experts, a dense FFN that every token passes through, in the tokens' dtype.
+
+    With a parameter `shared_gate`, `(d, 1)`, a token's output is scaled by the sigmoid of its product with that.
+    """
+    act, dtype = get_activation(activation), tokens.dtype
+    names = ("shared_w_gate", "shared_w_up") if act.gated else ("shared_w_up",)
     wide = accumulator_dtype(dtype)
 
     def products(tokens, weights, result_dtype=dtype):
         return tuple(jnp.dot(tokens, w.astype(dtype), preferred_element_type=result_dtype) for w in weights)
 
     def activated(gate, *pre_activations):
-        result = activation.function(*(p.astype(wide) for p in pre_activations))
+        result = act.function(*(p.astype(wide) for p in pre_activations))
         return (result if gate is None else gate * result).astype(dtype)
 
     # Like the experts' kernels: the activation of the products' accumulators, and a backward pass that keeps the
@@ -318,5 +358,5 @@ def shared_experts(
         return *jax.vjp(products, tokens, weights)[1](tuple(d_pre_activations)), d_gate
 
     hidden.defvjp(forward, backward)
-    gate = jax.nn.sigmoid(*products(tokens, [params["shared_gate"]], wide)) if config.shared_gate else None
+    gate = jax.nn.sigmoid(*products(tokens, [params["shared_gate"]], wide)) if "shared_gate" in params else None
     return jnp.dot(hidden(tokens, [params[name] for name in names], gate), params["shared_w_down"].astype(dtype))

@@ -1,4 +1,4 @@
-"""The layer as a flax.linen module."""
+"""The layers as flax.linen modules."""
 
 from collections.abc import Callable
 
@@ -10,15 +10,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from blaze_jax.atomic_experts import AtomicConfig, draws
 from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig
 from blaze_jax.exchange import Axes
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import as_tokens, new_parameters, statistics
 from blaze_jax.modules import (
+    call_atomic_layer,
     call_layer,
     check_train,
+    warn_of_atomic_evaluation,
     warn_of_frozen_bias,
+    warn_of_frozen_statistics,
     warn_of_lost_losses,
     warn_of_missing_train,
 )
@@ -158,4 +162,71 @@ class MoE(nn.Module):
                 state.value = moved
             else:
                 warn_of_frozen_bias("apply with mutable=['router_state'] (in nn.scan also variable_axes)")
+        return y
+
+
+class AtomicMoE(nn.Module):
+    """A layer of experts of one neuron each, which a token finds by row and column; see `blaze_jax.atomic_moe`.
+
+    Parameters are those of `config.parameters(d)`, boxed as those of `MoE` are. The collection "batch_stats" has the
+    running statistics "mean" and "var", `(2, √E)` each, which a training step moves: apply with
+    `mutable=["batch_stats"]`, and keep what it returns; in `nn.scan`, give `variable_axes={"batch_stats": 0}`. Training
+    warns where they are not mutable. "intermediates" has the entropy.
+
+    Attributes:
+      config: the layer.
+      dtype: in which it computes, and of the output; None for the common dtype of the input and the experts'
+        parameters.
+      param_dtype: the dtype of parameters that it initialises.
+      kernel_init: initialiser of each expert's matrices, u `(d, 1)` and v `(1, d)`, and those of the dense FFN.
+      router_init: initialiser of W_x and of W_y.
+      train: whether it is training, unless the call says so. Under `nn.remat` say it here.
+      axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.atomic_moe`.
+      parallel: which axes of a mesh split the tokens, see `blaze_jax.atomic_moe`.
+    """
+
+    config: AtomicConfig
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: Callable = nn.initializers.lecun_normal()
+    router_init: Callable = nn.initializers.lecun_normal()
+    train: bool | None = None
+    axis_name: AxisName = None
+    parallel: Parallelism | None = None
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "... d"], train: bool | None = None, *, mask: Bool[Array, "..."] | None = None
+    ) -> Float[Array, "... d"]:
+        """Output for tokens of any leading shape.
+
+        `train` normalises scores by these tokens, and moves the running statistics; None takes the attribute, and
+        without that counts as False. It must be a bool, not traced. `mask` is True for real tokens.
+        """
+        check_dtypes(dtype=self.dtype, param_dtype=self.param_dtype)
+        x = as_tokens(x)
+        train = check_train(self.train if train is None else train)
+        initializers = {"kernel_init": self.kernel_init, "router_init": self.router_init}
+        params = {}
+        for name, (parameter, draw) in draws(self.config, x.shape[-1], dtype=self.param_dtype, **initializers).items():
+
+            def init(key, parameter=parameter, draw=draw):
+                return Partitioned(draw(key), parameter.axes)
+
+            there = self.has_variable("params", name)
+            params[name] = nn.unbox(self.get_variable("params", name)) if there else self.param(name, init)
+
+        start = self.config.batch_statistics()
+        state = {name: self.variable("batch_stats", name, lambda value=value: value) for name, value in start.items()}
+        statistics = {name: variable.value for name, variable in state.items()}
+        y, routing = call_atomic_layer(self, params, x, statistics, train=train, mask=mask)
+        if self.is_initializing():
+            return y
+        warn_of_atomic_evaluation(train)
+        self.sow("intermediates", "entropy", routing.entropy)
+        if train and not self.is_mutable_collection("batch_stats"):
+            warn_of_frozen_statistics()
+        elif train:
+            for name, variable in state.items():
+                variable.value = routing.batch_statistics[name]
         return y

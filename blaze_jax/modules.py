@@ -10,6 +10,7 @@ from weakref import finalize
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from blaze_jax.atomic_experts import AtomicRouting, atomic_moe
 from blaze_jax.checks import warn_once
 from blaze_jax.config import MoEConfig
 from blaze_jax.layer import in_common_dtype, moe, skipped
@@ -40,6 +41,15 @@ def warn_of_missing_train(train: bool | None, config: MoEConfig) -> None:
         )
 
 
+def warn_of_atomic_evaluation(train: bool | None) -> None:
+    """Warns where nobody said whether atomic experts are training."""
+    if train is None:
+        warn_once(
+            "atomic experts normalise by the tokens of a call in training only, and train was left out, which counts "
+            "as evaluation: say train=True or train=False"
+        )
+
+
 def warn_of_lost_losses(train: bool | None, routing: Routing, remedy: str) -> None:
     """Warns that nobody collects the weighted losses, unless it is evaluation."""
     if train is not False:
@@ -52,6 +62,14 @@ def warn_of_lost_losses(train: bool | None, routing: Routing, remedy: str) -> No
 def warn_of_frozen_bias(remedy: str) -> None:
     """Warns that a selection bias with an update rate cannot move."""
     warn_once(f"the MoE layer's selection_bias does not move in training, because it is not mutable: {remedy}")
+
+
+def warn_of_frozen_statistics() -> None:
+    """Warns that the running statistics cannot move."""
+    warn_once(
+        "the atomic experts' batch_stats do not move in training, because they are not mutable: apply with "
+        "mutable=['batch_stats'] (in nn.scan also variable_axes), or evaluation normalises by statistics of no token"
+    )
 
 
 class BiasOfStep(NamedTuple):
@@ -118,3 +136,12 @@ def call_layer(
             finalize(lasts, _STEPS.pop, id(lasts), None)
         _STEPS[id(lasts)] = step
     return y, routing, step.moved
+
+
+def call_atomic_layer(
+    module, params: Mapping[str, Array], x: Float[Array, "... d"], statistics, *, train: bool | None, mask
+) -> tuple[Float[Array, "... d"], AtomicRouting]:
+    """The output and the routing of a module with the fields `config`, `dtype`, `axis_name` and `parallel`."""
+    x = in_common_dtype(x, module.dtype, params)
+    options = {"train": bool(train), "mask": mask, "axis_name": module.axis_name, "parallel": module.parallel}
+    return atomic_moe(x, params, statistics, module.config, **options)

@@ -1,4 +1,4 @@
-"""The layer as a flax.nnx module: same parameter names, shapes and numbers as the linen one."""
+"""The layers as flax.nnx modules: same parameter names, shapes and numbers as the linen ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,19 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from blaze_jax.atomic_experts import STATISTICS, AtomicConfig, draws
 from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.experts import expert_ffn
 from blaze_jax.layer import NewParameter, as_tokens, new_parameters, statistics
-from blaze_jax.modules import call_layer, check_train, warn_of_lost_losses, warn_of_missing_train
+from blaze_jax.modules import (
+    call_atomic_layer,
+    call_layer,
+    check_train,
+    warn_of_atomic_evaluation,
+    warn_of_lost_losses,
+    warn_of_missing_train,
+)
 from blaze_jax.parallelism import Parallelism, mesh_of
 from blaze_jax.routing import AxisName
 from pallas_kernels.compat import is_traced
@@ -149,6 +157,81 @@ class MoE(nnx.Module):
             self.sow(nnx.Intermediate, name, value, capture_noop=True)
         if moved is not None:
             self.selection_bias[...] = moved
+        return y
+
+
+class AtomicMoE(nnx.Module):
+    """A layer of experts of one neuron each, which a token finds by row and column; see `blaze_jax.atomic_moe`.
+
+    Parameters are those of `config.parameters(model_width)` as `nnx.Param`, with logical axis names in the metadata
+    `out_sharding`. The running statistics `mean` and `var`, `(2, √E)` each, are `nnx.BatchStat`, and move in training.
+    Under `nnx.capture(..., nnx.Intermediate)` the entropy is sown.
+
+    Args:
+      model_width: d.
+      config: the layer.
+      dtype: in which it computes, and of the output; None for the common dtype of the input and the experts'
+        parameters.
+      param_dtype: the dtype of parameters that it initialises.
+      kernel_init: initialiser of each expert's matrices, u `(d, 1)` and v `(1, d)`, and those of the dense FFN.
+      router_init: initialiser of W_x and of W_y.
+      train: whether it is training, unless the call says so; `module.train()` and `module.eval()` set it, too.
+      axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.atomic_moe`.
+      parallel: which axes of a mesh split the tokens, see `blaze_jax.atomic_moe`.
+      rngs: its stream `params` initialises the parameters.
+    """
+
+    def __init__(
+        self,
+        model_width: int,
+        config: AtomicConfig,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Callable = nnx.initializers.lecun_normal(),
+        router_init: Callable = nnx.initializers.lecun_normal(),
+        train: bool | None = None,
+        axis_name: AxisName = None,
+        parallel: Parallelism | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
+        train = check_train(train)
+        initializers = {"kernel_init": kernel_init, "router_init": router_init}
+        parameters = draws(config, model_width, dtype=param_dtype, **initializers)
+        self.config = config
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.deterministic = None if train is None else not train  # the name that `train()` and `eval()` look for
+        self.axis_name = axis_name
+        self.parallel = parallel
+        self.parameter_names = tuple(parameters)
+        for name, (parameter, draw) in parameters.items():
+            setattr(self, name, nnx.Param(draw(rngs.params()), out_sharding=parameter.axes, eager_sharding=False))
+        for name, value in config.batch_statistics().items():
+            setattr(self, name, nnx.BatchStat(value))
+
+    set_view = MoE.set_view
+
+    def __call__(
+        self, x: Float[Array, "... d"], train: bool | None = None, *, mask: Bool[Array, "..."] | None = None
+    ) -> Float[Array, "... d"]:
+        """Output for tokens of any leading shape.
+
+        `train` normalises scores by these tokens, and moves the running statistics; None takes what the module was
+        told, and without that counts as False. It must be a bool, not traced. `mask` is True for real tokens.
+        """
+        if train is None and self.deterministic is not None:
+            train = not self.deterministic
+        train = check_train(train)
+        warn_of_atomic_evaluation(train)
+        params = {name: getattr(self, name)[...] for name in self.parameter_names}
+        statistics = {name: getattr(self, name)[...] for name in STATISTICS}
+        y, routing = call_atomic_layer(self, params, as_tokens(x), statistics, train=train, mask=mask)
+        self.sow(nnx.Intermediate, "entropy", routing.entropy, capture_noop=True)
+        if train:
+            for name, value in routing.batch_statistics.items():
+                getattr(self, name)[...] = value
         return y
 
 

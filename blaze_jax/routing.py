@@ -23,7 +23,7 @@ from blaze_jax.router import Router, check_router
 from blaze_jax.token_rounding import round_token_counts
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once, differentiated_once
 from pallas_kernels.compat import reverse_mode_token
-from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule, accumulator_dtype
+from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule
 from pallas_kernels.family import Kernels
 from pallas_kernels.xla.router import balance_loss, ranking_scores, routed_to, weights_of, widened
 
@@ -355,19 +355,6 @@ def update_selection_bias(
     """Loss-free balancing (DeepSeek-V3): a bias rises by `rate` where demand is below the mean, and falls above it."""
     demand = demand.astype(selection_bias.dtype)
     return selection_bias + rate * jnp.sign(demand.mean() - demand)
-
-
-@compiled_once()
-def router_logits(tokens: Float[Array, "T d"], params: Mapping[str, Array]) -> Float[Array, "T E"]:
-    """The product of the tokens and the router's matrix, in float32 or wider, plus its bias if there is one."""
-    wide = accumulator_dtype(tokens.dtype)
-
-    @jax.checkpoint  # the backward pass widens the tokens again, or it would keep a wide copy of them
-    def product(tokens, w_router):
-        return jnp.dot(tokens.astype(wide), w_router.astype(wide), precision=jax.lax.Precision.HIGHEST)
-
-    logits = product(tokens, params["w_router"])
-    return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
 
 
 def _differentiable_router(

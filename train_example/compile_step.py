@@ -26,7 +26,7 @@ def lower_step(
     """
     step = make_train_step(config, model)
     lowered = jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(state, batch)
-    if jax.default_backend() == "gpu":
+    if jax.default_backend() == "gpu" and config.equal_bits:
         demand_equal_bits(cast(ir.Module, lowered.compiler_ir("stablehlo")))
     return lowered
 
@@ -38,7 +38,9 @@ def xla_options(config: TrainConfig) -> dict[str, Any]:
     tokens' gradients by scatters, and in place of each XLA would sort all numbers of all rows, 134 million for 16,384
     tokens of `1b`, twice in every layer.
     """
-    wanted = jax.default_backend() == "gpu" and config.experts_layer in ("blaze_jax", "dense-twin")
+    wanted = (
+        jax.default_backend() == "gpu" and config.equal_bits and config.experts_layer in ("blaze_jax", "dense-twin")
+    )
     return transport_options() | ({"xla_gpu_exclude_nondeterministic_ops": True} if wanted else {})
 
 

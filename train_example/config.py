@@ -130,6 +130,7 @@ class TrainConfig:
       experts_layer: what computes the experts: blaze_jax, or a conventional layer to compare it with; or dense-twin, a
         dense layer of the arithmetic that a token's experts take, in their place.
       attention: what computes the attention; left out, the best that can run here.
+      equal_bits: whether two runs on a GPU have the same bits, for which attention adds up gradients in one order.
       unroll: whether the program has every block by itself, instead of a loop over one.
       checkpoint: folder of a public model, OLMoE or Qwen3-MoE, to fine-tune and save again; left out, a fresh one.
       trained: what part of the model is trained: all of it, or the experts' matrices.
@@ -155,6 +156,7 @@ class TrainConfig:
     implementation: Implementation | None = None
     experts_layer: ExpertsLayer = "blaze_jax"
     attention: AttentionKernel | None = None
+    equal_bits: bool = True
     unroll: bool = False
     checkpoint: str | None = None
     trained: Trained = "all"

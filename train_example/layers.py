@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from train_example.config import AttentionKernel, QKNorm
 
@@ -53,18 +53,39 @@ def _norm_backward(_, residuals, dy):
 rms_norm.defvjp(_norm_forward, _norm_backward)
 
 
+class Context(NamedTuple):
+    """Where the tokens of a call stand in their sequences, whose earlier ones are in the collection "cache".
+
+    Attributes:
+      first: how many tokens of each sequence are there.
+      count: how many of its new ones are real; those behind are padding, which nothing sees and no expert gets.
+    """
+
+    first: Int[Array, " B"]
+    count: Int[Array, " B"]
+
+    def positions(self, length: int) -> Int[Array, "B S"]:
+        """The position of each of `length` new tokens, which is its place in the cache, too."""
+        return self.first[:, None] + jnp.arange(length)
+
+    def real(self, length: int) -> Bool[Array, "B S"]:
+        """Which of `length` new tokens are no padding."""
+        return jnp.arange(length) < self.count[:, None]
+
+
 class Rotation(NamedTuple):
-    """Cosine and sine of every position's angles, float32 `(S, 1, h/2)`."""
+    """Cosine and sine of every position's angles, float32 `(S, 1, h/2)`, or `(B, S, 1, h/2)` where sequences differ."""
 
-    cos: Float[Array, "S 1 half"]
-    sin: Float[Array, "S 1 half"]
+    cos: Float[Array, "*B S 1 half"]
+    sin: Float[Array, "*B S 1 half"]
 
 
-def rotation(length: int, head_width: int, base: float = 10_000.0) -> Rotation:
-    """The angles of `length` positions, which all layers share."""
+def rotation(length: int, head_width: int, base: float = 10_000.0, first: Array | None = None) -> Rotation:
+    """The angles of `length` positions, which all layers share: from 0, or from each sequence's `first`, int32 (B,)."""
     with jax.named_scope("rotation"):
         frequency = base ** -(jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
-        angle = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency
+        position = jnp.arange(length, dtype=jnp.float32)[:, None, None]
+        angle = (position if first is None else position + first[:, None, None, None]) * frequency
         return Rotation(jnp.cos(angle), jnp.sin(angle))
 
 
@@ -76,7 +97,7 @@ def rotate(x: Float[Array, "B S heads h"], rotation: Rotation) -> Float[Array, "
 
 
 class Attention(nn.Module):
-    """Causal self-attention.
+    """Causal self-attention; with a context also over the keys and values that the collection "cache" has.
 
     Attributes:
       num_heads: heads of the queries.
@@ -95,7 +116,9 @@ class Attention(nn.Module):
     norm_epsilon: float = 1e-6
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B S d"], rotation: Rotation) -> Float[Array, "B S d"]:
+    def __call__(
+        self, x: Float[Array, "B S d"], rotation: Rotation, context: Context | None = None
+    ) -> Float[Array, "B S d"]:
         head_width = 2 * rotation.cos.shape[-1]
 
         def project(heads: int, name: str) -> Float[Array, "B S heads h"]:
@@ -104,9 +127,25 @@ class Attention(nn.Module):
         query = rotate(self._normed(project(self.num_heads, "query"), "query_norm"), rotation)
         key = rotate(self._normed(project(self.num_kv_heads, "key"), "key_norm"), rotation)
         value = project(self.num_kv_heads, "value")
-        kernel = self.kernel or best_kernel(query)
-        y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
+        if context is None:
+            kernel = self.kernel or best_kernel(query)
+            y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
+        else:
+            positions = context.positions(x.shape[1])
+            key, value = self._cached("key", key, positions), self._cached("value", value, positions)
+            visible = (jnp.arange(key.shape[1]) <= positions[..., None])[:, None]
+            y = jax.nn.dot_product_attention(query, key, value, mask=visible, implementation=self.kernel)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=False, dtype=self.dtype, name="out")(y)
+
+    def _cached(
+        self, name: str, new: Float[Array, "B S heads h"], positions: Int[Array, "B S"]
+    ) -> Float[Array, "B slots heads h"]:
+        """The cache of that name with the new tokens at their positions; padding beyond its end is dropped."""
+        sequences = jnp.arange(new.shape[0])[:, None]
+        cache = jnp.asarray(self.get_variable("cache", name)).at[sequences, positions]
+        cache = cache.set(new, mode="drop", unique_indices=True)
+        self.put_variable("cache", name, cache)
+        return cache
 
     def _normed(self, x: Float[Array, "B S heads h"], name: str) -> Float[Array, "B S heads h"]:
         if self.qk_norm is None:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax import RESIDUAL_NAMES, DenseTwin, MoE, MoEConfig, Parallelism, expert_ffn
 from train_example.config import AttentionKernel, ModelConfig, Remat
-from train_example.layers import Attention, DenseFeedForward, RMSNorm, Rotation, rotation
+from train_example.layers import Attention, Context, DenseFeedForward, RMSNorm, Rotation, rotation
 
 
 class Decoder(nn.Module):
@@ -41,17 +41,29 @@ class Decoder(nn.Module):
     dense_twin: DenseTwin | None = None
 
     @nn.compact
-    def __call__(self, tokens: Int[Array, "B S"], *, train: bool = False) -> Float[Array, "B S V"]:
-        """Float32 logits of the token that follows each of `tokens`; `train` is that of `blaze_jax.MoE`."""
+    def __call__(
+        self, tokens: Int[Array, "B S"], *, train: bool = False, context: Context | None = None, last: bool = False
+    ) -> Float[Array, "B S V"]:
+        """Float32 logits of the token that follows each of `tokens`; `train` is that of `blaze_jax.MoE`.
+
+        With `context`, the tokens go on where those end whose keys and values are in the collection "cache", and join
+        them there: apply with `mutable=["cache"]`. With `last` the logits `(B, 1, V)` are of the last real ones alone.
+        """
         config = self.config
         embedding = self.param("embedding", nn.initializers.normal(1.0), (config.vocabulary, config.width))
         with jax.named_scope("embedding"):
-            # Not a gather: its gradient is a scatter, and a GPU leaves open in which order that adds up.
-            x = jax.nn.one_hot(tokens, config.vocabulary, dtype=self.dtype) @ embedding.astype(self.dtype)
-        angles = rotation(tokens.shape[1], config.head_width or config.width // config.num_heads, config.rotary_base)
+            if context is None:
+                # Not a gather: its gradient is a scatter, and a GPU leaves open in which order that adds up.
+                x = jax.nn.one_hot(tokens, config.vocabulary, dtype=self.dtype) @ embedding.astype(self.dtype)
+            else:
+                x = embedding[tokens].astype(self.dtype)
+        first, head_width = context and context.first, config.head_width or config.width // config.num_heads
+        angles = rotation(tokens.shape[1], head_width, config.rotary_base, first)
         norm = partial(RMSNorm, self.dtype, config.norm_epsilon)
         for name, layers in config.stacks().items():
-            x = self._stack(name, len(layers), norm, train)(x, angles)[0]
+            x = self._stack(name, len(layers), norm, train)(x, angles, context)[0]
+        if context is not None and last:
+            x = jnp.take_along_axis(x, jnp.maximum(context.count - 1, 0)[:, None, None], axis=1)
         x = norm(name="final_norm")(x)
         if config.tied_head:
             return (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
@@ -75,7 +87,7 @@ class Decoder(nn.Module):
             block = nn.remat(Block, policy=policy, prevent_cse=self.unroll)
         scanned = nn.scan(
             block,
-            variable_axes={"params": 0, "losses": 0, "intermediates": 0, "router_state": 0},
+            variable_axes={"params": 0, "losses": 0, "intermediates": 0, "router_state": 0, "cache": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
             length=length,
@@ -99,7 +111,12 @@ class Block(nn.Module):
     feed_forward: Callable[[], MoE | DenseFeedForward]
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B S d"], rotation: Rotation) -> tuple[Float[Array, "B S d"], None]:
+    def __call__(
+        self, x: Float[Array, "B S d"], rotation: Rotation, context: Context | None = None
+    ) -> tuple[Float[Array, "B S d"], None]:
         """`(y, None)`: the pair that `nn.scan` takes."""
-        x = x + self.attention(name="attention")(self.norm(name="attention_norm")(x), rotation)
-        return x + self.feed_forward()(self.norm(name="feed_forward_norm")(x)), None
+        x = x + self.attention(name="attention")(self.norm(name="attention_norm")(x), rotation, context)
+        feed_forward, normed = self.feed_forward(), self.norm(name="feed_forward_norm")(x)
+        if context is not None and isinstance(feed_forward, MoE):
+            return x + feed_forward(normed, mask=context.real(x.shape[1])), None
+        return x + feed_forward(normed), None

@@ -114,6 +114,9 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         grads, (router_state, report) = _gradients(model, state, batch)
+        if config.unroll:
+            # Otherwise XLA puts the blocks' gradients together three times, for each of the moments and the update.
+            grads = jax.tree.map(lax.optimization_barrier, grads)
         with jax.named_scope("optimizer"):
             # Where the optimizer reads them, for no float32 gradients in memory.
             grads = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), grads, state.params)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from blaze_jax.benchmark.atomic import measure_atomic
 from blaze_jax.benchmark.layers import compare, measure_memory
 from blaze_jax.benchmark.mesh import Case, expected_efficiency, measure_mesh, parse_mesh, parse_variant
 from blaze_jax.benchmark.own_process import ProcessError, run_apart
@@ -78,6 +79,12 @@ STUDIES = {
     ),
     # few tokens for each of many experts: their last tiles count
     "rounding": Study(measure_rounding, [Sizes(16384, 1536, 256, 512, 8)], [Sizes(2048, 128, 64, 32, 4)]),
+    "atomic": Study(  # experts of one neuron: in a grid of a narrow side, of a kernel's tile, and of a million
+        measure_atomic,
+        [Sizes(16384, 1024, 1, e, k) for e, k in ((4096, 16), (16384, 64), (2**20, 64))],
+        [Sizes(256, 64, 1, 1024, 16)],
+        ("config", "dtype", "family"),
+    ),
     "memory": Study(measure_memory, GPU_SIZES, absent=True),
     "compile-time": Study(measure_compile_time, GPU_SIZES[:1], absent=True),
     "mesh": Study(  # sizes of a device; in the finer one communication takes longest

@@ -25,7 +25,7 @@ SELECTION_BIAS = "selection_bias"
 PLAIN = ("F32", "F16", "BF16")
 
 PREFIXES = ("model.layers.{layer}.", "layers.{layer}.")
-"""How a layer is named in a model with a head, and in one without."""
+"""How a layer is named in a model with a head, and in one without, by most families."""
 
 MXFP4_ENDS = ("_blocks", "_scales")
 FLOAT8_SCALES = "_scale_inv"
@@ -42,6 +42,9 @@ class Tensor(NamedTuple):
       outputs_first: whether a matrix lies (out, in) in the file; the layer's parameters are (in, out).
       alternating: whether two parameters take turns along the outputs; otherwise one follows the other.
       mxfp4: whether it is stored as 4-bit numbers in the tensors `name_blocks`, with `name_scales`.
+      joined_along: the axis, of a matrix as it lies in the file, along which all experts' matrices follow one another;
+        None where they are stacked, or each has a tensor.
+      is_row: whether a vector lies as a matrix of one row.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Tensor(NamedTuple):
     outputs_first: bool = True
     alternating: bool = False
     mxfp4: bool = False
+    joined_along: int | None = None
+    is_row: bool = False
 
     @property
     def of_one_expert(self) -> bool:
@@ -64,7 +69,21 @@ class Tensor(NamedTuple):
         shape[-1] *= len(self.parameters)
         if self.outputs_first:
             shape[-2:] = reversed(shape[-2:])
-        return tuple(shape)
+        if self.joined_along is not None:
+            experts, *shape = shape
+            shape[self.joined_along] *= experts
+        return (1, *shape) if self.is_row else tuple(shape)
+
+    def of_experts(self, stored: np.ndarray, parameter: Parameter) -> np.ndarray:
+        """Returns the tensor with an axis of experts before a matrix, where all of them are in it; no copy."""
+        if self.is_row:
+            return stored[0]
+        if self.joined_along is None:
+            return stored
+        shape = list(stored.shape)
+        experts = parameter.shape[0]
+        shape[self.joined_along : self.joined_along + 1] = [experts, shape[self.joined_along] // experts]
+        return np.moveaxis(stored.reshape(shape), self.joined_along, 0)
 
     def view(self, stored: np.ndarray, parameter: str) -> np.ndarray:
         """Returns the part of the tensor that is the parameter, as that has its axes; no copy."""
@@ -74,12 +93,17 @@ class Tensor(NamedTuple):
         return stored[..., which::all_of_it] if self.alternating else np.split(stored, all_of_it, axis=-1)[which]
 
     def join(self, parameters: Sequence[Array]) -> Array:
-        """Returns what the file holds of its parameters, or of an expert's: what `view` takes apart."""
+        """Returns what the file holds of its parameters, or of an expert's: what `of_experts` and `view` take apart."""
         if self.alternating:
             joined = jnp.stack(parameters, axis=-1).reshape(*parameters[0].shape[:-1], -1)
         else:
             joined = jnp.concatenate(parameters, axis=-1)
-        return joined.mT if self.outputs_first and joined.ndim > 1 else joined
+        joined = joined.mT if self.outputs_first and joined.ndim > 1 else joined
+        if self.is_row:
+            return joined[None]
+        if self.joined_along == 1 and joined.ndim == 3:
+            return jnp.moveaxis(joined, 0, 1).reshape(joined.shape[1], -1)
+        return joined  # along the first axis, experts follow one another as they do where they are stacked
 
 
 class Layout(NamedTuple):
@@ -90,12 +114,19 @@ class Layout(NamedTuple):
       block: the block's name in the model's layer.
       tensors: what it can hold, the router first.
       use_bias: whether the experts have biases.
+      prefixes: how a layer is named in a model with a head, and in one without.
     """
 
     name: str
     block: str
     tensors: tuple[Tensor, ...]
     use_bias: bool = False
+    prefixes: tuple[str, ...] = PREFIXES
+
+    @property
+    def router(self) -> str:
+        """The name of the router's tensor, after the layer's prefix."""
+        return f"{self.block}.{self.tensors[0].name}"
 
     @property
     def parameters(self) -> set[str]:
@@ -137,17 +168,46 @@ def _gpt_oss(**options: bool) -> tuple[Tensor, ...]:
     )
 
 
+def _shared(name: str) -> tuple[Tensor, ...]:
+    return tuple(Tensor(f"{name}.{part}_proj.weight", (f"shared_w_{part}",)) for part in ("gate", "up", "down"))
+
+
 _ROUTER = (Tensor("gate.weight", ("w_router",)), Tensor("gate.e_score_correction_bias", (SELECTION_BIAS,)))
-_SHARED = tuple(Tensor(f"shared_experts.{name}_proj.weight", (f"shared_w_{name}",)) for name in ("gate", "up", "down"))
+_MIXTRAL = _by_expert("w1", "w3", "w2")
+_BY_EXPERT = _by_expert("gate_proj", "up_proj", "down_proj")
+_SHARED = _shared("shared_experts")
+_GATED_SHARED = (*_shared("shared_expert"), Tensor("shared_expert_gate.weight", ("shared_gate",)))
+_ERNIE_BIAS = Tensor("moe_statics.e_score_correction_bias", (SELECTION_BIAS,), is_row=True)
+_GRANITE = (
+    Tensor("router.layer.weight", ("w_router",)),
+    Tensor("input_linear.weight", ("w_gate", "w_up")),
+    Tensor("output_linear.weight", ("w_down",)),
+)
+_DBRX = (
+    Tensor("router.layer.weight", ("w_router",)),
+    Tensor("experts.mlp.w1", ("w_gate",), joined_along=0),
+    Tensor("experts.mlp.v1", ("w_up",), joined_along=0),
+    Tensor("experts.mlp.w2", ("w_down",), outputs_first=False, joined_along=0),
+)
 
 LAYOUTS = {  # by_expert is that of Qwen3-MoE, OLMoE and DeepSeek-V3, fused what transformers 5 holds in memory
     layout.name: layout
     for layout in (
-        Layout("mixtral", "block_sparse_moe", _ROUTER[:1] + _by_expert("w1", "w3", "w2")),
-        Layout("by_expert", "mlp", _ROUTER + _by_expert("gate_proj", "up_proj", "down_proj") + _SHARED),
+        Layout("mixtral", "block_sparse_moe", _ROUTER[:1] + _MIXTRAL),
+        Layout("by_expert", "mlp", _ROUTER + _BY_EXPERT + _SHARED),
         Layout("fused", "mlp", _ROUTER + _fused() + _SHARED),
         Layout("gpt_oss", "mlp", _gpt_oss(outputs_first=False), use_bias=True),
         Layout("gpt_oss_mxfp4", "mlp", _gpt_oss(mxfp4=True), use_bias=True),
+        Layout("qwen2_moe", "mlp", _ROUTER + _BY_EXPERT + _GATED_SHARED),
+        Layout("qwen2_moe_fused", "mlp", _ROUTER + _fused() + _GATED_SHARED),
+        Layout(
+            "minimax_m2",
+            "block_sparse_moe",
+            (*_ROUTER[:1], Tensor("e_score_correction_bias", (SELECTION_BIAS,)), *_MIXTRAL),
+        ),
+        Layout("ernie4_5_moe", "mlp", (*_ROUTER[:1], _ERNIE_BIAS, *_BY_EXPERT, *_SHARED)),
+        Layout("granitemoe", "block_sparse_moe", _GRANITE),
+        Layout("dbrx", "ffn", _DBRX, prefixes=("transformer.blocks.{layer}.", "blocks.{layer}.")),
     )
 }
 
@@ -236,27 +296,30 @@ def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
 
 def block_names(layer: int) -> tuple[str, ...]:
     """Returns how the names of a block's tensors start, in any layout and model."""
-    return tuple(f"{form.format(layer=layer)}{layout.block}." for form in PREFIXES for layout in LAYOUTS.values())
+    return tuple(
+        f"{form.format(layer=layer)}{layout.block}." for layout in LAYOUTS.values() for form in layout.prefixes
+    )
 
 
 def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout, str]:
     """Returns the layout whose tensors are there, and the prefix of their names."""
     where = f"{folder.origin}: layer {layer}"
-    prefixes = [prefix.format(layer=layer) for prefix in PREFIXES]
-    prefixes = [prefix for prefix in prefixes if any(name.startswith(prefix) for name in folder.names)]
-    if len(prefixes) != 1:
-        what = "is there twice, with and without 'model.'" if prefixes else "has no tensors: no such layer"
-        raise CheckpointError(f"{where} {what}")
-    prefix = prefixes[0]
+    forms = dict.fromkeys(form for layout in LAYOUTS.values() for form in layout.prefixes)
+    forms = [form for form in forms if any(name.startswith(form.format(layer=layer)) for name in folder.names)]
+    if len(forms) != 1:
+        prefixes = " and ".join(repr(form.format(layer=layer)) for form in forms)
+        raise CheckpointError(f"{where} " + (f"is there as {prefixes}" if forms else "has no tensors: no such layer"))
+    prefix = forms[0].format(layer=layer)
+    layouts = [layout for layout in LAYOUTS.values() if forms[0] in layout.prefixes]
     present = {name.removeprefix(prefix) for name in folder.names if name.startswith(block_names(layer))}
-    if not any(".experts." in name for name in present):
+    if not any(".experts." in name for name in present) and present.isdisjoint(layout.router for layout in layouts):
         raise CheckpointError(f"{where} has no experts" + ": it is dense" * ("mlp.gate_proj.weight" in present))
     _check_experts(folder, prefix, present, config)
-    known = {layout.name: layout.names(config, layout.parameters) for layout in LAYOUTS.values()}
+    known = {layout.name: layout.names(config, layout.parameters) for layout in layouts}
     best = max(known, key=lambda name: (len(known[name] & present), -len(known[name])))
     layout = LAYOUTS[best]
     names = layout.names(config, entries(config, 1, layout.use_bias))
-    fields = ("num_experts", "activation", "shared_width", "has_selection_bias", "router_bias")
+    fields = ("num_experts", "activation", "shared_width", "shared_gate", "has_selection_bias", "router_bias")
     wanted = f"the layout {best!r} with {', '.join(f'{name}={getattr(config, name)!r}' for name in fields)}"
     if unknown := sorted(present - names - {name + FLOAT8_SCALES for name in names}):
         if others := [other for other in known if other != best and unknown[0] in known[other] - known[best]]:
@@ -276,7 +339,7 @@ def _find_layout(folder: Folder, layer: int, config: MoEConfig) -> tuple[Layout,
 
 def _check_experts(folder: Folder, prefix: str, present: set[str], config: MoEConfig) -> None:
     """Raises CheckpointError unless there are as many experts, for each of which names are looked for then."""
-    routers = {f"{layout.block}.{layout.tensors[0].name}" for layout in LAYOUTS.values()} & present
+    routers = {layout.router for layout in LAYOUTS.values()} & present
     for router in (folder[prefix + name] for name in sorted(routers)):
         if len(router.shape) != 2 or min(router.shape) < 1 or router.shape[0] != config.num_experts:
             raise CheckpointError(f"{router} has shape {router.shape}, must have ({config.num_experts}, width)")
@@ -298,7 +361,7 @@ def _find_source(folder: Folder, name: str, tensor: Tensor, parameter: Parameter
         scales.require(["U8"], (*leading, inputs // MXFP4_BLOCK))
         return Source(decode.MXFP4, (blocks, scales), (blocks.mapped().reshape(*leading, -1), scales.mapped()))
     values, scale_name = folder[name], name + FLOAT8_SCALES
-    compressible = parameter.kind == "kernel" and len(shape) == 2
+    compressible = parameter.kind == "kernel" and len(shape) == 2 and tensor.joined_along is None
     if values.dtype == "F8_E4M3" and compressible:
         values.require(["F8_E4M3"], shape)
         _check_block_size(folder)
@@ -308,7 +371,7 @@ def _find_source(folder: Folder, name: str, tensor: Tensor, parameter: Parameter
     if scale_name in folder:
         raise CheckpointError(f"{values} has dtype {values.dtype}, but {scale_name!r} holds scales of F8_E4M3")
     values.require((*PLAIN, "F8_E4M3") if compressible else PLAIN, shape)
-    return Source(decode.UNCODED, (values,), (values.mapped(),))
+    return Source(decode.UNCODED, (values,), (tensor.of_experts(values.mapped(), parameter),))
 
 
 def _check_block_size(folder: Folder) -> None:

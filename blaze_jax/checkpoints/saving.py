@@ -1,7 +1,7 @@
 """Layers, written: which tensors they are in the public formats, each made of a layer's arrays as it is written."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from blaze_jax.checkpoints.folder import DTYPES, Folder, has_tensors
 from blaze_jax.checkpoints.layouts import (
     LAYOUTS,
     PLAIN,
-    PREFIXES,
     SCALES,
     SELECTION_BIAS,
     Layout,
@@ -70,9 +69,8 @@ def save(
     check_booleans(overwrite=overwrite)
     folder = Path(folder)
     there = Folder(folder).names if has_tensors(folder) else []
-    prefix = PREFIXES[1] if any(name.startswith(PREFIXES[1].partition("{")[0]) for name in there) else PREFIXES[0]
     tensors = [
-        tensor for number, layer in layers.items() for tensor in layer_tensors(number, layer, config, dtype, prefix)
+        tensor for number, layer in layers.items() for tensor in layer_tensors(number, layer, config, dtype, there)
     ]
     starts = tuple(start for number in layers for start in block_names(number))
     if overwrite and any(name.startswith(starts) and name.endswith(SCALES) for name in there):
@@ -86,13 +84,15 @@ def save(
 
 
 def layer_tensors(
-    number: int, layer: Layer, config: MoEConfig, dtype: DTypeLike | None = None, prefix: str = PREFIXES[0]
+    number: int, layer: Layer, config: MoEConfig, dtype: DTypeLike | None = None, there: Collection[str] = ()
 ) -> list[NewTensor]:
-    """Returns the tensors of one layer, as `save` writes them; for the arguments and errors see there."""
+    """Returns the tensors of one layer, as `save` writes them beside those that are there; for the rest see `save`."""
     writable = [name for name, layout in LAYOUTS.items() if not any(tensor.mxfp4 for tensor in layout.tensors)]
     if layer.layout not in writable:
         raise ValueError(f"layout={layer.layout!r} must be one of {', '.join(writable)}")
     layout, values = LAYOUTS[layer.layout], values_of(layer)
+    headless = any(name.startswith(layout.prefixes[1].partition("{")[0]) for name in there)
+    prefix = layout.prefixes[headless].format(layer=number)
     expected = _checked_entries(values, layout, config)
     if SELECTION_BIAS in expected and not layout.of([SELECTION_BIAS]):
         if np.any(np.asarray(values[SELECTION_BIAS])):
@@ -110,10 +110,11 @@ def layer_tensors(
         if _NAMES.get(chosen) not in PLAIN:
             raise ValueError(f"dtype={chosen} must be one of {', '.join(str(DTYPES[name]) for name in PLAIN)}")
         shape = tensor.shape(expected[tensor.parameters[0]])
-        together = range(config.num_experts) if arrays[0].ndim == 3 else [None]
+        in_turn = arrays[0].ndim == 3 and tensor.joined_along != 1  # rows of all experts' matrices lie together there
+        together = range(config.num_experts) if in_turn else [None]
         for expert, name in enumerate(tensor.names(config.num_experts)):
             parts = partial(_parts, tensor, arrays, [expert] if tensor.of_one_expert else together, chosen)
-            name = f"{prefix.format(layer=number)}{layout.block}.{name}"
+            name = f"{prefix}{layout.block}.{name}"
             tensors.append(NewTensor(name, _NAMES[chosen], shape, parts))
     return tensors
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.train_example.small import CONFIG, metrics, start
 from train_example.__main__ import main
+from train_example.generate.__main__ import main as generate
 from train_example.program.checkpoints import only_run_in
 from train_example.program.presets import PRESETS
 from train_example.program.run import Interrupt
@@ -142,6 +143,18 @@ def test_a_run_is_not_overwritten_or_mixed_up(finished, tmp_path, capsys, option
     assert message in error
     assert error.count("\n") == 1
     assert files(finished[0]) == before
+
+
+def test_a_runs_model_generates_while_it_may_be_at_work(finished, capsys):
+    before = files(finished[0])
+    with only_run_in(finished[0]):
+        assert generate(["--run", str(finished[0]), "--prompt", "if ", "--stop", "\n", "--temperature", "0"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("if ")
+    assert re.search(r"step 40: stops at '\\n'\n1?\d bytes, the first", said.err)
+    assert {path: content for path, content in files(finished[0]).items() if path.name != "lock"} == {
+        path: content for path, content in before.items() if path.name != "lock"
+    }
 
 
 def test_a_run_goes_on_from_the_newest_checkpoint_that_is_not_damaged(finished, tmp_path, capsys):

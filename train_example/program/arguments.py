@@ -131,15 +131,15 @@ def _checked(config: TrainConfig) -> TrainConfig:
     return config
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser that leaves it to the program to report an error, in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m train_example --help")
+        raise UserError(f"{message}; see {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m train_example",
         description="Trains a Mixture-of-Experts language model: a small one on bytes, or a public one.",
         epilog="Options left out are the preset's (tiny, minutes on two CPU cores), with --resume those of the run.",
@@ -170,7 +170,7 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
         elif kind is int:
             how |= {"type": whole(0 if name == "seed" else 1), "metavar": "N"}
         elif kind is float:
-            how |= {"type": _number, "metavar": "RATE"}
+            how |= {"type": number, "metavar": "RATE"}
         else:
             how |= {"choices": get_args(kind)} if get_args(kind) else {"metavar": "PATH"}
         option = f"--{name.replace('_', '-')}"
@@ -195,7 +195,7 @@ def whole(least: int) -> Callable[[str], int]:
     return convert
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from blaze_jax.checkpoints import CheckpointError, check_hashes, write_hashes
 from blaze_jax.checkpoints.hashes import HASHES
 from train_example.config import UserError
-from train_example.step import TrainState
+from train_example.step import TrainState, Tree
 
 try:
     import fcntl
@@ -62,15 +62,15 @@ def only_run_in(out: Path) -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints in a folder, which is made when missing.
+    """The checkpoints in a folder, which is made when missing; `reading` those of a run that may be at work.
 
     A save is complete, on disk, when it returns. Its files are hashed while training goes on; a checkpoint whose hashes
     are not there, as after a kill, is taken to be whole.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, reading: bool = False):
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=_KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            max_to_keep=_KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=not reading
         )
         self.folder = folder.absolute()
         self._manager = ocp.CheckpointManager(self.folder, options=options)
@@ -143,18 +143,36 @@ class Checkpoints:
         Raises:
           UserError: it cannot be read.
         """
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or device), like)
-        return self._restore(step, state=ocp.args.StandardRestore(abstract))
+        return self._restore(step, state=ocp.args.StandardRestore(_placed(like)))
+
+    def restore_variables(self, step: int, like: TrainState) -> Tree:
+        """Parameters and router state alone, without the optimizer's memory, as `restore` has them."""
+        item = _placed({"params": like.params, "router_state": like.router_state})
+        how = ocp.checkpoint_utils.construct_restore_args(item)
+        with _readable(step, self.folder), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
+            return reader.restore(self.folder / str(step) / "state", args=args)
 
     def _restore(self, step: int, **item: Any) -> Any:
-        try:
+        with _readable(step, self.folder):
             (restored,) = self._manager.restore(step, args=ocp.args.Composite(**item)).values()
-        except Exception as error:  # what the library raises depends on the file that is damaged
-            raise UserError(
-                f"checkpoint {step} in {self.folder} cannot be read, is it of this program and whole? {error}"
-            ) from error
         return restored
+
+
+def _placed(like: Tree) -> Tree:
+    """Shapes, types and places; by default on the first device."""
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or device), like)
+
+
+@contextmanager
+def _readable(step: int, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # what the library raises depends on the file that is damaged
+        raise UserError(
+            f"checkpoint {step} in {folder} cannot be read, is it of this program and whole? {error}"
+        ) from error
 
 
 def _write_hashes(folder: Path) -> None:

@@ -1,14 +1,8 @@
-"""The results of a run that is done: a figure of its losses and of the experts' load, and text from the model."""
+"""The figure of a run that is done: its losses, and the load of the experts."""
 
-from functools import partial
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.typing import ArrayLike
-from jaxtyping import Array, Int, Key
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
@@ -17,15 +11,12 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from train_example.loop import Record
-from train_example.model import Decoder
-from train_example.step import Tree
 
 _TRAIN, _HELD_OUT, _GREY = "#3b6fb6", "#d1495b", "#6b7280"
 _LOADS = (0.25, 0.5, 1, 2, 4)
 _NORM, _COLORS = LogNorm(_LOADS[0], _LOADS[-1]), "RdBu_r"
 _MAX_COLUMNS = 6
 _FONT_SIZE = 9
-_TEMPERATURE = 0.8
 
 
 def plot(records: list[Record], unigram_bits: float, title: str, path: Path) -> None:
@@ -103,29 +94,3 @@ def _smoothed(loss: np.ndarray) -> np.ndarray:
     reach = np.minimum(loss.size // 100, np.minimum(step, step[::-1]))
     total = np.concatenate([[0.0], np.cumsum(loss)])
     return (total[step + reach + 1] - total[step - reach]) / (2 * reach + 1)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def generate(
-    model: Decoder, length: int, context: int, variables: Tree, prompt: Int[ArrayLike, " P"], key: Key[Array, ""]
-) -> Int[Array, " length"]:
-    """`prompt` and what the model adds to it. Runs its whole context for every token: slow, but short.
-
-    Args:
-      model: the model.
-      length: tokens in all.
-      context: S, the model sees this many tokens back.
-      variables: its parameters and router state.
-      prompt: at least one token, `context` at most.
-      key: randomness.
-    """
-    first = jnp.size(prompt)
-
-    def add(position: Int[Array, ""], tokens: Int[Array, " N"]) -> Int[Array, " N"]:
-        start = jnp.maximum(position - context, 0)
-        window = lax.dynamic_slice_in_dim(tokens, start, min(context, length))
-        logits = jnp.asarray(model.apply(variables, window[None]))[0, position - 1 - start]
-        choice = jax.random.categorical(jax.random.fold_in(key, position), logits / _TEMPERATURE)
-        return tokens.at[position].set(choice.astype(jnp.int32))
-
-    return lax.fori_loop(first, length, add, jnp.zeros(length, jnp.int32).at[:first].set(prompt))

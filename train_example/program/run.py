@@ -19,6 +19,9 @@ from jax.experimental import multihost_utils
 from pallas_kernels.mosaic.device import on_nvidia_gpu
 from train_example.config import TrainConfig, UserError
 from train_example.data import Corpus, open_text
+from train_example.generate.decoding import Generator
+from train_example.generate.models import printable
+from train_example.generate.sampling import Sampling
 from train_example.loop import due, mesh_of, train
 from train_example.model import Decoder
 from train_example.program.arguments import new_config, resumed_config
@@ -26,7 +29,7 @@ from train_example.program.checkpoints import Checkpoints, only_run_in
 from train_example.program.devices import parallelism, state_shardings
 from train_example.program.metrics import MetricsLog, progress_bar, show
 from train_example.program.model import first_state, make_model
-from train_example.program.results import generate, plot
+from train_example.program.results import plot
 from train_example.public_models.tokens import token_stream
 from train_example.public_models.weights import save_model
 from train_example.step import TrainState, Tree
@@ -35,6 +38,7 @@ _MIB = 2**20
 _MAX_COUNTED = 64 * _MIB
 _PROMPT = 64
 _SAMPLE = 512
+_TEMPERATURE = 0.8
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGE = b"\nfinishing this step, then saving; once more to stop at once\n"
 
@@ -244,9 +248,9 @@ def _report(setup: Setup, variables: Tree, log: MetricsLog) -> None:
     plot(log.records, unigram, title, setup.out / "training.png")
 
     prompt = stream.read(corpus.training_units, min(_PROMPT, config.sequence_length))
-    model, key = make_model(config), jax.random.key(config.seed)  # of one device
-    text = stream.decode(generate(model, _SAMPLE, config.sequence_length, variables, prompt, key).tolist())
-    text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    sampling = Sampling(_TEMPERATURE)
+    generator = Generator(make_model(config), variables, 1, config.sequence_length, sampling, seed=config.seed)
+    text = printable(stream.decode(generator.beyond(prompt.tolist(), _SAMPLE)))
     (setup.out / "sample.txt").write_text(text, encoding="utf-8")
 
     print(f"sample, after the first {len(prompt)} {stream.unit}:\n{text}\n")

@@ -33,14 +33,8 @@ def token_stream(text: Stream, folder: str | Path, vocabulary: int) -> Stream:
       UserError: there is no tokenizer, or one that does not fit the model, or the text is no UTF-8.
     """
     path = Path(folder) / _FILE
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower one
-        raise UserError(f"--checkpoint {folder}: {path.name} cannot be read: {error}") from error
-    # Files are published with those of whoever used the tokenizer last.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    end = _end_token(Path(folder), tokenizer)
+    tokenizer = open_tokenizer(folder)
+    end = next(iter(end_tokens(folder, tokenizer)), None)
     documents = []
     for document in range(len(text.documents)):
         pieces = [tokenizer.encode(part, add_special_tokens=False).ids for part in _parts(text, document)]
@@ -53,25 +47,43 @@ def token_stream(text: Stream, folder: str | Path, vocabulary: int) -> Stream:
     return Stream(documents, "tokens", bytes_per_token, end, partial(tokenizer.decode, skip_special_tokens=False))
 
 
-def _end_token(folder: Path, tokenizer: Tokenizer) -> int | None:
-    """The id of the token that ends a text, the first where there are several; None where no file names one.
+def open_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer beside a public model's weights; UserError where there is none."""
+    path = Path(folder) / _FILE
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower one
+        raise UserError(f"--checkpoint {folder}: {path.name} cannot be read: {error}") from error
+    # Files are published with those of whoever used the tokenizer last.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def end_tokens(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids of the tokens that end a text, by the first file that names any; empty where none does.
 
     Raises:
       UserError: a file cannot be read, or names what is no token.
     """
     for name, field in _NAMES_THE_END.items():
+        path = Path(folder) / name
         try:
-            end = read_json(folder / name).get(field) if (folder / name).exists() else None
+            named = read_json(path).get(field) if path.exists() else None
         except CheckpointError as error:
             raise UserError(f"--checkpoint {folder}: {error}") from error
-        end = end[0] if isinstance(end, list) and end else end.get("content") if isinstance(end, dict) else end
-        if end is None:
-            continue
-        found = tokenizer.token_to_id(end) if isinstance(end, str) else end
-        if type(found) is not int or not 0 <= found < 2**32 or tokenizer.id_to_token(found) is None:
-            raise UserError(f"--checkpoint {folder}: {name} has {field}={end!r}, which {_FILE} has not")
-        return found
-    return None
+        found = []
+        for end in named if isinstance(named, list) else [named]:
+            end = end.get("content") if isinstance(end, dict) else end
+            if end is None:
+                continue
+            token = tokenizer.token_to_id(end) if isinstance(end, str) else end
+            if type(token) is not int or not 0 <= token < 2**32 or tokenizer.id_to_token(token) is None:
+                raise UserError(f"--checkpoint {folder}: {name} has {field}={end!r}, which {_FILE} has not")
+            found.append(token)
+        if found:
+            return tuple(found)
+    return ()
 
 
 def _parts(text: Stream, document: int) -> Iterator[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import P, lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from blaze_jax import MoEConfig, checkpoints
@@ -24,6 +25,7 @@ from blaze_jax.checkpoints.saving import layer_tensors
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from train_example.config import UserError
 from train_example.model import Decoder
+from train_example.step import working_copy
 
 type Params = dict[str, Any]
 type Names = tuple[str, ...]
@@ -84,10 +86,22 @@ _OF_LAYER = {
 }
 
 
-def load_params(folder: str | Path, model: Decoder, shardings: Params | None = None) -> Params:
-    """The parameters of a public model, float32, as the decoder has them.
+def load_params(
+    folder: str | Path,
+    model: Decoder,
+    shardings: Params | None = None,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    stacked: bool = True,
+) -> Params:
+    """The parameters of a public model, as the decoder has them.
 
-    `shardings` say where each goes, by `NamedSharding`; None for the first device.
+    Args:
+      folder: where it is.
+      model: the decoder.
+      shardings: where each parameter goes, by `NamedSharding`; None for the first device.
+      dtype: type of the matrices; what `working_copy` leaves in float32 is float32.
+      stacked: whether the layers' parameters are stacked; or a tuple of layers is in the place of each stack.
 
     Raises:
       UserError: a tensor is missing, unknown or of another shape or type; the message names it and its file.
@@ -95,14 +109,15 @@ def load_params(folder: str | Path, model: Decoder, shardings: Params | None = N
     try:
         files = checkpoints.Folder(folder)
         _check_names(files, model)
-        like = _like(model, shardings)
-        params = _read(files, "", _OF_MODEL, like)
+        like = _like(model, shardings, dtype)
+        params = unflatten_dict(_read(files, "", _OF_MODEL, like))
         for stack, layers in model.config.stacks().items():
             of_stack = {path[1:]: leaf for path, leaf in like.items() if path[0] == stack}
-            params |= {(stack, *path): value for path, value in _load_stack(files, model, layers, of_stack).items()}
+            one_by_one = _load_layers(files, model, layers, of_stack)
+            params[stack] = _stack(one_by_one, of_stack) if stacked else tuple(map(unflatten_dict, one_by_one))
     except checkpoints.CheckpointError as error:
         raise UserError(f"--checkpoint {folder}: {error}") from error
-    return unflatten_dict(params)
+    return params
 
 
 def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) -> None:
@@ -159,21 +174,27 @@ def _new_tensors(
         yield NewTensor(name, files[name].dtype, shape, partial(stored, path))
 
 
-def _load_stack(
+def _load_layers(
     files: checkpoints.Folder, model: Decoder, layers: list[int], like: dict[Names, jax.ShapeDtypeStruct]
-) -> dict[Names, Array]:
-    """The parameters of a run of blocks, each with a leading axis of layers, filled one layer after the other."""
+) -> Iterator[dict[Names, Array]]:
+    """The parameters of each of a run of blocks; `like` says how all of them are stacked."""
     of_layer = {path: _of_one_layer(leaf) for path, leaf in like.items()}
     experts = {path[1]: leaf.sharding for path, leaf in of_layer.items() if path[0] == "moe"}
-    stacked = {path: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for path, leaf in like.items()}
-    put = jax.jit(_put, donate_argnums=0, out_shardings={path: leaf.sharding for path, leaf in like.items()})
-    for at, layer in enumerate(layers):
+    for layer in layers:
         one = _read(files, _prefix(layer), _OF_LAYER, of_layer)
         if experts:
-            loaded = checkpoints.load(files, layer, model.moe, dtype=jnp.float32, sharding=experts)
-            one |= {("moe", name): value for name, value in loaded.params.items()}
+            loaded = checkpoints.load(files, layer, model.moe, sharding=experts)  # the router's type may be its own
+            one |= {("moe", name): value.astype(of_layer["moe", name].dtype) for name, value in loaded.params.items()}
+        yield one
+
+
+def _stack(layers: Iterator[dict[Names, Array]], like: dict[Names, jax.ShapeDtypeStruct]) -> Params:
+    """The parameters of the layers, each with a leading axis of layers, filled one layer after the other."""
+    stacked = {path: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for path, leaf in like.items()}
+    put = jax.jit(_put, donate_argnums=0, out_shardings={path: leaf.sharding for path, leaf in like.items()})
+    for at, one in enumerate(layers):
         stacked = put(stacked, one, at)
-    return stacked
+    return unflatten_dict(stacked)
 
 
 def _put(stacked: dict[Names, Array], one: dict[Names, Array], at) -> dict[Names, Array]:
@@ -186,19 +207,21 @@ def _read(
     """The parameters of these entries, as and where `like` has them."""
     params = {}
     for path in filter(like.__contains__, entries):
-        tensor, entry, shape = files[prefix + entries[path].name], entries[path], like[path].shape
+        tensor, entry, leaf = files[prefix + entries[path].name], entries[path], like[path]
+        shape = leaf.shape
         tensor.require(PLAIN, entry.shape(shape))
-        params[path] = place(np.asarray(entry.parameter(tensor.read(), shape), np.float32), like[path].sharding)
+        params[path] = place(np.asarray(entry.parameter(tensor.read(), shape), leaf.dtype), leaf.sharding)
     return params
 
 
-def _like(model: Decoder, shardings: Params | None) -> dict[Names, jax.ShapeDtypeStruct]:
-    """The shapes of the model's parameters, and where each goes."""
+def _like(model: Decoder, shardings: Params | None, dtype: DTypeLike) -> dict[Names, jax.ShapeDtypeStruct]:
+    """The shapes and types of the model's parameters, and where each goes."""
     variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
-    shapes: dict[Names, Any] = dict(flatten_dict(variables["params"]))
+    params = jax.eval_shape(partial(working_copy, dtype=dtype), variables["params"])
+    shapes: dict[Names, Any] = dict(flatten_dict(params))
     places: dict[Names, Any] = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
     places |= flatten_dict(shardings or {})
-    return {path: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=places[path]) for path, leaf in shapes.items()}
+    return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]) for path, leaf in shapes.items()}
 
 
 def _of_one_layer(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

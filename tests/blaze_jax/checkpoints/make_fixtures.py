@@ -6,7 +6,8 @@ Run it with torch and transformers 5.23 on a CPU, in an environment of its own:
 A folder holds a model as transformers saves it, and `expected.safetensors`: tokens x, output y and gradient dx of its
 last block of experts for the gradient dy; of whole models also token ids, logits and loss. The folder with `-gradients`
 has the gradient of each weight under the weight's own name, so that it can be read as a checkpoint. Other folders hold
-the same models in other formats.
+the same models in other formats. Of the families of `LATER` only the last layer is kept, and the gradients are saved as
+transformers saves a model of them.
 """
 
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 FOLDER = Path(__file__).parent / "fixtures"
@@ -40,6 +41,26 @@ CONFIGS = {
     "deepseek_v3": transformers.DeepseekV3Config(**COMMON, **DEEPSEEK),
     "glm4_moe": transformers.Glm4MoeConfig(**COMMON, **GLM4),
     "gpt_oss": transformers.GptOssConfig(**(COMMON | GPT_OSS)),
+}
+QWEN2 = FINE | {"num_hidden_layers": 2, "num_experts": 6, "shared_expert_intermediate_size": 12}
+QWEN3_NEXT = {"num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
+QWEN3_NEXT |= {"linear_key_head_dim": 4, "linear_value_head_dim": 4}
+DEEPSEEK_V2 = {key: value for key, value in DEEPSEEK.items() if "group" not in key} | {"routed_scaling_factor": 2.5}
+GRANITE = {"intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 4, "residual_multiplier": 0.22}
+ERNIE = FINE | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "moe_num_experts": 6}
+ERNIE |= {"vocab_size": 32, "hidden_size": 16, "moe_k": 2, "moe_num_shared_experts": 2}
+MINIMAX = {"intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 4, "head_dim": 4}
+DBRX = {"vocab_size": 32, "d_model": 16, "n_heads": 4, "n_layers": 1, "max_seq_len": 64}
+DBRX |= {"attn_config": {"rope_theta": 10000.0}}
+DBRX |= {"ffn_config": {"ffn_hidden_size": 8, "moe_num_experts": 4, "moe_top_k": 2}}
+LATER = {
+    "qwen2_moe": transformers.Qwen2MoeConfig(**(COMMON | QWEN2)),
+    "qwen3_next": transformers.Qwen3NextConfig(**(COMMON | QWEN2 | QWEN3_NEXT)),
+    "deepseek_v2": transformers.DeepseekV2Config(**(COMMON | DEEPSEEK_V2)),
+    "minimax_m2": transformers.MiniMaxM2Config(**COMMON, **MINIMAX),
+    "granitemoe": transformers.GraniteMoeConfig(**COMMON, **GRANITE),
+    "ernie4_5_moe": transformers.Ernie4_5_MoeConfig(**ERNIE),
+    "dbrx": transformers.DbrxConfig(**DBRX),
 }
 
 
@@ -68,7 +89,9 @@ def expected_of_block(model, tokens=11):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, tokens, model.config.hidden_size, generator=generator, requires_grad=True)
     dy = torch.randn(x.shape, generator=generator)
-    y = model.model.layers[-1].mlp(x)
+    layer = model.transformer.blocks[-1] if hasattr(model, "transformer") else model.model.layers[-1]
+    block = next(getattr(layer, name) for name in ("mlp", "block_sparse_moe", "ffn") if hasattr(layer, name))
+    y = block(x)
     y = y[0] if isinstance(y, tuple) else y
     (y * dy).sum().backward()
     return {"x": x.detach(), "dy": dy, "y": y.detach(), "dx": x.grad}
@@ -109,6 +132,30 @@ def save_family(name, config):
         state = {key: value for key, value in model.state_dict().items() if key.startswith(layer)}
         save_tensors(FOLDER / f"{name}-fused", "model.safetensors", state)
         random_model(config).to(torch.bfloat16).save_pretrained(FOLDER / f"{name}-bfloat16")
+
+
+def save_later(name, config):
+    model = random_model(config)
+    expected = expected_of_block(model)
+    save_last_layer(FOLDER / name, model)
+    save_tensors(FOLDER / name, "expected.safetensors", expected)
+    if name == "qwen2_moe":
+        layer = f"model.layers.{config.num_hidden_layers - 1}.mlp."
+        state = {key: value for key, value in model.state_dict().items() if key.startswith(layer)}
+        save_tensors(FOLDER / f"{name}-fused", "model.safetensors", state)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.grad is not None:
+                value.copy_(value.grad)
+    save_last_layer(FOLDER / f"{name}-gradients", model)
+    (FOLDER / f"{name}-gradients" / "config.json").unlink()
+
+
+def save_last_layer(folder, model):
+    model.save_pretrained(folder)
+    last = tuple(f"{layers}.{model.config.num_hidden_layers - 1}." for layers in ("model.layers", "transformer.blocks"))
+    tensors = {key: value for key, value in load_file(folder / "model.safetensors").items() if key.startswith(last)}
+    save_tensors(folder, "model.safetensors", tensors)
 
 
 def save_mxfp4():
@@ -171,6 +218,8 @@ if __name__ == "__main__":
     shutil.rmtree(FOLDER, ignore_errors=True)
     for name, config in CONFIGS.items():
         save_family(name, config)
+    for name, config in LATER.items():
+        save_later(name, config)
     save_mxfp4()
     save_float8()
     for path in FOLDER.rglob("generation_config.json"):

@@ -12,6 +12,11 @@ from blaze_jax import checkpoints
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss")
+LATER = ("qwen2_moe", "qwen3_next", "deepseek_v2", "minimax_m2", "granitemoe", "ernie4_5_moe", "dbrx")
+"""Families of which a fixture holds the last layer alone."""
+
+BLOCKS = dict.fromkeys(["mixtral", "minimax_m2", "granitemoe"], "model.layers.{}.block_sparse_moe.")
+BLOCKS["dbrx"] = "transformer.blocks.{}.ffn."
 
 
 @cache
@@ -32,8 +37,8 @@ def save(name: str, folder: Path, layer: checkpoints.Layer, **options) -> list[P
 
 def block(name: str) -> str:
     """How the names of the last layer's tensors begin."""
-    is_mixtral = name.startswith("mixtral") and not name.endswith("fused")
-    return f"model.layers.{model(name).num_layers - 1}." + ("block_sparse_moe." if is_mixtral else "mlp.")
+    form = BLOCKS.get(name.removesuffix("-bfloat16").removesuffix("-gradients"), "model.layers.{}.mlp.")
+    return form.format(model(name).num_layers - 1)
 
 
 def copied(name: str, tmp_path: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from blaze_jax import MoEConfig, Router, checkpoints, clamped_swiglu
-from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, model
+from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, LATER, model
 
 RELEASES = json.loads((Path(__file__).parent / "public_configs.json").read_text())
 """Files of public releases, all fields: "public copy" are as others have copied them, "memory" as this test's author
@@ -30,7 +30,15 @@ def sigmoid_layer(num_experts, expert_width, **router):
     return layer(num_experts, 8, expert_width, router=router, shared_width=expert_width, selection_bias=True)
 
 
+def qwen_layer(num_experts, experts_per_token, expert_width, shared_width, *, normalize_weights):
+    router, shared = {"normalize_weights": normalize_weights}, {"shared_width": shared_width, "shared_gate": True}
+    return layer(num_experts, experts_per_token, expert_width, router=router, **shared)
+
+
 GPT_OSS = {"activation": clamped_swiglu(1.702, 7.0), "router_bias": True}
+SUM = {"normalize_weights": True}
+SIGMOID = {"scoring": "sigmoid", **SUM}
+WITHOUT_DENSE = ("mixtral", "olmoe", "gpt_oss", "minimax_m2", "granitemoe", "dbrx")
 LAYERS = {
     "mixtral": (layer(8, 2, 14336, router={"normalize_weights": True}), ()),
     "qwen3_moe": (layer(128, 8, 768, router={"normalize_weights": True}), ()),
@@ -39,6 +47,13 @@ LAYERS = {
     "kimi_k2": (sigmoid_layer(384, 2048, weight_scale=2.827), (0,)),
     "glm4_moe": (sigmoid_layer(128, 1408), (0,)),
     "gpt_oss": (layer(32, 4, 2880, router={"scoring": "softmax_selected"}, **GPT_OSS), ()),
+    "qwen2_moe": (qwen_layer(64, 8, 2560, 20480, normalize_weights=False), ()),
+    "qwen3_next": (qwen_layer(512, 10, 512, 512, normalize_weights=True), ()),
+    "deepseek_v2": (layer(64, 6, 1408, router={"normalize_weights": False}, shared_width=2816), (0,)),
+    "minimax_m2": (layer(256, 8, 1536, router=SIGMOID, selection_bias=True), ()),
+    "granitemoe": (layer(32, 8, 512, router={"scoring": "softmax_selected"}), ()),
+    "ernie4_5_moe": (layer(64, 6, 1536, router=SUM, shared_width=3072, selection_bias=True), (0,)),
+    "dbrx": (layer(16, 4, 10752, router=SUM), ()),
 }
 """The layer and the dense layers that `PUBLIC` describe, by family."""
 
@@ -58,22 +73,25 @@ def test_every_field_of_a_public_release_is_known_or_passed_over(name):
     layer = described.layer
     assert described.family == config["model_type"]
     assert MoEConfig.from_huggingface(config) == layer
-    assert (described.width, described.num_layers) == (config["hidden_size"], config["num_hidden_layers"])
+    width, layers = ("d_model", "n_layers") if described.family == "dbrx" else ("hidden_size", "num_hidden_layers")
+    assert (described.width, described.num_layers) == (config[width], config[layers])
     assert described.use_bias == (described.family == "gpt_oss")
-    has_dense = described.family not in ("mixtral", "olmoe", "gpt_oss")
+    has_dense = described.family not in WITHOUT_DENSE
     assert described.dense_width == (config["intermediate_size"] if has_dense else None)
-    assert layer.shared_width == config.get("n_shared_experts", 0) * layer.expert_width
-    assert described.dense_layers == tuple(range(config.get("first_k_dense_replace", 0)))
+    shared = config.get("n_shared_experts", config.get("moe_num_shared_experts", 0)) * layer.expert_width
+    assert layer.shared_width == config.get("shared_expert_intermediate_size", shared)
+    first = config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0))
+    assert described.dense_layers == tuple(range(first))
 
 
 def test_there_are_three_releases_of_each_family():
     counted = Counter(release["config"]["model_type"] for release in RELEASES.values())
     assert counted.keys() == LAYERS.keys()
-    assert min(counted.values()) >= 3
+    assert all(count >= (2 if family == "dbrx" else 3) for family, count in counted.items())
 
 
 @pytest.mark.default_cases("*")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + LATER)
 def test_files_of_transformers_5_by_path_folder_or_content(family):
     path = FIXTURES / family / "config.json"
     layer = model(family).layer
@@ -85,11 +103,17 @@ def test_dense_layers_are_listed_or_every_other_or_the_first():
     config = PUBLIC["qwen3_moe"] | {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}
     assert checkpoints.read_model(config).dense_layers == (0, 2, 3, 4)
     assert len(checkpoints.read_model(PUBLIC["deepseek_v3"] | {"first_k_dense_replace": 10**9}).dense_layers) == 61
+    config = PUBLIC["ernie4_5_moe"] | {"num_hidden_layers": 7, "moe_layer_interval": 2, "moe_layer_end_index": 4}
+    assert checkpoints.read_model(config).dense_layers == (0, 2, 4, 5, 6)
 
 
 def test_losses_count_where_transformers_adds_them():
     config = PUBLIC["qwen3_moe"] | {"output_router_logits": True}
     assert MoEConfig.from_huggingface(config).load_balancing_weight == pytest.approx(0.001 * 8 / 48)
+
+
+FFN = {"model_type": ""}
+"""What tells a change of DBRX's `ffn_config`, which says this of itself."""
 
 
 @pytest.mark.default_cases("*")
@@ -120,23 +144,49 @@ def test_losses_count_where_transformers_adds_them():
         ("qwen3_moe", {"num_hidden_layers": 10**12, "decoder_sparse_step": 2}, "num_hidden_layers=1000000000000"),
         ("gpt_oss", {"swiglu_limit": -(10**400)}, "swiglu_limit=-1000.* must be a finite number"),
         ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False must be True"),
+        ("mixtral", {"model_type": "phimoe"}, r"'phimoe' has another layer: its router \(sparsemixer\) weighs"),
+        ("mixtral", {"model_type": ["phimoe"]}, r"model_type=\['phimoe'\] must be mixtral or"),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy"},
+            "'group_limited_greedy' must be greedy, of which a gr",
+        ),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True must be False"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' must be softmax"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be an integer"),
+        ("qwen3_next", {"quantization_config": {"fmt": "e5m2"}}, "quantization_config=.* must be null, or have"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False must be True"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size=8 must be 0"),
+        ("granitemoe", {"shared_intermediate_size": 8}, "shared_intermediate_size=8 is unknown to granitemoe"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True must be False"),
+        ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act='sigmoid' must be softmax"),
+        ("dbrx", {"ffn_config": 3}, "config: ffn_config=3 must be an object"),
+        ("dbrx", {"moe_top_k": 2}, "config: moe_top_k=2 is unknown to dbrx"),
+        ("dbrx", FFN | {"moe_jitter_eps": 0.1}, "ffn_config: moe_jitter_eps=0.1 must be None or 0, for no token is mu"),
+        ("dbrx", FFN | {"moe_normalize_expert_weights": 2}, "moe_normalize_expert_weights=2 must be 1 or None"),
+        ("dbrx", FFN | {"ffn_act_fn": {"name": "silu", "approximate": True}}, "ffn_act_fn={.*} must be None or {'name"),
+        ("dbrx", FFN | {"uniform_expert_assignment": True}, "ffn_config: uniform_expert_assignment=True is unknown"),
     ],
 )
 def test_what_contradicts_or_is_beyond_reason_is_named(family, change, message):
+    if FFN.items() <= change.items():
+        change = {"ffn_config": PUBLIC["dbrx"]["ffn_config"] | change}
     with pytest.raises(checkpoints.CheckpointError, match=message):
         checkpoints.read_model(PUBLIC[family] | change)
 
 
 NEEDED = """hidden_size num_hidden_layers hidden_act norm_topk_prob n_group topk_group model_type routed_scaling_factor
-n_shared_experts first_k_dense_replace moe_intermediate_size num_local_experts num_experts n_routed_experts"""
+n_shared_experts first_k_dense_replace moe_intermediate_size num_local_experts num_experts n_routed_experts d_model
+shared_expert_intermediate_size moe_num_experts moe_k moe_num_shared_experts moe_layer_start_index n_layers"""
 NO_SUCH_VALUE = ("8", None, [1], {}, math.nan, 1e400, 10**400, -(10**400))
 
 
-@pytest.mark.default_cases("mixtral", "qwen3_moe", "olmoe", "kimi_k2", "gpt_oss")
+@pytest.mark.default_cases("mixtral", "qwen3_moe", "olmoe", "kimi_k2", "gpt_oss", "ernie4_5_moe", "dbrx")
 @pytest.mark.parametrize("family", LAYERS)
 def test_what_decides_the_mathematics_must_be_there_and_of_its_type(family):
     config = PUBLIC[family]
-    for name in config.keys() & NEEDED.split():
+    without_groups = {"n_group", "topk_group"} if family == "deepseek_v2" else set()
+    for name in (config.keys() - without_groups) & NEEDED.split():
         other = 1 if isinstance(config[name], bool) else True
         for value in (*NO_SUCH_VALUE, other):
             with pytest.raises(checkpoints.CheckpointError, match=f"config: {name}=.* must be "):

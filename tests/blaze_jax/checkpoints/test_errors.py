@@ -77,7 +77,7 @@ def test_more_experts_than_there_are_take_no_time(tmp_path, router):
 def test_a_layer_with_and_without_prefix(tmp_path):
     tensors = tensors_of(FIXTURES / "olmoe")
     tensors["layers.1.mlp.gate.weight"] = tensors["model.layers.1.mlp.gate.weight"]
-    with pytest.raises(checkpoints.CheckpointError, match=r"layer 1 is there twice, with and without 'model.'"):
+    with pytest.raises(checkpoints.CheckpointError, match=r"layer 1 is there as 'model.layers.1.' and 'layers.1.'"):
         load("olmoe", write(tmp_path, tensors))
 
 

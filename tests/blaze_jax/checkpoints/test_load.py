@@ -21,7 +21,7 @@ KERNELS = ("w_gate", "w_up", "w_down")
 
 
 @pytest.mark.default_cases("*")
-@pytest.mark.parametrize("family", FAMILIES[:4])
+@pytest.mark.parametrize("family", [*FAMILIES[:4], "qwen2_moe"])
 def test_a_fused_layout_holds_the_same_layer(family):
     assert_same_bits(load(f"{family}-fused")[:2], load(family)[:2])
 

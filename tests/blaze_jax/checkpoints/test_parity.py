@@ -7,7 +7,7 @@ from flax import nnx
 
 import blaze_jax
 from blaze_jax import MoE, moe
-from tests.blaze_jax.checkpoints.models import FAMILIES, expected, load, model
+from tests.blaze_jax.checkpoints.models import FAMILIES, LATER, expected, load, model
 from tests.numerics import assert_close
 
 
@@ -32,7 +32,7 @@ def nnx_module(described, layer):
 
 
 @pytest.mark.default_cases("function-*", "linen-mixtral", "nnx_module-mixtral")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + LATER)
 @pytest.mark.parametrize("form", [function, linen, nnx_module], ids=lambda form: form.__name__)
 def test_output_and_gradients(form, family):
     layer, wanted = load(family), expected(family)

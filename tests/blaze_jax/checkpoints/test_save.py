@@ -28,10 +28,21 @@ import blaze_jax
 from blaze_jax import checkpoints
 from blaze_jax.checkpoints import writing
 from blaze_jax.checkpoints.folder import INDEX, SINGLE_FILE
-from tests.blaze_jax.checkpoints.models import FAMILIES, FIXTURES, block, copied, load, model, save, tensors_of, write
+from tests.blaze_jax.checkpoints.models import (
+    FAMILIES,
+    FIXTURES,
+    LATER,
+    block,
+    copied,
+    load,
+    model,
+    save,
+    tensors_of,
+    write,
+)
 from tests.numerics import assert_same_bits
 
-WRITABLE = [f"{family}-bfloat16" for family in FAMILIES[:4]] + ["deepseek_v3-fused", "gpt_oss-mxfp4-decoded"]
+WRITABLE = [f"{family}-bfloat16" for family in FAMILIES[:4]] + ["deepseek_v3-fused", "gpt_oss-mxfp4-decoded", *LATER]
 
 
 def stored_block(name):
@@ -148,7 +159,7 @@ def test_what_does_not_fit_is_refused(tmp_path, change, message):
 
 @pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
-    "name", ["mixtral", "qwen3_moe", "olmoe-bfloat16", "olmoe-fused", "deepseek_v3", "glm4_moe", "gpt_oss"]
+    "name", ["mixtral", "qwen3_moe", "olmoe-bfloat16", "olmoe-fused", "deepseek_v3", "glm4_moe", "gpt_oss", "dbrx"]
 )
 def test_a_layer_takes_the_place_of_the_one_that_is_there(tmp_path, name):
     """In a folder of one file, and in one of several: all tensors stay, each once, but those of the layer change."""
@@ -193,11 +204,13 @@ def test_tensors_of_types_without_numpy_stay(tmp_path):
     assert_same_bits(checkpoints.load(folder, 0, config)[:2], layer[:2])
 
 
-def test_a_model_without_head_is_read_and_stays_one(tmp_path):
-    stored = {name.removeprefix("model."): value for name, value in tensors_of(FIXTURES / "olmoe").items()}
+@pytest.mark.default_cases("*")
+@pytest.mark.parametrize(("family", "head"), [("olmoe", "model."), ("dbrx", "transformer.")])
+def test_a_model_without_head_is_read_and_stays_one(tmp_path, family, head):
+    stored = {name.removeprefix(head): value for name, value in tensors_of(FIXTURES / family).items()}
     folder = write(tmp_path / "model", stored)
-    assert_same_bits(load("olmoe", folder).params, load("olmoe").params)
-    save("olmoe", folder, load("olmoe"), overwrite=True)
+    assert_same_bits(load(family, folder).params, load(family).params)
+    save(family, folder, load(family), overwrite=True)
     assert_same_bits(tensors_of(folder), stored)
 
 

@@ -1,0 +1,89 @@
+"""The router's logits, as exact as float32, and how tensor cores compute them.
+
+A product in float32 runs on a GPU's CUDA cores, at a twentieth of the rate of bfloat16. But three numbers of bfloat16,
+with 8 bits of precision each, add up to one of float32, and tokens in bfloat16 are exact as they are. So one product of
+bfloat16 with three times as many columns, summed up in float32, is at least as exact as that in float32.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from blaze_jax.implementation import Implementation
+from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
+from pallas_kernels.compat import reverse_mode_token
+from pallas_kernels.contract import accumulator_dtype
+from pallas_kernels.mosaic.device import on_nvidia_gpu
+
+
+def split_on_gpus(implementation: Implementation | None, tokens: Float[Array, "T d"]) -> bool:
+    """Whether `router_logits` is to split the product: for tokens in bfloat16 where the kernels for GPUs may run."""
+    on_gpu = implementation == "mosaic_gpu" or (implementation is None and on_nvidia_gpu())
+    return on_gpu and tokens.dtype == jnp.bfloat16
+
+
+@compiled_once("split")
+def router_logits(
+    tokens: Float[Array, "T d"], params: Mapping[str, Array], *, split: bool = False
+) -> Float[Array, "T E"]:
+    """The product of the tokens and the router's matrix, in float32 or wider, plus its bias if there is one.
+
+    With `split`, for tokens in bfloat16, the product and those of its derivative are products of bfloat16.
+    """
+    wide = accumulator_dtype(tokens.dtype)
+    w_router = params["w_router"]
+
+    @jax.checkpoint  # the backward pass widens the tokens again, or it would keep a wide copy of them
+    def product(tokens, w_router):
+        return jnp.dot(tokens.astype(wide), w_router.astype(wide), precision=lax.Precision.HIGHEST)
+
+    if split:
+        w_router = w_router.astype(wide)
+        logits = _split_product(reverse_mode_token(REVERSE_MODE_ONLY, tokens, w_router), tokens, w_router)
+    else:
+        logits = product(tokens, w_router)
+    return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
+
+
+@jax.custom_vjp
+def _split_product(token, x: Float[Array, "T d"], w: Float[Array, "d E"]) -> Float[Array, "T E"]:
+    """`x · w` in float32, of `x` in bfloat16 and `w` in float32."""
+    return _sum_of_parts(jnp.dot(x, jnp.concatenate(_parts(w), 1), preferred_element_type=jnp.float32))
+
+
+def _forward(token, x, w):
+    return _split_product(token, x, w), (x, w)
+
+
+def _backward(residuals, dy):
+    """The gradient of `w` is a product like the first. That of `x` is rounded to bfloat16, and needs no third parts."""
+    x, w = residuals
+    (w1, w2, _), (dy1, dy2, dy3) = _parts(w), _parts(dy)
+    dw = jnp.dot(x.T, jnp.concatenate([dy1, dy2, dy3], 1), preferred_element_type=jnp.float32)
+    dx = jnp.dot(jnp.concatenate([dy1, dy2, dy1], 1), jnp.concatenate([w1, w1, w2], 1).T)
+    return None, dx, _sum_of_parts(dw)
+
+
+_split_product.defvjp(_forward, _backward)
+
+
+def _parts(array: Float[Array, "rows columns"]) -> list[Array]:
+    """Three bfloat16 arrays that add up to a float32 one, the largest numbers first.
+
+    XLA takes a cast there and back for nothing and leaves it out, but not a rounding.
+    """
+    parts = []
+    for _ in range(3):
+        part = lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        array = array - part
+    return parts
+
+
+def _sum_of_parts(product: Float[Array, "rows columns"]) -> Float[Array, "rows third"]:
+    """The sum of three blocks of columns, the smallest numbers first."""
+    first, second, third = jnp.split(product, 3, axis=1)
+    return third + second + first

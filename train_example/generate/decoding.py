@@ -1,0 +1,236 @@
+"""Generation and scoring with a cache of keys and values, in programs of fixed shapes.
+
+A sequence's token at position p has slot p of the cache, so that prompts of unequal lengths begin in the same slot and
+are padded behind. A later token overwrites the padding before any token sees it.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from train_example.generate.sampling import Sampling, choose
+from train_example.layers import Context
+from train_example.model import Decoder
+
+type Tree = Any
+type Tokens = Sequence[int]
+
+_CHUNK_TOKENS, _CHUNK = 8192, 512
+_SCORED_TOKENS = 2048  # whose logits are in memory together
+
+
+class State(NamedTuple):
+    """Sequences under way.
+
+    Attributes:
+      cache: keys and values of each layer by itself, `(B, slots, heads, h)`.
+      filled: how many tokens of each sequence are there.
+      logits: of the token that comes next, float32.
+      left: how many tokens may yet come; 0 for a sequence that has stopped, which goes on without effect.
+      keys: the randomness of each sequence.
+    """
+
+    cache: Tree
+    filled: Int[Array, " B"]
+    logits: Float[Array, "B V"]
+    left: Int[Array, " B"]
+    keys: Key[Array, " B"]
+
+
+class Generator:
+    """Generates for, and scores, so many sequences at a time.
+
+    Args:
+      model: the decoder. Its blocks run unrolled, whatever it says of that.
+      variables: its parameters and router state; `layers_apart` makes them faster, for nothing is copied from stacks.
+      batch: B, sequences at a time.
+      slots: the most tokens of a sequence, of which the last generated one needs none.
+      sampling: how tokens are chosen.
+      stops: tokens that end a sequence.
+      seed: seeds the choices. A sequence's depend on this, its number and its tokens, not on what runs beside it.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        variables: Tree,
+        batch: int,
+        slots: int,
+        sampling: Sampling = Sampling(),
+        stops: Tokens = (),
+        seed: int = 0,
+    ):
+        # In a loop over blocks each would copy its weights, of all experts, out of the stack, and its cache back.
+        self.model = model.clone(unroll=True, remat="none")
+        self.variables, self.batch, self.slots = variables, batch, slots
+        self.sampling, self.stops, self.seed = sampling, tuple(stops), seed
+
+    def stream(
+        self, prompts: Sequence[Tokens], most: int, numbers: Sequence[int] | None = None
+    ) -> Iterator[Int[np.ndarray, " prompts"]]:
+        """The next token of each prompt, time after time, until all have stopped; -1 for those that had before.
+
+        Args:
+          prompts: B at most, none of them empty, each short enough for `most` more in the slots.
+          most: how many tokens each may get; a token of `stops` counts, and comes out.
+          numbers: the sequences' numbers, by which choices differ; 0, 1, ... if left out.
+        """
+        longest = max(map(len, prompts))
+        if len(prompts) > self.batch or min(map(len, prompts)) < 1 or longest + most - 1 > self.slots:
+            raise ValueError(
+                f"prompts must be 1 to {self.batch} of 1 to {self.slots + 1 - most} tokens, for {most} more each in "
+                f"{self.slots} slots; got {len(prompts)} of {min(map(len, prompts))} to {longest}"
+            )
+        state, unread = self.prefilled(prompts, most, numbers), None
+        going = np.ones(len(prompts), bool)
+        for _ in range(most):
+            state, token = _decode(self.model, self.sampling, self.stops, self.variables, state)
+            if unread is not None:  # while the device is at the next one
+                yield (row := np.asarray(unread)[: len(prompts)])
+                going &= (row >= 0) & ~np.isin(row, self.stops)
+                if not going.any():
+                    return
+            unread = token
+        yield np.asarray(unread)[: len(prompts)]
+
+    def generate(self, prompts: Sequence[Tokens], most: int, numbers: Sequence[int] | None = None) -> list[list[int]]:
+        """What `stream` gives each prompt."""
+        rows = np.stack(list(self.stream(prompts, most, numbers)), axis=1)
+        return [[token for token in row.tolist() if token >= 0] for row in rows]
+
+    def beyond(self, prompt: Tokens, length: int) -> list[int]:
+        """The prompt and what comes behind it, of any length: each time the slots are full, half of them start anew."""
+        tokens, keep, turn = list(prompt), max(self.slots // 2, 1), 0
+        while len(tokens) < length:
+            seen = tokens[-keep:] if turn or len(tokens) > self.slots else tokens
+            tokens += self.generate([seen], min(self.slots + 1 - len(seen), length - len(tokens)), [turn])[0]
+            turn += 1
+        return tokens
+
+    def prefilled(self, prompts: Sequence[Tokens], most: int, numbers: Sequence[int] | None = None) -> State:
+        """The sequences after their prompts, each of which may get `most` tokens."""
+        state = self._fresh(most, prompts, numbers)
+        for tokens, count in _chunks(prompts, self.batch, self._chunk(_CHUNK_TOKENS)):
+            state = _prefill(self.model, self.variables, state, tokens, count)
+        return state
+
+    def score(self, texts: Sequence[Tokens]) -> list[Float[np.ndarray, " tokens-1"]]:
+        """The logarithm (in nats, float32) of the probability of each token of each text but its first.
+
+        `texts` are B at most, each of `slots` tokens at most.
+        """
+        if len(texts) > self.batch or max(map(len, texts)) > self.slots:
+            longest = max(map(len, texts))
+            raise ValueError(f"texts must be at most {self.batch} of {self.slots} tokens; got {len(texts)}, {longest}")
+        state, found = self._fresh(0, texts, None), []
+        chunk = self._chunk(_SCORED_TOKENS)
+        following = _chunks([text[1:] for text in texts], self.batch, chunk)
+        for (tokens, count), (targets, _) in zip(_chunks(texts, self.batch, chunk), following, strict=False):
+            state, scores = _score(self.model, self.variables, state, tokens, count, targets)
+            found.append(scores)
+        scores = np.concatenate([np.zeros((self.batch, 0), np.float32), *map(np.asarray, found)], axis=1)
+        return [row[: max(len(text) - 1, 0)] for row, text in zip(scores, texts, strict=False)]
+
+    def _chunk(self, tokens: int) -> int:
+        return min(self.slots, max(1, tokens // self.batch), _CHUNK)
+
+    def _fresh(self, most: int, sequences: Sequence[Tokens], numbers: Sequence[int] | None) -> State:
+        numbers = list(range(len(sequences)) if numbers is None else numbers)
+        idle = [0] * (self.batch - len(sequences))
+        left = np.array([most] * len(sequences) + idle, np.int32)
+        return _fresh(self.model, self.slots, left, np.array(numbers + idle, np.uint32), self.seed)
+
+
+def layers_apart(model: Decoder, variables: Tree) -> Tree:
+    """The variables with a tuple of each layer's in the place of each stack."""
+    stacks = {name: len(layers) for name, layers in model.config.stacks().items()}
+
+    def apart(name: str, tree: Tree) -> Tree:
+        def layer(at: int) -> Tree:
+            return jax.tree.map(lambda stack: lax.index_in_dim(stack, at, keepdims=False), tree)
+
+        return tuple(map(layer, range(stacks[name]))) if name in stacks else tree
+
+    return {kind: {name: apart(name, tree) for name, tree in trees.items()} for kind, trees in variables.items()}
+
+
+def _stacked(variables: Tree) -> Tree:
+    """What `nn.scan` takes. In an unrolled program XLA finds each layer's arrays behind it and stacks none."""
+
+    def stack(tree: Tree) -> Tree:
+        return jax.tree.map(lambda *layers: jnp.stack(layers), *tree) if isinstance(tree, tuple) else tree
+
+    return {kind: {name: stack(tree) for name, tree in trees.items()} for kind, trees in variables.items()}
+
+
+def _chunks(sequences: Sequence[Tokens], batch: int, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The sequences in turns of `width` tokens, `(batch, width)`, and how many of each are real, `(batch,)`."""
+    lengths = np.array([len(sequence) for sequence in sequences] + [0] * (batch - len(sequences)))
+    tokens = np.zeros((batch, -(-lengths.max() // width) * width), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=False):
+        row[: len(sequence)] = sequence
+    for start in range(0, tokens.shape[1], width):
+        yield tokens[:, start : start + width], np.clip(lengths - start, 0, width).astype(np.int32)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _fresh(model: Decoder, slots: int, left: Array, numbers: Array, seed: int) -> State:
+    config, batch = model.config, left.shape[0]
+    shape = (batch, slots, config.num_kv_heads, config.head_width or config.width // config.num_heads)
+
+    def layer() -> Tree:
+        return {"attention": {name: jnp.zeros(shape, model.dtype) for name in ("key", "value")}}
+
+    cache = {name: tuple(layer() for _ in layers) for name, layers in config.stacks().items()}
+    keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(numbers)
+    logits = jnp.zeros((batch, config.vocabulary), jnp.float32)
+    return State(cache, jnp.zeros(batch, jnp.int32), logits, left, keys)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _prefill(model: Decoder, variables: Tree, state: State, tokens: Array, count: Array) -> State:
+    return _advance(model, variables, state, tokens, count)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _decode(
+    model: Decoder, sampling: Sampling, stops: tuple[int, ...], variables: Tree, state: State
+) -> tuple[State, Int[Array, " B"]]:
+    """A token of each sequence, -1 for one that has stopped, and the state behind it."""
+    token = choose(state.logits, jax.vmap(jax.random.fold_in)(state.keys, state.filled), sampling)
+    stopped = jnp.isin(token, jnp.array(stops, jnp.int32))
+    left = jnp.where(stopped, 0, jnp.maximum(state.left - 1, 0))
+    # The last one of a sequence is not looked at any more.
+    following = _advance(model, variables, state, token[:, None], (left > 0).astype(jnp.int32))
+    return following._replace(left=left), jnp.where(state.left > 0, token, -1)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _score(
+    model: Decoder, variables: Tree, state: State, tokens: Array, count: Array, targets: Array
+) -> tuple[State, Float[Array, "B S"]]:
+    state, logits = _apply(model, variables, state, tokens, count, last=False)
+    found = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return state, found - jax.nn.logsumexp(logits, -1)
+
+
+def _advance(model: Decoder, variables: Tree, state: State, tokens: Array, count: Array) -> State:
+    """The state behind these tokens, `(B, S)`, of which each sequence has `count`."""
+    following, logits = _apply(model, variables, state, tokens, count, last=True)
+    return following._replace(logits=jnp.where(count[:, None] > 0, logits[:, 0], state.logits))
+
+
+def _apply(
+    model: Decoder, variables: Tree, state: State, tokens: Array, count: Array, *, last: bool
+) -> tuple[State, Float[Array, "B S V"]]:
+    context = Context(state.filled, count)
+    given = _stacked({**variables, "cache": state.cache})
+    logits, updated = model.apply(given, tokens, context=context, last=last, mutable=["cache"])
+    cache = layers_apart(model, updated)["cache"]
+    return state._replace(cache=cache, filled=state.filled + count), jnp.asarray(logits)

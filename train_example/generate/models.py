@@ -1,0 +1,135 @@
+"""The model of a run of this program, or a public one, ready to generate, and what makes tokens of its text."""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from train_example.compile_step import jit_once
+from train_example.config import TrainConfig, UserError
+from train_example.data import Stream
+from train_example.generate.decoding import Tree, layers_apart
+from train_example.model import Decoder
+from train_example.program.arguments import new_config, resumed_config
+from train_example.program.checkpoints import Checkpoints
+from train_example.program.model import make_model
+from train_example.public_models.tokens import end_tokens, open_tokenizer
+from train_example.public_models.weights import load_params
+from train_example.step import init_state, working_copy
+
+
+@dataclass(frozen=True)
+class Text:
+    """How text is tokens.
+
+    Attributes:
+      unit: what a token is.
+      encode: the tokens of a text.
+      decode: the text of tokens, with what is no text replaced.
+      ends: tokens that end a text.
+    """
+
+    unit: str
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    ends: tuple[int, ...] = ()
+
+    def token(self, text: str) -> int:
+        """The one token that a text is; UserError where it is none, or several."""
+        tokens = self.encode(text)
+        if len(tokens) != 1:
+            raise UserError(f"--stop {text!r} must be one of the model's {self.unit}, it is {len(tokens)} of them")
+        return tokens[0]
+
+
+def printable(text: str) -> str:
+    """The text without what could steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+BYTES = Text("bytes", lambda text: list(text.encode(errors="surrogateescape")), Stream.decode)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that generates.
+
+    Attributes:
+      name: where it is.
+      model: the decoder.
+      variables: parameters and router state, each layer's by itself.
+      text: what its tokens are.
+      positions: the length of sequence that it was trained with.
+      limit: the longest that it may have; None for any.
+    """
+
+    name: str
+    model: Decoder
+    variables: Tree
+    text: Text
+    positions: int
+    limit: int | None
+
+
+def open_model(run: Path | None, checkpoint: Path | None, options: dict[str, Any]) -> Source:
+    """The newest whole checkpoint of a run, or a public model; `options` are fields of `TrainConfig`.
+
+    Raises:
+      UserError: there is none, or it has no tokenizer.
+    """
+    if checkpoint is not None:
+        config = new_config({"checkpoint": str(checkpoint), **options})
+        model, text = make_model(config), public_text(checkpoint, config.model.vocabulary)
+        params = load_params(checkpoint, model, dtype=model.dtype, stacked=False)
+        limit = config.model.max_positions
+        return Source(str(checkpoint), model, {"params": params}, text, limit or config.sequence_length, limit)
+    assert run is not None
+    if not (run / "checkpoints").is_dir():
+        raise UserError(f"--run {run} has no checkpoints, must be the folder of a run")
+    with closing(Checkpoints(run / "checkpoints", reading=True)) as saved:
+        step = saved.newest_whole()
+        config = replace(resumed_config({}, saved.description(step)["config"], run), **options)
+        model = make_model(config)
+        text = public_text(Path(config.checkpoint), config.model.vocabulary) if config.checkpoint else BYTES
+        variables = saved.restore_variables(step, jax.eval_shape(partial(init_state, config, model)))
+    cast = partial(working_copy, dtype=model.dtype)
+    variables = {"params": jit_once(cast)(variables["params"]), "router_state": variables["router_state"]}
+    variables = layers_apart(model, variables)
+    limit = config.model.max_positions
+    return Source(f"{run}, step {step}", model, variables, text, limit or config.sequence_length, limit)
+
+
+def random_variables(config: TrainConfig, model: Decoder) -> Tree:
+    """Parameters of a model that has not been read, each layer's by itself: for timing."""
+    variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
+    params = jax.eval_shape(partial(working_copy, dtype=model.dtype), variables["params"])
+    like = jax.eval_shape(partial(layers_apart, model), {**variables, "params": params})
+    leaves, structure = jax.tree.flatten(like)
+
+    @partial(jax.jit, static_argnums=(1, 2))
+    def draw(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return jax.random.normal(key, shape, dtype) * 0.02
+
+    keys = jax.random.split(jax.random.key(config.seed), len(leaves))
+    return structure.unflatten([draw(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
+
+
+def public_text(folder: Path, vocabulary: int) -> Text:
+    """The text of a public model; UserError where it has no tokenizer."""
+    tokenizer = open_tokenizer(folder)
+
+    def encode(text: str) -> list[int]:
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        if max(tokens, default=0) >= vocabulary:
+            raise UserError(f"{folder}: the tokenizer has the token {max(tokens)}, but the model only {vocabulary}")
+        return tokens
+
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return Text("tokens", encode, decode, end_tokens(folder, tokenizer))
