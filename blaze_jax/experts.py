@@ -217,7 +217,7 @@ def _compute(
         experts = when_lowered_unsplit(_warn_of_unsplit, experts)
         ranges = token_ranges(experts.shape[0], experts.shape[1], num_experts, width * x.dtype.itemsize)
         if save == "pre_activations" and (ranges is None or ranges.count < FEWEST_FOR_WINDOWS):
-            windows = count_windows(kernels, experts.size, *weights_here[-1].shape, x.dtype.itemsize)
+            windows = count_windows(kernels, experts.size, num_experts, width, model_width, x.dtype.itemsize)
             ranges = ranges if windows == 1 else None
     transport = _as_they_arrive(transport, kernels, num_experts)
 

@@ -145,6 +145,7 @@ def _output_in_windows(keep: bool, plan: Plan, tokens: Tokens, params: Parameter
         rows = kernels.down_projection(hidden, w_down, b_down, window, 0, x.shape[1], into=rows)
     (weights,) = _weights_of_parts(tokens, w_down.shape[0], 1)
     pre_activations = in_place(pre_activations, plan.windows)
+    assert rows is not None
     return pre_activations, kernels.combine(rows, tokens.dispatch.token_index_map, weights, None, 0, width=x.shape[1])
 
 

@@ -44,8 +44,9 @@ def is_in_a_loop() -> bool:
     """
     trace: Any = core.trace_ctx.trace
     while trace is not None:
-        traced_for = trace.frame.debug_info.traced_for if isinstance(trace, DynamicJaxprTrace) else ""
-        if isinstance(trace, BatchTrace) or traced_for in ("scan", "fori_loop", "while_body"):
+        made_by = trace.frame.debug_info if isinstance(trace, DynamicJaxprTrace) else None
+        loops = made_by is not None and made_by.traced_for in ("scan", "fori_loop", "while_body")
+        if loops or isinstance(trace, BatchTrace):
             return True
         trace = getattr(trace, "parent_trace", None)
     return False
