@@ -12,6 +12,9 @@ from blaze_jax.plan import count_windows
 from pallas_kernels import ampere, hopper, xla
 from tests.expert_problems import ON_GPUS, on, results
 from tests.numerics import assert_close, assert_same_bits
+from tests.pallas_kernels.rows import needs_interpreter
+
+HOPPER = pytest.param("hopper", marks=needs_interpreter)
 
 
 def windows_of(sizes: Sizes, kernels=hopper) -> int:
@@ -36,14 +39,14 @@ def test_no_windows_in_loops():
     assert jax.lax.fori_loop(0, 2, lambda *_: jax.jit(count)(), 0) == 1
 
 
-@on("hopper")
+@on(HOPPER)
 def test_output_and_gradients_are_right(kernels, monkeypatch, traced_anew):
     monkeypatch.setattr(experts, "count_windows", lambda *_: 2)
     kernels.assert_matches_oracle(kernels.problem("single_expert", n=512, dtype="bfloat16"))
 
 
 @pytest.mark.slow
-@on("hopper", ON_GPUS[0])
+@on(HOPPER, ON_GPUS[0])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize(("routing", "count"), [("two_experts_of_six", 2), ("many_tiles", 4)])
