@@ -4,6 +4,7 @@ from blaze_jax import atomic_experts as atomic_experts
 from blaze_jax import checkpoints as checkpoints
 from blaze_jax import nnx as nnx
 from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
+from blaze_jax.active_experts import update_activity_weight
 from blaze_jax.atomic_experts import AtomicConfig, AtomicRouting, atomic_moe
 from blaze_jax.config import DenseTwin, MoEConfig
 from blaze_jax.dispatch import build_dispatch
@@ -46,5 +47,6 @@ __all__ = [
     "route",
     "statistics",
     "transport_options",
+    "update_activity_weight",
     "update_selection_bias",
 ]

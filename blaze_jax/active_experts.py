@@ -7,6 +7,7 @@ These routers are plain XLA on all platforms: a few passes over `(T, E)`.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.router import Router
@@ -52,9 +53,49 @@ def route_open_ended(
         chosen = weights.sum(-1, keepdims=True)
         weights = router.weight_scale * weights / jnp.where(chosen == 0, 1, chosen)
 
-    probabilities = values / jnp.where(total == 0, 1, total)
+    probabilities = probabilities_of_relu(logits) if router.scoring == "relu" else values
     losses, probability = _losses(logits, probabilities, demand)
     return Routed(experts, weights, demand, losses, probability)
+
+
+def probabilities_of_relu(logits: Float[Array, "... E"]) -> Float[Array, "... E"]:
+    """`relu(l) / Σ relu(l)`, zeros for a token without an active expert."""
+    values = relu(logits)
+    total = values.sum(-1, keepdims=True)
+    return values / jnp.where(total == 0, 1, total)
+
+
+def activity_loss(logits: Float[Array, "T E"], demand: Int[Array, " E"], axes: tuple[str, ...]) -> Float[Array, ""]:
+    """`E · Σ_e demand_e / T · mean_t relu(l_te)`, of the T tokens that count on all devices along `axes`."""
+    activity, tokens = relu(widened(logits)).sum(0), has_expert(logits).sum(dtype=jnp.int32)
+    if axes:
+        activity, demand, tokens = lax.psum((activity, demand, tokens), axes)
+    tokens = jnp.maximum(tokens, 1).astype(activity.dtype)
+    return demand.shape[0] * jnp.vdot(demand.astype(activity.dtype) / tokens, activity / tokens)
+
+
+def update_activity_weight(
+    weight: Float[Array, ""],
+    tokens_per_expert: Int[Array, "... E"],
+    num_tokens: int,
+    experts_per_token: float,
+    *,
+    factor: float = 1.2,
+) -> Float[Array, ""]:
+    """The coefficient of the activity loss for the next step (ReMoE, arXiv 2412.14711), which begins with 1e-8.
+
+    It rises by `factor` where tokens have had more than `experts_per_token` experts on average, and falls where fewer.
+
+    Args:
+      weight: the coefficient of this step.
+      tokens_per_expert: of one layer, or those of all layers together.
+      num_tokens: tokens of a layer, without masked ones.
+      experts_per_token: how many experts they are to have.
+      factor: how fast it moves.
+    """
+    counts = jnp.asarray(tokens_per_expert, jnp.float32)
+    mean = counts.sum() / (num_tokens * (counts.size // counts.shape[-1]))
+    return weight * factor ** jnp.sign(mean - experts_per_token).astype(weight.dtype)
 
 
 def relu(logits: Float[Array, "..."]) -> Float[Array, "..."]:

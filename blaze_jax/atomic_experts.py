@@ -37,7 +37,7 @@ from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
 from pallas_kernels.compat import reverse_mode_token, top_k, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
-STATISTICS = ("mean", "var")
+STATISTICS: tuple[str, ...] = ("mean", "var")
 """Names of the running statistics, `(2, √E)` each: of the rows' scores and of the columns'."""
 
 _MOST_EXPERTS = 2**30

@@ -281,9 +281,9 @@ def _grouped_gradients(settings: Settings, pairs: Pairs, neurons: Neurons, dy, s
     groups = grid.groups
     ones = jnp.ones(groups.token_index_map.shape, jnp.float32)
     row_weights = place_values(ones, groups.token_index_map, groups.num_rows)
-    options = {"activation": Gated(settings.activation)}
+    gated = Gated(settings.activation)
     (d_up, d_gate), hidden, _ = kernels.down_backward(
-        dy, grid.downs, None, _gated(kernels, pairs, grid), row_weights, groups, **options
+        dy, grid.downs, None, _gated(kernels, pairs, grid), row_weights, groups, activation=gated
     )
     d_weights = d_gate.reshape(-1).at[grid.place].get(mode="fill", fill_value=0)
     wide = sums.w_up.dtype

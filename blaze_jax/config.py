@@ -10,8 +10,15 @@ from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
 from blaze_jax.huggingface import read_public_model
 from blaze_jax.implementation import Implementation, check_implementation
-from blaze_jax.plan import Save
+from blaze_jax.plan import Save, check_mean_experts
 from blaze_jax.router import Router, check_router
+
+_OF_ROUTERS = {
+    "activity_loss": "activity_weight",
+    "chunk_loss": "chunk_loss_weight",
+    "locality_loss": "locality_loss_weight",
+}
+"""Losses that only some layers have, and what their weights are called."""
 
 ParameterKind = Literal["router", "kernel", "bias", "gain"]
 
@@ -61,10 +68,16 @@ class MoEConfig:
       router: how experts are chosen and weighted.
       load_balancing_weight: weight of the load-balancing loss that the modules report.
       z_loss_weight: weight of the router's z-loss that the modules report.
+      activity_weight: weight of a ReLU router's activity loss, which ReMoE adapts: see `update_activity_weight`.
+      chunk_loss_weight: weight of BlockFFN's chunk loss of a ReLU router, see `neighbour_losses`; 0.05 in the paper.
+      chunk_tokens: tokens of a chunk.
+      locality_loss_weight: weight of BlockFFN's locality loss; 2e-3 in the paper.
       bias_update_rate: step of the selection bias in training (loss-free balancing); 0 for one that does not move.
       selection_bias: whether the modules hold a selection bias, as one with an update rate always does. Without a rate
         it is frozen: zero, or what a checkpoint says.
       router_bias: whether the router's logits have a learnable bias, the parameter `b_router` (gpt-oss).
+      mean_experts: experts that a token has on average, where it may have fewer than slots: memory follows them, and
+        not the slots, see `expert_ffn`. None for all K; without K, for a quarter of the experts.
       save: what the experts' backward pass keeps, see `expert_ffn`.
       implementation: which kernels to use, see `expert_ffn`.
 
@@ -82,9 +95,14 @@ class MoEConfig:
     router: Router = field(default_factory=Router)
     load_balancing_weight: float = 0.01
     z_loss_weight: float = 0.0
+    activity_weight: float = 0.0
+    chunk_loss_weight: float = 0.0
+    chunk_tokens: int = 64
+    locality_loss_weight: float = 0.0
     bias_update_rate: float = 0.0
     selection_bias: bool = False
     router_bias: bool = False
+    mean_experts: float | None = None
     save: Save = "pre_activations"
     implementation: Implementation | None = None
 
@@ -96,11 +114,12 @@ class MoEConfig:
             raise ValueError(f"save={self.save!r} must be one of {', '.join(get_args(Save))}")
         widths = ("shared_width", "latent_width")
         check_integers(expert_width=self.expert_width, **{name: getattr(self, name) for name in widths})
+        check_mean_experts(self.mean_experts, self.slots)
         if self.expert_width < 1:
             raise ValueError(f"expert_width={self.expert_width} must be at least 1")
         switches = ("shared_gate", "selection_bias", "router_bias")
         check_booleans(**{name: getattr(self, name) for name in switches})
-        weights = ("load_balancing_weight", "z_loss_weight", "bias_update_rate")
+        weights = ("load_balancing_weight", "z_loss_weight", *_OF_ROUTERS.values(), "bias_update_rate")
         check_numbers(**{name: getattr(self, name) for name in weights})
         for name in (*widths, *weights):
             if not 0 <= getattr(self, name) < math.inf:
@@ -110,6 +129,12 @@ class MoEConfig:
             raise ValueError(
                 f"{name}={getattr(self, name)} must be left out: {self.router} takes experts by their logits alone"
             )
+        check_integers(chunk_tokens=self.chunk_tokens)
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens={self.chunk_tokens} must be at least 1")
+        for name in ("activity_weight", "chunk_loss_weight"):
+            if getattr(self, name) and self.router.scoring != "relu":
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 unless scoring='relu', which has that loss")
         if self.shared_gate and not self.shared_width:
             raise ValueError("shared_gate=True must be left out where shared_width=0: it scales the shared experts")
 
@@ -131,6 +156,26 @@ class MoEConfig:
     def slots(self) -> int:
         """Experts that a token may have."""
         return self.num_experts if self.experts_per_token is None else self.experts_per_token
+
+    @property
+    def experts_to_expect(self) -> float | None:
+        """`mean_experts`, or what it stands for where it is None: a number, or None for all slots."""
+        if self.mean_experts is None and self.experts_per_token is None:
+            return self.num_experts / 4
+        return self.mean_experts
+
+    @property
+    def losses_between_neighbours(self) -> tuple[str, ...]:
+        """The losses of `neighbour_losses` that have a weight."""
+        return tuple(loss for loss, name in _OF_ROUTERS.items() if loss != "activity_loss" and getattr(self, name))
+
+    @property
+    def other_loss_weights(self) -> dict[str, float]:
+        """Weights of the losses in `Routing.other_losses`, of those that are not 0."""
+        weights = {loss: getattr(self, name) for loss, name in _OF_ROUTERS.items() if getattr(self, name)}
+        if "activity_loss" in weights:
+            weights["activity_loss"] /= self.experts_to_expect or self.slots
+        return weights
 
     @property
     def has_selection_bias(self) -> bool:
@@ -179,10 +224,13 @@ class MoEConfig:
           ValueError: the width is not an integer of at least 1, or a token's experts are not counted.
         """
         _check_model_width(model_width)
-        if self.experts_per_token is None:
-            raise ValueError("experts_per_token=None has no dense twin: how many experts a token takes is not known")
+        active = self.experts_per_token if self.mean_experts is None else self.mean_experts
+        if active is None:
+            raise ValueError(
+                "experts_per_token=None has no dense twin, unless mean_experts says how many a token takes"
+            )
         matrices = 3 if get_activation(self.activation).gated else 2
-        width = self.experts_per_token * self.expert_width
+        width = active * self.expert_width
         if self.latent_width:
             width = self.latent_width * (width / model_width + 2 / matrices)
         return DenseTwin(max(1, round(width + self.shared_width)), self.activation)

@@ -25,17 +25,25 @@ from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.plan import (
     FEWEST_FOR_WINDOWS,
+    ROW_BUDGET,
     ROW_MULTIPLE,
     Parameters,
     Plan,
     Projection,
     Save,
     Tokens,
+    check_mean_experts,
     count_windows,
     token_ranges,
 )
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
-from pallas_kernels.compat import reverse_mode_token, vary_over, varying_axes, when_lowered_unsplit
+from pallas_kernels.compat import (
+    has_symbolic_sizes,
+    reverse_mode_token,
+    vary_over,
+    varying_axes,
+    when_lowered_unsplit,
+)
 from pallas_kernels.contract import accumulator_dtype
 from pallas_kernels.family import Kernels
 
@@ -66,6 +74,7 @@ def expert_ffn(
     b_up: Float[Array, "E n"] | None = None,
     b_down: Float[Array, "E d"] | None = None,
     activation: str | Activation = "swiglu",
+    mean_experts: float | None = None,
     save: Save = "pre_activations",
     implementation: Implementation | None = None,
 ) -> Float[Array, "T d"]:
@@ -87,6 +96,9 @@ def expert_ffn(
       b_up: up biases, or None.
       b_down: down biases, or None; weighted like the rest of the expert's output.
       activation: a name of `ACTIVATION_NAMES` or an `Activation`.
+      mean_experts: experts that a token has on average, if many slots are empty. Buffers then have 1.25 times as many
+        rows as that makes, and not T·K. Rows beyond them are computed in further turns, and again in the backward pass:
+        no routing loses a pair or needs more memory, but takes longer. None for K.
       save: what the backward pass keeps. "pre_activations": x, the gate and up pre-activations, weights and indices.
         "inputs": x, weights and indices; the pre-activations are computed again (22% more arithmetic for a gated
         activation).
@@ -104,7 +116,7 @@ def expert_ffn(
     optional = {"w_gate": w_gate, "w_up": w_up, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
     params = {"w_down": w_down} | {name: value for name, value in optional.items() if value is not None}
     options = {"activation": activation, "save": save, "implementation": implementation}
-    return compute_experts(x, params, weights, experts, **options)
+    return compute_experts(x, params, weights, experts, mean_experts=mean_experts, **options)
 
 
 def compute_experts(
@@ -116,6 +128,7 @@ def compute_experts(
     activation: str | Activation,
     save: Save,
     implementation: Implementation | None,
+    mean_experts: float | None = None,
     grouped: Grouped | None = None,
     parallel: Parallelism | None = None,
     specs: Mapping[str, P] | None = None,
@@ -136,9 +149,10 @@ def compute_experts(
     if shared is None:
         _check_arguments(arrays)
     _check_closure(act, x, shards)
+    check_mean_experts(mean_experts, experts.shape[1])
     if x.shape[0] == 0:
         return x
-    options = {"activation": act, "save": save, "implementation": implementation}
+    options = {"activation": act, "save": save, "implementation": implementation, "mean_experts": mean_experts}
     if shared is None:
         return _compute_where_tokens_are((x, weights, experts), shards, grouped, **options)
 
@@ -149,7 +163,7 @@ def compute_experts(
     transport = Transport(
         expert=shared.axes_of("expert"),
         tensor=tensor,
-        exchange=shared.exchange_for(experts.shape[1], lax.axis_size(shared.group)),
+        exchange=shared.exchange_for(math.ceil(mean_experts or experts.shape[1]), lax.axis_size(shared.group)),
         fsdp=shared.axes_of("fsdp"),
         specs=tuple(jax.tree.leaves(_in_order(act, {name: (specs or {})[name] for name in params if name in _AXES}))),
         keep=shared.keep_gathered,
@@ -169,7 +183,7 @@ def layer_form(experts: Callable[..., Array]) -> Callable[..., Array] | None:
     return None if hasattr(experts, "__wrapped__") else getattr(experts, "in_a_layer", None)
 
 
-@compiled_once("activation", "save", "implementation")
+@compiled_once("activation", "save", "implementation", "mean_experts")
 def _compute_where_tokens_are(tokens, params: Parameters, grouped: Grouped | None, **options) -> Float[Array, "T d"]:
     mesh = explicit_mesh(tokens, params)
     if mesh is None:
@@ -191,22 +205,26 @@ def _compute(
     activation: Activation,
     save: Save,
     implementation: Implementation | None,
-    row_budget: float | None = None,
+    mean_experts: float | None,
+    row_budget: float | None = ROW_BUDGET,
     chunks: int = 1,
 ) -> Float[Array, "T d"]:
     """The experts' output for `tokens = (x, weights, experts)` of this device.
 
     `shards` are what this device has of the parameters, `grouped` the pairs by expert, if they are, `row_budget` the
-    rows of a buffer as a multiple of the even share, and `chunks` the number of those in which the tokens travel.
+    rows of a buffer as a multiple of those expected, and `chunks` the number of those in which the tokens travel.
     """
     x, weights, experts = tokens
+    if transport is HERE and (mean_experts is None or has_symbolic_sizes(x)):
+        mean_experts = row_budget = None  # on one device no more rows can come than there are slots
+    expected = experts.shape[1] if mean_experts is None else mean_experts
     params = jax.eval_shape(lambda p: transport.parameters(p, x.dtype), shards)
     weights_here, biases = zip(*params.ups, params.down, strict=True)
     biases = tuple(bias for bias in biases if bias is not None)
     implementation = choose_implementation(implementation, x, weights_here, biases)
     kernels = kernels_of(implementation, dtype=x.dtype)
     num_experts, width, model_width = weights_here[-1].shape
-    sizes = x.shape[0], model_width, width, num_experts, experts.shape[1]
+    sizes = x.shape[0], model_width, width, num_experts, math.ceil(expected)
     dtypes = x.dtype.name, weights_here[0].dtype.name
     tell_observers(TracedLayer(*sizes, *dtypes, activation, save, implementation))
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
@@ -215,8 +233,9 @@ def _compute(
     ranges, windows = None, 1
     if transport is HERE:
         experts = when_lowered_unsplit(_warn_of_unsplit, experts)
-        ranges = token_ranges(experts.shape[0], experts.shape[1], num_experts, width * x.dtype.itemsize)
-        if save == "pre_activations" and (ranges is None or ranges.count < FEWEST_FOR_WINDOWS):
+        ranges = token_ranges(experts.shape[0], math.ceil(expected), num_experts, width * x.dtype.itemsize)
+        whole = save == "pre_activations" and row_budget is None
+        if whole and (ranges is None or ranges.count < FEWEST_FOR_WINDOWS):
             windows = count_windows(kernels, experts.size, num_experts, width, model_width, x.dtype.itemsize)
             ranges = ranges if windows == 1 else None
     transport = _as_they_arrive(transport, kernels, num_experts)
@@ -237,7 +256,8 @@ def _compute(
     chunked = tuple(map(chunk, *(_in_chunks(array, chunks) for array in (x, weights, experts))))
     rows = None
     if row_budget is not None:
-        share = max(c.x.shape[0] for c in chunked) * experts.shape[1] * lax.axis_size(transport.tensor)
+        tokens_at_once = ranges.size if ranges else max(c.x.shape[0] for c in chunked)
+        share = tokens_at_once * expected * lax.axis_size(transport.tensor)
         multiples = math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts * transport.parts  # a gap for each group
         rows = multiples * ROW_MULTIPLE
     plan = Plan(activation, save, kernels, transport, rows, ranges, windows)

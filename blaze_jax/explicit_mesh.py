@@ -99,21 +99,27 @@ def restore_shape(
     y: Float[Array, "T d"], x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool
 ) -> Float[Array, "... d"]:
     """The tokens of `flatten_tokens(x, ...)` in the shape of `x`, and split as it is."""
-    if mesh is None:
-        return y.reshape(x.shape)
-    return jax.sharding.reshard(_unflattened(y, x, mesh, in_order), NamedSharding(mesh, jax.typeof(x).sharding.spec))
+    y = unflattened(y, x, mesh, in_order)
+    return y if mesh is None else jax.sharding.reshard(y, NamedSharding(mesh, jax.typeof(x).sharding.spec))
+
+
+def in_sequences(by_token, x: Float[Array, "... d"], mesh: AbstractMesh | None):
+    """Arrays with the leading dimensions of `x`, split as they are, but not along the last, that of a sequence."""
+    return placed(by_token, P(*_leading(x)[:-1]), mesh)
 
 
 def tokens_in_order(by_token, x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool):
     """Arrays `(T, n)` of what there is of each token of `flatten_tokens(x, ...)`, in the order of the tokens in `x`."""
     if mesh is None or _is_in_order(x, in_order):
         return by_token
-    return jax.tree.map(lambda a: flatten_tokens(_unflattened(a, x, mesh, False), mesh, True), by_token)
+    return jax.tree.map(lambda a: flatten_tokens(unflattened(a, x, mesh, False), mesh, True), by_token)
 
 
-def _unflattened(y: Float[Array, "T n"], x: Float[Array, "... d"], mesh: AbstractMesh, in_order: bool):
+def unflattened(y: Float[Array, "T n"], x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool):
     """`(..., n)`, with the leading dimensions of `x` and split as they are."""
     shape, flat, split = (*x.shape[:-1], y.shape[-1]), P(token_axes(x) or None, None), P(*_leading(x), None)
+    if mesh is None:
+        return y.reshape(shape)
     y = jax.sharding.reshard(y, NamedSharding(mesh, flat))
     if _is_in_order(x, in_order):
         return jax.lax.reshape(y, shape, out_sharding=NamedSharding(mesh, split))

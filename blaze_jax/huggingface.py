@@ -65,11 +65,12 @@ def read_public_model[Config](
     fields.choice("model_type", [name])
     own = fields.part(family.part) if family.part else fields
     num_layers = fields.count("num_hidden_layers", most=_MOST_LAYERS)
-    experts_per_token = own.count_of_any("num_experts_per_tok", "experts_per_token")
+    experts_per_token = own.count_of_any("num_experts_per_tok", "experts_per_token") if family.fixed else None
     adds_losses = fields.boolean("output_router_logits", default=False)
     weight = own.number("router_aux_loss_coef", 0.0) if adds_losses else 0.0
-    for other, values in family.only.items():
-        own.choice(other, list(values), values[0], family.because.get(other, ""))
+    for other, values in {**family.needed, **family.only}.items():
+        default = _MISSING if other in family.needed else values[0]
+        own.choice(other, list(values), default, family.because.get(other, ""))
     if family.quantization:
         fields.check_quantization(**family.quantization)
     own.pass_over(*family.passed)
@@ -83,7 +84,7 @@ def read_public_model[Config](
             experts_per_token=experts_per_token,
             expert_width=own.count("intermediate_size" if dense_layers is None else "moe_intermediate_size"),
             # transformers counts each of a token's choices as one, and all layers as one.
-            load_balancing_weight=weight * experts_per_token / max(num_layers - len(dense_layers or ()), 1),
+            load_balancing_weight=weight * (experts_per_token or 0) / max(num_layers - len(dense_layers or ()), 1),
             router=Router(**router),
             **options,
         )
@@ -226,23 +227,26 @@ class _Family:
       layer: other arguments of the layer, in the same way.
       dense_layers: reads the numbers of the layers without experts; None for a family that has none.
       names: the family's names of fields that most call otherwise.
-      only: fields that may be missing, and the values of which the layer's mathematics is this one; the first is meant
-        where they are missing.
+      needed: fields that must be there, and the values of which the layer's mathematics is this one.
+      only: the same of fields that may be missing, which means the first value.
       because: what is another, in errors.
       passed: fields that do not matter, although their names have a word for a part of the layer.
       quantization: how numbers may be compressed; None for a family of which nobody has published any.
       part: the object of the file that describes the layer; "" where the file does.
+      fixed: whether every token has the same number of experts.
     """
 
     router: Mapping[str, Any] = field(default_factory=dict)
     layer: Mapping[str, Any] = field(default_factory=dict)
     dense_layers: Callable[[Fields, int], tuple[int, ...]] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    needed: Mapping[str, Sequence] = field(default_factory=dict)
     only: Mapping[str, Sequence] = field(default_factory=dict)
     because: Mapping[str, str] = field(default_factory=dict)
     passed: tuple[str, ...] = ()
     quantization: Mapping[str, Any] | None = None
     part: str = ""
+    fixed: bool = True
 
 
 def _read(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,6 +283,10 @@ def _named_in_an_object(fields: Fields) -> str:
     return _ACTIVATIONS[named["name"] if named else "silu"]
 
 
+def _ungated(fields: Fields) -> str:
+    return _UNGATED[fields.choice("hidden_act", list(_UNGATED))]
+
+
 def _is_sum_norm(fields: Fields) -> bool:
     return fields.choice("moe_normalize_expert_weights", [1, None], 1) == 1
 
@@ -313,9 +321,10 @@ _FAMILIES = {
     ),
     **dict.fromkeys(["qwen2_moe", "qwen3_next"], replace(_QWEN3, layer=_QWEN2_SHARED)),
     "deepseek_v2": _Family(
-        router={"normalize_weights": methodcaller("choice", "norm_topk_prob", [False]), **_SCALED},
+        router={"normalize_weights": False, **_SCALED},
         layer={"shared_width": _shared_width},
         dense_layers=_the_first,
+        needed={"norm_topk_prob": [False]},
         only={"scoring_func": ["softmax"], "topk_method": ["greedy"], "moe_layer_freq": [1]},
         because={"topk_method": _BY_BEST},
         passed=("n_group", "topk_group"),
@@ -367,9 +376,28 @@ _FAMILIES = {
             "router_aux_loss_coef": "moe_loss_weight",
         },
         only={"moe_jitter_eps": [None, 0]},
-        because={"moe_jitter_eps": ", for no token is multiplied by noise here"},
+        because={"moe_jitter_eps": ", for no noise of the router reaches the experts here"},
         passed=("hidden_size", "moe_loss_weight", "num_beam_groups", "top_k"),
         part="ffn_config",
+    ),
+    "minicpm": _Family(  # as those of BlockFFN say: MiniCPM itself has no experts
+        router={"scoring": "relu", "weight_norm": "rms"},
+        layer={"activation": _ungated},
+        names={"intermediate_size": "expert_size"},
+        needed={
+            "ffn_type": ["block_linear"],
+            "router_act": ["relu"],
+            "norm_after_router": ["rms"],
+            "rms_norm_eps": [1e-5],
+        },
+        only={"num_shared_experts": [0]},
+        because={
+            "ffn_type": ", a BlockFFN whose experts' matrices lie one after the other",
+            "rms_norm_eps": ", which normalises the router's weights, too",
+        },
+        passed=("block_implementation", "ffn_gated", "intermediate_size", "moe_routing_strategy", "moe_top_k")
+        + ("moe_top_p", "norm_scale", "scale_depth", "scale_emb"),
+        fixed=False,
     ),
 }
 """By model_type."""
@@ -382,3 +410,5 @@ _REFUSED = {
 
 _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"}
 _ACTIVATIONS |= dict.fromkeys(["gelu_pytorch_tanh", "gelu_new"], "geglu_tanh")
+_UNGATED = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
+_UNGATED |= dict.fromkeys(["gelu_pytorch_tanh", "gelu_new"], "gelu_tanh")

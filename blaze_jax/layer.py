@@ -110,6 +110,7 @@ def moe(
     train: bool = False,
     mask: Bool[Array, "..."] | None = None,
     expert_ids: Int[Array, "... slots"] | None = None,
+    segment_ids: Int[Array, "..."] | None = None,
     axis_name: AxisName = None,
     parallel: Parallelism | None = None,
     experts: Callable[..., Array] = expert_ffn,
@@ -128,6 +129,9 @@ def moe(
         whatever they hold, and they count in no loss, statistic, capacity or rounding.
       expert_ids: the experts of every token, -1 for none, chosen earlier or elsewhere: the router only weighs them, see
         `route`. With `routing.experts.reshape(*x.shape[:-1], -1)` of an earlier call, this one replays it.
+      segment_ids: integers, equal for tokens of one text, where several are packed into a sequence: no loss counts
+        tokens of different ones as neighbours. A sequence is along the last leading dimension of `x`; inside
+        `jax.shard_map`, what a device has of it.
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
         statistics are then those of all their devices; () if each device means only its own. With None, a training
         step inside `jax.shard_map` warns.
@@ -143,8 +147,9 @@ def moe(
       flattened into T. Add `sum(routing.weighted_losses.values())` to the training loss.
 
     Raises:
-      ValueError: `params`, `selection_bias`, `mask` or `expert_ids` do not match the configuration or each other, `x`
-        is not a floating array, or the mesh does not fit: what an axis splits must be a multiple of its devices.
+      ValueError: `params`, `selection_bias`, `mask`, `expert_ids` or `segment_ids` do not match the configuration or
+        each other, `x` is not a floating array, or the mesh does not fit: what an axis splits must be a multiple of its
+        devices.
     """
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -158,7 +163,7 @@ def moe(
         warn_inside_shard_map()
     run = run_layer if layer_form(experts) is None else _run_compiled
     options = {"axis_name": axis_name, "parallel": parallel, "experts": experts}
-    given = GivenRouting(mask, expert_ids).checked(x.shape[:-1], config.num_experts)
+    given = GivenRouting(mask, expert_ids, segment_ids).checked(x.shape[:-1], config.num_experts)
     return run(x, params, selection_bias, given, config=config, train=train, **options)
 
 
@@ -190,7 +195,9 @@ def skipped(x: Float[Array, "... d"], config: MoEConfig) -> tuple[Float[Array, "
     zero, counts = jnp.zeros((), wide), jnp.zeros(config.num_experts, jnp.int32)
     slots = (tokens, config.slots)
     experts, weights = jnp.full(slots, EMPTY_SLOT, jnp.int32), jnp.zeros(slots, wide)
-    routing = Routing(experts, weights, counts, counts, zero, zero, zero, zero, {})
+    losses = dict.fromkeys(config.other_loss_weights, zero)
+    losses |= {"activity_loss": zero} if config.router.scoring == "relu" else {}
+    routing = Routing(experts, weights, counts, counts, zero, zero, zero, zero, losses, {})
     return jnp.zeros_like(x), routing._replace(weighted_losses=auxiliary_losses(routing, config))
 
 

@@ -26,13 +26,16 @@ from blaze_jax.experts import layer_form
 from blaze_jax.explicit_mesh import (
     explicit_mesh,
     flatten_tokens,
+    in_sequences,
     meshes_of,
     per_device,
     placed,
     restore_shape,
     token_axes,
     tokens_in_order,
+    unflattened,
 )
+from blaze_jax.neighbour_losses import neighbour_losses
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
 from blaze_jax.router_product import router_logits, split_on_gpus
 from blaze_jax.routing import (
@@ -112,7 +115,8 @@ def run_layer(
     config = replace(config, router=config.router.for_phase(train))
     given_all = layer_form(experts) is None
     devices = devices_of(x, params, parallel, may_split=axis_name is None and not given_all)
-    explicit = devices.explicit
+    explicit, segment_ids = devices.explicit, given.segment_ids
+    given = given._replace(segment_ids=None)
     specs = dict.fromkeys(params, P())
     if parallel is not None:
         sizes = parallel.sizes(devices.mesh)
@@ -125,7 +129,13 @@ def run_layer(
     in_order = given_all or not given.treats_tokens_apart(config.router)
     if selection_bias is not None and devices.mesh is not None:
         selection_bias = as_array("selection_bias", selection_bias)
-    y, routing = run_program(program, devices, x, given, params, selection_bias, in_order)
+    (y, logits), routing = run_program(program, devices, x, given, params, selection_bias, in_order)
+    if logits is not None:
+        sequences = in_sequences((unflattened(logits, x, explicit, in_order), given.mask, segment_ids), x, explicit)
+        axes = (*program.outer_axes, *(devices.axes if devices.mesh is None else ()))
+        names, chunk = config.losses_between_neighbours, config.chunk_tokens
+        of_neighbours = neighbour_losses(*sequences, names=names, chunk_tokens=chunk, axes=axes)
+        routing = routing._replace(other_losses={**routing.other_losses, **of_neighbours})
     losses = auxiliary_losses(routing, config)
     return restore_shape(y, x, explicit, in_order), routing._replace(weighted_losses=losses)
 
@@ -147,17 +157,20 @@ class Program(Protocol):
         """How the routing is split, where what there is of a token is split `by_token`."""
         ...
 
-    def layer(self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], state) -> Any:
+    def layer(
+        self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], state, /
+    ) -> Any:
         """The output of this device's tokens, and the routing, a tuple with `experts` and `weights` of each token.
 
-        `num_tokens` of all devices count; those past them are padding. `state` is what the parameters are not.
+        The output may be a tree of what there is of each token. `num_tokens` of all devices count; those past them are
+        padding. `state` is what the parameters are not.
         """
         ...
 
 
 def run_program(
     program: Program, devices: Devices, x: Float[Array, "... d"], given: GivenRouting, params, state, in_order: bool
-) -> tuple[Float[Array, "T d"], Any]:
+) -> tuple[Any, Any]:
     """The output of `program.layer` on these devices, which `restore_shape` takes, and the routing in order."""
     explicit = devices.explicit
     by_token = flatten_tokens(x, explicit, in_order), _flattened(given, x, explicit, in_order)
@@ -189,7 +202,7 @@ def _over_mesh(
     by_token: tuple[Array, GivenRouting],
     params,
     state,
-) -> tuple[Float[Array, "T d"], Any]:
+) -> tuple[Any, Any]:
     """`program.layer` on each device of the mesh, of its own tokens and parameters."""
     axes, (tokens, given) = program.axes, by_token
     num_tokens, number = tokens.shape[0], math.prod(mesh.shape[axis] for axis in axes)
@@ -198,7 +211,7 @@ def _over_mesh(
     if axes != token_axes(tokens):  # which divide them
         padding = -num_tokens % number or (0 if num_tokens else number)
     if padding:
-        tokens, (mask, ids) = placed((tokens, given), whole, explicit)
+        tokens, (mask, ids, _) = placed((tokens, given), whole, explicit)
         mask = mask if mask is None else jnp.pad(mask, (0, padding))
         ids = ids if ids is None else jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)
         tokens, given = jnp.pad(tokens, ((0, padding), (0, 0))), GivenRouting(mask, ids)
@@ -208,7 +221,8 @@ def _over_mesh(
     y, routing = per_device(partial(program.layer, num_tokens), mesh, *specs, *arguments, explicit=explicit, axes=free)
     if not padding:
         return y, routing
-    y, chosen, weights = (placed(a, whole, explicit)[:num_tokens] for a in (y, routing.experts, routing.weights))
+    of_tokens = y, routing.experts, routing.weights
+    y, chosen, weights = jax.tree.map(lambda a: placed(a, whole, explicit)[:num_tokens], of_tokens)
     return y, routing._replace(experts=chosen, weights=weights)
 
 
@@ -241,10 +255,11 @@ class _Program:
 
     def layer(
         self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], selection_bias
-    ) -> tuple[Float[Array, "T d"], Routing]:
+    ) -> tuple[tuple[Float[Array, "T d"], Float[Array, "T E"] | None], Routing]:
         """The output of this device's tokens with its parts of the parameters, and what the router decided.
 
-        `num_tokens` of all devices count; those past them are padding.
+        And the logits, where losses between neighbours need them. `num_tokens` of all devices count; those past them
+        are padding.
         """
         config, (tokens, given) = self.config, by_token
         if given.mask is not None:  # whatever padding holds, a NaN too, must not reach a gradient
@@ -268,6 +283,8 @@ class _Program:
         with jax.named_scope("experts"):
             if compute := layer_form(self.experts):
                 options |= {"grouped": grouped, "parallel": self.parallel, "specs": self.specs}
+                expected = config.experts_to_expect
+                options["mean_experts"] = None if expected is None else min(expected, routing.experts.shape[1])
                 y = compute(inner, shards, routing.weights, routing.experts, **options)
             else:
                 weights = (shards.get("w_gate"), shards["w_up"], shards["w_down"])
@@ -279,7 +296,8 @@ class _Program:
         if config.shared_width:
             with jax.named_scope("shared_experts"):
                 y = y + shared_experts(tokens, dense("shared_"), activation=config.activation)
-        return y if given.mask is None else jnp.where(given.mask[:, None], y, 0), routing
+        y = y if given.mask is None else jnp.where(given.mask[:, None], y, 0)
+        return (y, logits if config.losses_between_neighbours else None), routing
 
     def _route(
         self, num_tokens: int, logits: Float[Array, "T E"], given: GivenRouting, of_experts: ExpertFactors
@@ -318,6 +336,7 @@ def auxiliary_losses(routing: Routing, config: MoEConfig) -> dict[str, Float[Arr
         losses["load_balancing_loss"] = config.load_balancing_weight * routing.load_balancing_loss
     if config.z_loss_weight:
         losses["z_loss"] = config.z_loss_weight * routing.z_loss
+    losses |= {name: weight * routing.other_losses[name] for name, weight in config.other_loss_weights.items()}
     return losses
 
 

@@ -15,7 +15,7 @@ from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig
 from blaze_jax.exchange import Axes
 from blaze_jax.experts import expert_ffn
-from blaze_jax.layer import as_tokens, new_parameters, statistics
+from blaze_jax.layer import NewParameter, as_tokens, new_parameters, statistics
 from blaze_jax.modules import (
     call_atomic_layer,
     call_layer,
@@ -105,6 +105,7 @@ class MoE(nn.Module):
         skip: bool = False,
         mask: Bool[Array, "..."] | None = None,
         expert_ids: Int[Array, "... slots"] | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
     ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
@@ -116,8 +117,8 @@ class MoE(nn.Module):
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nn.cond` and
         `nn.switch` it stands in the branches without the layer, since all must report the same.
 
-        `mask` is True for real tokens, and `expert_ids` are experts chosen earlier, see `blaze_jax.moe`. Without them,
-        those of the collection "routing" are taken.
+        `mask` is True for real tokens, `segment_ids` tell texts apart, and `expert_ids` are experts chosen earlier, see
+        `blaze_jax.moe`. Without them, those of the collection "routing" are taken.
         """
         check_dtypes(dtype=self.dtype, param_dtype=self.param_dtype)
         x = as_tokens(x)
@@ -128,7 +129,7 @@ class MoE(nn.Module):
         params = {}
         for name, parameter in new.items():
 
-            def init(key, parameter=parameter):
+            def init(key, parameter: NewParameter = parameter):
                 mesh_axes = tuple(zip(parameter.axes, parameter.spec or (), strict=False))
                 return Partitioned(parameter.draw(key), parameter.axes, mesh_axes=mesh_axes)
 
@@ -143,7 +144,8 @@ class MoE(nn.Module):
         records = self.is_mutable_collection("routing") and not self.is_initializing()
         if expert_ids is None and not records and self.has_variable("routing", "experts"):
             expert_ids = self.get_variable("routing", "experts")
-        options = {"train": train, "skip": skip, "mask": mask, "expert_ids": expert_ids}
+        given = {"mask": mask, "expert_ids": expert_ids, "segment_ids": segment_ids}
+        options = {"train": train, "skip": skip, **given}
         y, routing, moved = call_layer(self, params, x, bias, lasts=self, **options)
 
         if self.is_initializing():  # or the first losses would stay in the variables that init returns

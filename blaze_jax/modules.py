@@ -116,7 +116,7 @@ def call_layer(
       train: whether it is training.
       skip: whether nothing is to be computed.
       lasts: the object that lasts for a step, for several calls of which the bias moves once; None without one.
-      **given: `mask` and `expert_ids`, see `moe`.
+      **given: `mask`, `expert_ids` and `segment_ids`, see `moe`.
     """
     config: MoEConfig = module.config
     x = in_common_dtype(x, module.dtype, params)

@@ -119,6 +119,7 @@ class MoE(nnx.Module):
         skip: bool = False,
         mask: Bool[Array, "..."] | None = None,
         expert_ids: Int[Array, "... slots"] | None = None,
+        segment_ids: Int[Array, "..."] | None = None,
     ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
@@ -130,7 +131,8 @@ class MoE(nnx.Module):
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nnx.cond`
         and `nnx.switch` it stands in the branches without the layer, since all must report the same.
 
-        `mask` is True for real tokens, and `expert_ids` are experts chosen earlier, see `blaze_jax.moe`.
+        `mask` is True for real tokens, `segment_ids` tell texts apart, and `expert_ids` are experts chosen earlier, see
+        `blaze_jax.moe`.
         `nnx.capture(model, blaze_jax.nnx.ChosenExperts)` records those of a call.
         """
         if train is None and self.deterministic is not None:
@@ -140,7 +142,8 @@ class MoE(nnx.Module):
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         bias = self.selection_bias[...] if self.config.has_selection_bias else None
         lasts = self if is_traced() else None  # what jax does not trace outlives the step
-        x, options = as_tokens(x), {"train": train, "skip": skip, "mask": mask, "expert_ids": expert_ids}
+        given = {"mask": mask, "expert_ids": expert_ids, "segment_ids": segment_ids}
+        x, options = as_tokens(x), {"train": train, "skip": skip, **given}
         y, routing, moved = call_layer(self, params, x, bias, lasts=lasts, **options)
 
         losses = routing.weighted_losses.items()

@@ -35,7 +35,8 @@ class Parallelism:
         "all_to_all": each token once to each device that has an expert of its. None for "permute" to K devices, and
         "all_to_all" to more, which moves fewer bytes.
       chunks: a device's tokens travel in so many parts, each while the experts compute another.
-      row_budget: rows of a device's buffers, as a multiple of its even share. Rows beyond it are computed in further
+      row_budget: rows of a device's buffers, as a multiple of its even share of the pairs (of as many as `mean_experts`
+        makes, where a configuration says that). Rows beyond it are computed in further
         turns, and again in the backward pass: no routing drops a pair or needs more memory. None for buffers that hold
         whatever may come.
       keep_gathered: whether the backward pass keeps gathered tokens and parameters, or gathers them again.

@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from blaze_jax.activations import Activation
+from blaze_jax.checks import check_numbers
 from blaze_jax.exchange import HERE, Transport, Trips
 from pallas_kernels.compat import is_in_a_loop, is_symbolic_dim, vary_over
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
@@ -33,6 +34,9 @@ RANGE_BYTES = 2**29
 
 ROWS_PER_EXPERT = 2**15
 """Rows of a range, at least: adding to the gradients of the weights then takes about 1% of the time of its products."""
+
+ROW_BUDGET = 1.25
+"""Rows of a buffer for every row that is expected: a quarter more, which no sane routing exceeds by chance."""
 
 FEWEST = 4
 """Ranges, at least: fewer would save little."""
@@ -55,6 +59,14 @@ WIDEST_TOKENS = 512
 """Rows of all windows together are as wide as tokens, and those of no token shall be wider than this."""
 
 Save = Literal["pre_activations", "inputs"]
+
+
+def check_mean_experts(mean_experts: float | None, slots: int) -> None:
+    """Raises ValueError unless it is None, or an average number of experts of tokens with so many slots."""
+    if mean_experts is not None:
+        check_numbers(mean_experts=mean_experts)
+        if not 0 < mean_experts <= slots:
+            raise ValueError(f"{mean_experts=} must be None, or above 0 and at most {slots}, the slots of a token")
 
 
 class Projection(NamedTuple):

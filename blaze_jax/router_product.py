@@ -51,7 +51,7 @@ def router_logits(
 @jax.custom_vjp
 def _split_product(token, x: Float[Array, "T d"], w: Float[Array, "d E"]) -> Float[Array, "T E"]:
     """`x · w` in float32, of `x` in bfloat16 and `w` in float32."""
-    return _sum_of_parts(jnp.dot(x, jnp.concatenate(_parts(w), 1), preferred_element_type=jnp.float32))
+    return _sum_of_parts(_product(x, jnp.concatenate(_parts(w), 1)))
 
 
 def _forward(token, x, w):
@@ -62,12 +62,17 @@ def _backward(residuals, dy):
     """The gradient of `w` is a product like the first. That of `x` is rounded to bfloat16, and needs no third parts."""
     x, w = residuals
     (w1, w2, _), (dy1, dy2, dy3) = _parts(w), _parts(dy)
-    dw = jnp.dot(x.T, jnp.concatenate([dy1, dy2, dy3], 1), preferred_element_type=jnp.float32)
-    dx = jnp.dot(jnp.concatenate([dy1, dy2, dy1], 1), jnp.concatenate([w1, w1, w2], 1).T)
+    dw = _product(x.T, jnp.concatenate([dy1, dy2, dy3], 1))
+    dx = _product(jnp.concatenate([dy1, dy2, dy1], 1), jnp.concatenate([w1, w1, w2], 1).T, x.dtype)
     return None, dx, _sum_of_parts(dw)
 
 
 _split_product.defvjp(_forward, _backward)
+
+
+def _product(a: Float[Array, "m k"], b: Float[Array, "k n"], dtype=jnp.float32) -> Float[Array, "m n"]:
+    """The product of bfloat16 factors in `dtype`, summed up in float32 whatever precision is the default."""
+    return jnp.dot(a, b, precision=lax.Precision.DEFAULT, preferred_element_type=dtype)
 
 
 def _parts(array: Float[Array, "rows columns"]) -> list[Array]:

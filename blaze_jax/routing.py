@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import P, lax
 from jaxtyping import Array, Bool, Float, Int
 
-from blaze_jax.active_experts import demand_of, has_expert, route_open_ended, shares_of_pairs
+from blaze_jax.active_experts import activity_loss, demand_of, has_expert, route_open_ended, shares_of_pairs
 from blaze_jax.checks import as_array
 from blaze_jax.dispatch import Grouped, check_ids, group_by_expert, int32_experts
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, placed, token_axes
@@ -48,6 +48,9 @@ class Routing(NamedTuple):
         router, a token's probabilities are `relu(l) / Σ relu(l)`.
       z_loss: float32, mean of `logsumexp(logits)²` (ST-MoE).
       entropy: float32, mean entropy of a token's expert probabilities, in nats, at most `log E`.
+      other_losses: float32, losses that only some routers have, by name. "activity_loss" of a ReLU router,
+        `E · Σ_e demand_e / T · mean_t relu(l_te)`, is k times what ReMoE adds for k experts a token. From `moe`, what
+        its configuration asks for of "chunk_loss" and "locality_loss", see `neighbour_losses`.
       weighted_losses: from `moe`, the losses above that its configuration gives a weight, times that weight, by name:
         add their sum to the training loss. Empty from `route`.
     """
@@ -60,6 +63,7 @@ class Routing(NamedTuple):
     load_balancing_loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     entropy: Float[Array, ""]
+    other_losses: Mapping[str, Float[Array, ""]]
     weighted_losses: Mapping[str, Float[Array, ""]]
 
 
@@ -69,13 +73,15 @@ class GivenRouting(NamedTuple):
     Attributes:
       mask: `(...)` bool, whether the token is routed.
       expert_ids: `(..., slots)` int32, its experts, -1 in an empty slot.
+      segment_ids: `(...)` integers, equal for tokens of one text; only losses between neighbours look at them.
     """
 
     mask: Bool[Array, "..."] | None = None
     expert_ids: Int[Array, "... slots"] | None = None
+    segment_ids: Int[Array, "..."] | None = None
 
     def checked(self, shape: tuple[int, ...], num_experts: int) -> "GivenRouting":
-        """Both as arrays, E in the place of an id out of range.
+        """All as arrays, E in the place of an id out of range.
 
         Raises:
           ValueError: they do not fit tokens of that leading shape, or, where values are known, an id is out of range.
@@ -83,9 +89,15 @@ class GivenRouting(NamedTuple):
         mask = self.mask if self.mask is None else as_array("mask", self.mask)
         if mask is not None and (mask.dtype != bool or mask.shape != shape):
             raise ValueError(f"mask has dtype {mask.dtype} and shape {mask.shape}, must be bool of shape {shape}")
+        segments = self.segment_ids if self.segment_ids is None else as_array("segment_ids", self.segment_ids)
+        if segments is not None and not (jnp.issubdtype(segments.dtype, jnp.integer) and segments.shape == shape):
+            dtype = segments.dtype
+            raise ValueError(
+                f"segment_ids has dtype {dtype} and shape {segments.shape}, must be integers of shape {shape}"
+            )
         ids = self.expert_ids if self.expert_ids is None else as_array("expert_ids", self.expert_ids)
         if ids is None:
-            return GivenRouting(mask)
+            return GivenRouting(mask, None, segments)
         slots = ids.shape[-1] if ids.ndim else 0
         if not jnp.issubdtype(ids.dtype, jnp.integer) or ids.shape[:-1] != shape or not 1 <= slots <= num_experts:
             raise ValueError(
@@ -93,7 +105,7 @@ class GivenRouting(NamedTuple):
                 f"{(*shape, 'slots')} with 1 to {num_experts} slots"
             )
         check_ids("expert_ids", ids, num_experts)
-        return GivenRouting(mask, int32_experts(ids, num_experts))
+        return GivenRouting(mask, int32_experts(ids, num_experts), segments)
 
     def treats_tokens_apart(self, router: Router) -> bool:
         """Whether the experts of a token depend on that token only."""
@@ -106,7 +118,7 @@ class GivenRouting(NamedTuple):
 
         A token for which no experts are given goes nowhere, unless that may be a choice of this router.
         """
-        mask, ids = self
+        mask, ids, _ = self
         if ids is not None:
             if router.scoring != "relu":
                 some = (ids != EMPTY_SLOT).any(-1)
@@ -316,6 +328,7 @@ def _route(
         load_balancing_loss=losses.balance,
         z_loss=losses.squared_log,
         entropy=losses.entropy,
+        other_losses={"activity_loss": activity_loss(logits, routed.demand, axes)} if router.scoring == "relu" else {},
         weighted_losses={},
     )
     return routing, grouped

@@ -9,8 +9,8 @@ jax, flax and optax. In the order of reading:
 - `step` and `compile_step`: optimizer, training step and evaluation, and what XLA is told for speed and equal bits.
 - `loop`: the steps of a run, as an iterator.
 
-`generate` has a cache of keys and values, and generates and scores with it. `program` adds what the command line offers:
-presets, meshes and clusters, checkpoints, figures. `public_models` reads and writes OLMoE and Qwen3-MoE.
+`generate` has a cache of keys and values, and generates and scores with it. `program` adds what the command line
+offers: presets, meshes and clusters, checkpoints, figures. `public_models` reads and writes OLMoE and Qwen3-MoE.
 """
 
 from importlib.util import find_spec

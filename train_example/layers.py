@@ -58,11 +58,11 @@ class Context(NamedTuple):
 
     Attributes:
       first: how many tokens of each sequence are there.
-      count: how many of its new ones are real; those behind are padding, which nothing sees and no expert gets.
+      added: how many of its new ones are real; those behind are padding, which nothing sees and no expert gets.
     """
 
     first: Int[Array, " B"]
-    count: Int[Array, " B"]
+    added: Int[Array, " B"]
 
     def positions(self, length: int) -> Int[Array, "B S"]:
         """The position of each of `length` new tokens, which is its place in the cache, too."""
@@ -70,7 +70,7 @@ class Context(NamedTuple):
 
     def real(self, length: int) -> Bool[Array, "B S"]:
         """Which of `length` new tokens are no padding."""
-        return jnp.arange(length) < self.count[:, None]
+        return jnp.arange(length) < self.added[:, None]
 
 
 class Rotation(NamedTuple):

@@ -63,7 +63,7 @@ class Decoder(nn.Module):
         for name, layers in config.stacks().items():
             x = self._stack(name, len(layers), norm, train)(x, angles, context)[0]
         if context is not None and last:
-            x = jnp.take_along_axis(x, jnp.maximum(context.count - 1, 0)[:, None, None], axis=1)
+            x = jnp.take_along_axis(x, jnp.maximum(context.added - 1, 0)[:, None, None], axis=1)
         x = norm(name="final_norm")(x)
         if config.tied_head:
             return (x @ embedding.astype(self.dtype).T).astype(jnp.float32)

@@ -1,6 +1,6 @@
 """The optimizer, the training step and the evaluation, as functions of arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -155,7 +155,7 @@ def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, t
     One microbatch's gradients have the dtype of the working copy; the mean of several is summed in float32.
     """
     microbatch = jax.grad(_loss, argnums=1, has_aux=True)
-    params = working_copy(state.params, model.dtype)
+    params = working_copy(state.params, model.dtype, model.config.stacks() if model.unroll else ())
     if batch.shape[0] == 1:  # needs no second copy of the gradients to add to
         return microbatch(model, params, state.router_state, batch[0])
 
@@ -171,15 +171,21 @@ def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, t
     return grads, (router_state, jax.tree.map(jnp.mean, reports) | {"tokens_per_expert": loads})
 
 
-def working_copy(params: Tree, dtype: DTypeLike) -> Tree:
+def working_copy(params: Tree, dtype: DTypeLike, unrolled: Collection[str] = ()) -> Tree:
     """The parameters with all matrices of experts, attention and vocabulary in `dtype`, in which products use them.
 
     Cast once a step, instead of in the forward pass, in the backward pass and for every microbatch; the gradients come
-    in `dtype`, too. Routers and norms compute in float32.
+    in `dtype`, too. Routers and norms compute in float32. The blocks of stacks `unrolled` are cast one by one: from a
+    copy of the stack XLA would copy them once more, for kernels that run in loops.
     """
 
     def copy(path: tuple, param: Array) -> Array:
-        return param if path[-1].key in _FLOAT32_PARAMETERS else param.astype(dtype)
+        if path[-1].key in _FLOAT32_PARAMETERS:
+            return param
+        if path[0].key not in unrolled:
+            return param.astype(dtype)
+        blocks = (lax.index_in_dim(param, block, keepdims=False) for block in range(param.shape[0]))
+        return jnp.stack([lax.optimization_barrier(block.astype(dtype)) for block in blocks])
 
     with jax.named_scope("working_copy"):
         return jax.tree_util.tree_map_with_path(copy, params)

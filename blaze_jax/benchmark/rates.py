@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from blaze_jax.activations import get_activation
 from blaze_jax.benchmark.back_to_back import take_turns
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, expert_inputs, forward_and_backward
@@ -14,10 +15,13 @@ from blaze_jax.benchmark.timing import Call, KernelTotal, Timing, time_calls
 from blaze_jax.dispatch import group_by_expert
 from blaze_jax.experts import expert_ffn
 from blaze_jax.implementation import choose_implementation, kernels_of
+from blaze_jax.schedule import block_width
+from pallas_kernels.contract import place_values
 
 DENSE = "dense matmul"
 COPY = "copy"
 ONE_EXPERT = "one expert"
+COPIES = "copies"
 
 
 class Ceilings(NamedTuple):
@@ -120,7 +124,10 @@ def kernel_records(
 
 
 def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> Record:
-    """Times both passes of our layer and each of their kernels, alone and back to back, next to this device's rates."""
+    """Times both passes of our layer, and their kernels, in single runs and back to back, next to this device's rates.
+
+    Kernels that multiply run alone, back to back, since a driver tells the watts of tens of milliseconds.
+    """
     inputs = expert_inputs(sizes, dtype)
     layer = partial(expert_ffn, implementation=implementation)
     ceiling_calls = CeilingCalls(dtype)
@@ -131,15 +138,19 @@ def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -
     one_expert, one_expert_flops = product_of_one_expert(dtype, implementation)
     timings = time_calls(passes | ceiling_calls.calls | {ONE_EXPERT: one_expert}, repeats=repeats)
     ceilings = ceiling_calls.rates(timings)
-    one_expert_and_dense = {ONE_EXPERT: one_expert, DENSE: ceiling_calls.calls[DENSE]}
+    products, work = products_of_layer(sizes, inputs, implementation)
+    alone = products | {ONE_EXPERT: one_expert, DENSE: ceiling_calls.calls[DENSE]}
+    work |= {ONE_EXPERT: one_expert_flops, DENSE: 2.0 * ceiling_calls.width**3}
     seconds = 1.0 if jax.default_backend() == "gpu" else 0.1
-    long_runs = take_turns(passes | one_expert_and_dense, turns=1, seconds=seconds)
+    long_runs = take_turns(passes | alone, turns=1, seconds=seconds)
     rows = {}
     for name in passes:
-        flops, run = PASSES[name] * sizes.forward_flops, long_runs[name]
+        flops = PASSES[name] * sizes.forward_flops
         rows[name] = ceilings.pass_record(timings[name], flops)
-        rows[name]["sustained"] = run | {"tflops": flops / run["us"] / 1e6}
+        rows[name]["sustained"] = long_runs[name] | run_record(long_runs[name], flops)
+    fewer = {"note": f"kernels alone get {MOST_TOKENS} tokens"} if sizes.num_tokens > MOST_TOKENS else {}
     return head("kernels", sizes, dtype) | {
+        **fewer,
         "ceilings": ceilings._asdict()
         | {
             "sustained_tflops": ceiling_calls.dense_tflops(long_runs[DENSE]["us"]),
@@ -148,7 +159,73 @@ def measure_kernels(sizes: Sizes, dtype, *, repeats: int, implementation=None) -
         },
         "passes": rows,
         "kernels": kernel_records(timings[BOTH].kernels, sizes, jnp.dtype(dtype).itemsize, ceilings),
+        "alone": {
+            name: run_record(long_runs[name], flops, long_runs.get(COPIES) if name == IN_PLACE else None)
+            for name, flops in work.items()
+        },
     }
+
+
+def run_record(run: Mapping[str, Any], flops: float, without: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Time, TFLOP/s, clock, watts and pJ/FLOP of a call back to back, less the time and the energy of another run.
+
+    "pj_per_flop" is None where the driver does not tell the watts. Those of a kernel less another are what they make.
+    """
+    us, watts = run["us"], run.get("watts")
+    if without is not None:
+        us -= without["us"]
+        told = None not in (watts, without.get("watts"))
+        watts = (watts * run["us"] - without["watts"] * without["us"]) / us if told else None
+    tflops = flops / us / 1e6
+    energies = {"watts": watts, "pj_per_flop": None if watts is None else watts / tflops}
+    return {"us": us, "tflops": tflops, "mhz": run.get("mhz"), **energies}
+
+
+IN_PLACE = "moe_down_backward"
+"""The kernel that writes over what it reads, so that XLA copies that before a call of it alone."""
+
+MOST_TOKENS = 2**17
+"""Whole arrays of rows are alive where a kernel runs alone, which the layer avoids for more tokens than these."""
+
+
+def products_of_layer(sizes: Sizes, inputs: tuple, implementation) -> tuple[dict[str, Call], dict[str, float]]:
+    """Each kernel of the layer that multiplies, alone, and the operations of each, by its name in `kernel_work`.
+
+    Of those that the layer launches a block of columns at a time, it is one block, and of many tokens `MOST_TOKENS`.
+    `COPIES` are of what the down backward writes over, unless the portable one writes elsewhere.
+    """
+    sizes = sizes._replace(num_tokens=min(sizes.num_tokens, MOST_TOKENS))
+    x, w_gate, w_up, w_down, weights, experts = inputs
+    x, weights, experts = (array[: sizes.num_tokens] for array in (x, weights, experts))
+    ups, dtype, (_, d, n, num_experts, _) = (w_gate, w_up), x.dtype, sizes
+    implementation = choose_implementation(implementation, x, (*ups, w_down), ())
+    kernels = kernels_of(implementation, dtype=dtype)
+    groups = group_by_expert(kernels, experts, num_experts)
+    row_weights = place_values(weights, groups.token_index_map, groups.num_rows)
+    columns = block_width(d, kernels.column_block(groups.num_rows, d, n, num_experts, dtype))
+    activation = {"activation": get_activation("swiglu").function}
+    up = partial(jax.jit(partial(kernels.up_projection, **activation)), x, ups, (), groups)
+    pre, hidden = up()
+    down_gradients = jax.jit(partial(kernels.down_weight_gradients, dtype=dtype, bias_dtype=None))
+    up_gradients = jax.jit(partial(kernels.up_weight_gradients, dtypes=(dtype, dtype), bias_dtypes=()))
+    down_backward = jax.jit(partial(kernels.down_backward, **activation))
+    down, up_backward = (
+        jax.jit(kernels.down_projection, static_argnums=5),
+        jax.jit(kernels.up_backward, static_argnums=4),
+    )
+    calls: dict[str, Call] = {
+        "moe_up_projection": up,
+        "moe_down_projection": partial(down, hidden, w_down, None, groups, 0, columns),
+        IN_PLACE: partial(down_backward, x, w_down, None, pre, row_weights, groups),
+        "moe_down_weight_gradients": partial(down_gradients, hidden, x, row_weights, groups),
+        "moe_up_weight_gradients": partial(up_gradients, x, pre, groups),
+        "moe_up_backward": partial(up_backward, pre, ups, groups, 0, columns),
+    }
+    work = {name: kernel_work(sizes, dtype.itemsize)[name].flops for name in calls}
+    work |= {name: work[name] * columns / d for name in ("moe_down_projection", "moe_up_backward")}
+    if implementation == "mosaic_gpu":
+        calls[COPIES] = partial(jax.jit(partial(jax.tree.map, jnp.copy)), pre)
+    return calls, work
 
 
 def product_of_one_expert(dtype, implementation) -> tuple[Call, float]:

@@ -45,7 +45,7 @@ def terminal(record: Record) -> str:
     """A record as the terminal shows it: tables, what went wrong, and notes."""
     if not succeeded(record):
         return f"  {record['status']}"
-    tables = [table(record), *([table(record, "kernel")] if record.get("kernels") else [])]
+    tables = [table(record), *(table(record, kind) for kind, held in _PARTS.items() if record.get(held))]
     lines = [line for rows in tables for line in _aligned(*rows)]
     lines += _step_summary(record) if record["kind"] == "step_profile" else []
     return "\n".join(f"  {line}" for line in (*lines, *_ceilings(record), *dict.fromkeys(_notes(record))))
@@ -81,6 +81,9 @@ def flatness(records: Sequence[Record]) -> str:
             said.append(f"{what} per token varies by {varies:.1%} ({verdict})")
     return f"From {FLAT_FROM:,} tokens on, {', '.join(said)}; up to {FLAT_WITHIN:.0%} counts as flat." if said else ""
 
+
+_PARTS = {"kernel": "kernels", "alone": "alone"}
+"""Tables in addition to a record's own, by their kind, and what in the record they show."""
 
 _TABLES: dict[str, tuple[Row, Callable[[Record], Iterator[Row]]]] = {}
 """By kind, the header and what makes the rows."""
@@ -175,6 +178,17 @@ def _kernels(record: Record) -> Iterator[Row]:
             share = f"{row['share_of_ceiling']:.0%} ({row['ceiling']})"
             rates = [f"{row['tflops']:.1f}", f"{row['gbs']:.0f}", share]
         yield row["name"][:58], f"{row['launches']:.1f}", f"{row['us']:.1f}", *rates
+
+
+@_rows("alone", "alone, back to back | µs | TFLOP/s | of dense | MHz | W | pJ/FLOP | of dense")
+def _alone(record: Record) -> Iterator[Row]:
+    """The passes, the kernels that multiply, and the dense product that their rates and energies are shares of."""
+    runs = {name: timed["sustained"] for name, timed in record["passes"].items()} | record["alone"]
+    dense = record["alone"]["dense matmul"]
+    for name, run in runs.items():
+        shares = [f"{run[r] / dense[r]:.0%}" if run.get(r) else "" for r in ("tflops", "pj_per_flop")]
+        gauged = cell(run, "mhz", ".0f"), cell(run, "watts", ".0f"), cell(run, "pj_per_flop", ".3f")
+        yield name, f"{run['us']:.1f}", f"{run['tflops']:.1f}", shares[0], *gauged, shares[1]
 
 
 @_rows(

@@ -1,4 +1,4 @@
-"""Public Mixture-of-Experts checkpoints: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, Kimi-K2, GLM-4.5, gpt-oss.
+"""Public Mixture-of-Experts checkpoints, of the families that `docs/checkpoints.md` lists.
 
 `read_model` reads a model's `config.json`, `load` the parameters of a layer, and `save` writes layers. On the way lie
 `folder` (files and their headers), `layouts` (which part of which tensor is which parameter), `decode` (compressed

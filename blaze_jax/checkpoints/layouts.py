@@ -189,6 +189,12 @@ _DBRX = (
     Tensor("experts.mlp.v1", ("w_up",), joined_along=0),
     Tensor("experts.mlp.w2", ("w_down",), outputs_first=False, joined_along=0),
 )
+_BLOCKFFN = (
+    Tensor("router_proj.weight", ("w_router",)),
+    Tensor("router_norm.weight", ("router_gain",)),
+    Tensor("up_proj", ("w_up",), joined_along=0),
+    Tensor("down_proj", ("w_down",), joined_along=1),
+)
 
 LAYOUTS = {  # by_expert is that of Qwen3-MoE, OLMoE and DeepSeek-V3, fused what transformers 5 holds in memory
     layout.name: layout
@@ -208,6 +214,7 @@ LAYOUTS = {  # by_expert is that of Qwen3-MoE, OLMoE and DeepSeek-V3, fused what
         Layout("ernie4_5_moe", "mlp", (*_ROUTER[:1], _ERNIE_BIAS, *_BY_EXPERT, *_SHARED)),
         Layout("granitemoe", "block_sparse_moe", _GRANITE),
         Layout("dbrx", "ffn", _DBRX, prefixes=("transformer.blocks.{layer}.", "blocks.{layer}.")),
+        Layout("blockffn", "mlp", _BLOCKFFN),
     )
 }
 

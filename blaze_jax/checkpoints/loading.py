@@ -98,7 +98,7 @@ def values_of(layer: Layer) -> dict[str, Array]:
 
 
 def read_model(config: Mapping[str, Any] | str | Path) -> PublicModel[MoEConfig]:
-    """Reads a `config.json` of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3, Kimi-K2, GLM-4.5 or gpt-oss.
+    """Reads a `config.json` of a public family, of those that the page on public checkpoints lists.
 
     Auxiliary losses have the weights of the file where transformers would add them, which `output_router_logits` says,
     and no weight otherwise; the selection bias is frozen. `dataclasses.replace(model.layer, ...)` sets what else

@@ -1,15 +1,19 @@
 """Dispatch, from experts to rows, without a sort; parts of these rows; and combine, from rows back to tokens."""
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
 import jax.numpy as jnp
 from jax import lax
 from jax.core import min_dim
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.compat import vary_over, varying_axes
 from pallas_kernels.contract import Dispatch, accumulator_dtype
 from pallas_kernels.xla.loops import Windows, empty, zeros
+
+_MOST_UNROLLED = 32
+"""Slots of a token, of which `combine` has an operation each: a program would grow with more."""
 
 
 def tile_pairs(num_experts: int) -> int:
@@ -179,8 +183,17 @@ def combine(
     wide = accumulator_dtype(rows.dtype)
     shape = token_index_map.shape[0], rows.shape[1]
     total = jnp.zeros(shape, wide) if addend is None else addend.astype(wide)
-    for slot in range(token_index_map.shape[1]):
+
+    def add_slot(slot, total):
         row = rows.at[token_index_map[:, slot]].get(mode="fill", fill_value=0).astype(wide)
-        total += row if weights is None else weights[:, slot, None].astype(wide) * row
+        return total + (row if weights is None else weights[:, slot, None].astype(wide) * row)
+
+    slots = token_index_map.shape[1]
+    if slots > _MOST_UNROLLED:
+        total = lax.fori_loop(
+            0, slots, add_slot, vary_over(total, varying_axes(rows, token_index_map, weights, addend))
+        )
+    else:
+        total = reduce(lambda total, slot: add_slot(slot, total), range(slots), total)
     out = empty((shape[0], width or shape[1]), rows.dtype, rows) if out is None else out
     return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), first_column, axis=1)

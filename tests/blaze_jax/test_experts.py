@@ -14,7 +14,7 @@ from jax import lax
 from blaze_jax import ACTIVATION_NAMES, expert_ffn
 from blaze_jax.oracle import dense_expert_ffn
 from pallas_kernels.xla.loops import turns_of
-from tests.expert_problems import FAMILIES, RAGGED, apply, make_problem, on, on_gpus, results
+from tests.expert_problems import FAMILIES, ON_GPUS, RAGGED, apply, make_problem, on, on_gpus, results
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits, scaled_error
 from tests.pallas_kernels.rows import needs_interpreter
 from tests.routings import EMPTY, ROUTINGS, experts_of_shape, random_experts, routings
@@ -153,6 +153,18 @@ def test_interpreted_kernels_match_the_oracle_with_the_same_bits_twice(kernels, 
     problem = kernels.problem("empty_slots", dtype=dtype, biases=biases)
     out = kernels.assert_matches_oracle(problem, save=save)
     assert_same_bits(kernels.results(problem, save=save), out)
+
+
+@on("xla", "xla_batched", pytest.param("hopper", marks=needs_interpreter), "ampere", *ON_GPUS)
+@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.default_cases("pre_activations-xla", "*_on_gpu")
+def test_more_rows_than_expected_are_computed_in_turns(kernels, save):
+    problem = kernels.problem("many_tiles", dtype="bfloat16")
+    out = kernels.results(problem, save=save, mean_experts=1.2)
+    assert_close(out, results(dense_expert_ffn, problem.cast(jnp.float32)), kernels.tolerance["bfloat16"])
+    assert_same_bits(kernels.results(problem, save=save, mean_experts=1.2), out)
+    with pytest.raises(ValueError, match="mean_experts=3 must be None, or above 0 and at most 2, the slots of a token"):
+        kernels.results(problem, mean_experts=3)
 
 
 @pytest.mark.parametrize(

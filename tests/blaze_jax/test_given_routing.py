@@ -31,7 +31,7 @@ def loss_and_gradients(config, bias=None, train=True):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.default_cases("everything", "limited")
+@pytest.mark.default_cases("everything")
 def test_a_masked_token_is_as_if_it_were_not_there(name):
     config = replace(CONFIGS[name], load_balancing_weight=0.1)
     bias = jnp.linspace(-0.1, 0.1, config.num_experts) if config.has_selection_bias else None

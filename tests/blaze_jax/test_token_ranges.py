@@ -24,6 +24,11 @@ def in_ranges(monkeypatch, traced_anew):
     return partial(expert_ffn)
 
 
+def test_a_range_has_a_budget_of_rows_and_further_turns(in_ranges):
+    problem = make_problem(*ROUTINGS["many_tiles"])
+    assert_close(results(in_ranges, problem, mean_experts=0.8), results(expert_ffn, problem))
+
+
 @pytest.mark.parametrize("num_tokens", [12, 37, 38])
 @pytest.mark.default_cases("*")
 def test_ranges_cover_every_token_once(num_tokens):

@@ -17,7 +17,14 @@ COLLECTIONS = ["losses", "intermediates", "router_state"]
 
 
 def test_presets_have_as_many_parameters_as_their_names_say():
-    for name, expected in {"100m": 100e6, "1b": 1e9, "7b-a1b": 7e9}.items():
+    expected_sizes = {
+        "100m": 100e6,
+        "1b": 1e9,
+        "olmoe": 6.72e9,
+        "qwen3-30b-a3b-layers": 11 / 48 * 29.9e9,
+        "7b-a1b": 7e9,
+    }
+    for name, expected in expected_sizes.items():
         model, sizes = make_model(PRESETS[name]), PRESETS[name].model
         shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
         total = sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -10,6 +10,7 @@ import pytest
 from jax.interpreters.mlir import ir
 
 from blaze_jax import transport_options
+from tests.numerics import assert_close, assert_same_bits
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, decoder, train_step, windows
 from train_example.compile_step import demand_equal_bits, xla_options
 from train_example.program.presets import PRESETS
@@ -89,6 +90,18 @@ def test_products_get_a_16_bit_copy_of_their_matrices_and_routers_and_norms_do_n
     assert {name for name, dtype in kinds if dtype == "float32"} == {"scale", "w_router"}
     matrices_of = ("w_gate", "w_up", "w_down", "shared_w_up", "kernel", "embedding")
     assert {(name, "bfloat16") for name in matrices_of} <= kinds
+    assert_same_bits(working_copy(state.params, jnp.bfloat16, FULL_MODEL.stacks()), copy)
+
+
+@pytest.mark.slow
+def test_unrolled_blocks_learn_what_a_loop_over_blocks_learns():
+    batch, found = windows(2, 4, 17), []
+    for unroll in (False, True):
+        step, state = train_step(replace(CONFIG, unroll=unroll), decoder(FULL_MODEL, dtype=jnp.bfloat16, unroll=unroll))
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        found.append((metrics, state.optimizer_state[1][0].mu))
+    assert_close(*found, tolerance=1e-2)
 
 
 @pytest.mark.slow
@@ -141,8 +154,9 @@ def test_every_backward_pass_of_attention_is_deterministic_and_no_other_call_cha
     assert marked == [False, True, True]
 
 
-def test_the_scatters_of_conventional_experts_keep_their_speed(monkeypatch):
+def test_equal_bits_are_asked_for_where_they_are_wanted_and_cost_little(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = PRESETS["1b"]
     assert xla_options(config) == transport_options() | {"xla_gpu_exclude_nondeterministic_ops": True}
-    assert xla_options(replace(config, experts_layer="sort+tokamax")) == transport_options()
+    for others in ({"experts_layer": "sort+tokamax"}, {"equal_bits": False}):
+        assert xla_options(replace(config, **others)) == transport_options()

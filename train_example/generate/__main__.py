@@ -1,6 +1,7 @@
 """`python -m train_example.generate`."""
 
 import argparse
+import errno
 import io
 import json
 import math
@@ -14,7 +15,7 @@ from typing import Any
 
 from train_example.config import UserError
 from train_example.generate.decoding import Generator
-from train_example.generate.files import Results, digest, generate_file, read_items, score_file
+from train_example.generate.files import Results, check_out, digest, generate_file, read_items, score_file
 from train_example.generate.models import Source, Text, open_model, printable
 from train_example.generate.sampling import Sampling
 from train_example.generate.timing import time_generation
@@ -41,6 +42,14 @@ def main(argv: list[str] | None = None) -> int:
         _run(arguments)
     except UserError as error:
         print(f"train_example.generate: {' '.join(str(error).split())}", file=sys.stderr)
+        return _USER_ERROR
+    except OSError as error:
+        if out is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(
+            f"train_example.generate: {out} cannot be written: {error.strerror}; make room, then --resume",
+            file=sys.stderr,
+        )
         return _USER_ERROR
     except KeyboardInterrupt:
         if out is not None:
@@ -159,8 +168,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UserError("--out FILE is needed with --prompts and --score, and with nothing else")
     if arguments.resume and not to_file:
         raise UserError("--resume goes on with --prompts or --score, and their --out")
-    if arguments.out is not None and arguments.out.is_dir():
-        raise UserError(f"--out {arguments.out} is a folder, must be a file")
+    if arguments.out is not None:
+        check_out(arguments.out, resume=arguments.resume)  # before a large model is read
     return arguments
 
 

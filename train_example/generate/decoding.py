@@ -69,7 +69,7 @@ class Generator:
         # In a loop over blocks each would copy its weights, of all experts, out of the stack, and its cache back.
         self.model = model.clone(unroll=True, remat="none")
         self.variables, self.batch, self.slots = variables, batch, slots
-        self.sampling, self.stops, self.seed = sampling, tuple(stops), seed
+        self.sampling, self.stops, self.seed = sampling, np.array(stops, np.int32), seed
 
     def stream(
         self, prompts: Sequence[Tokens], most: int, numbers: Sequence[int] | None = None
@@ -90,7 +90,7 @@ class Generator:
         state, unread = self.prefilled(prompts, most, numbers), None
         going = np.ones(len(prompts), bool)
         for _ in range(most):
-            state, token = _decode(self.model, self.sampling, self.stops, self.variables, state)
+            state, token = _decode(self.model, self.sampling, self.variables, state, self.stops)
             if unread is not None:  # while the device is at the next one
                 yield (row := np.asarray(unread)[: len(prompts)])
                 going &= (row >= 0) & ~np.isin(row, self.stops)
@@ -198,13 +198,13 @@ def _prefill(model: Decoder, variables: Tree, state: State, tokens: Array, count
     return _advance(model, variables, state, tokens, count)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _decode(
-    model: Decoder, sampling: Sampling, stops: tuple[int, ...], variables: Tree, state: State
+    model: Decoder, sampling: Sampling, variables: Tree, state: State, stops: Int[Array, " stops"]
 ) -> tuple[State, Int[Array, " B"]]:
     """A token of each sequence, -1 for one that has stopped, and the state behind it."""
     token = choose(state.logits, jax.vmap(jax.random.fold_in)(state.keys, state.filled), sampling)
-    stopped = jnp.isin(token, jnp.array(stops, jnp.int32))
+    stopped = jnp.isin(token, stops)
     left = jnp.where(stopped, 0, jnp.maximum(state.left - 1, 0))
     # The last one of a sequence is not looked at any more.
     following = _advance(model, variables, state, token[:, None], (left > 0).astype(jnp.int32))

@@ -20,6 +20,8 @@ from train_example.program.metrics import read_metrics
 
 type Record = dict[str, Any]
 
+_SETTINGS = ".settings"
+
 
 class Item(NamedTuple):
     """A line of a file of prompts or texts.
@@ -106,14 +108,11 @@ class Results:
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], *, resume: bool):
-        beside = path.with_name(path.name + ".settings")
+        beside = path.with_name(path.name + _SETTINGS)
         written = json.dumps(settings, indent=1)
         self.records: dict[int, Record] = {}
         try:
-            if path.exists() and not resume:
-                raise UserError(f"--out {path} is there already: go on with it by --resume, or choose another file")
-            if resume and not (path.exists() and beside.exists()):
-                raise UserError(f"nothing to resume: {path} or {beside.name} is missing; leave --resume out")
+            check_out(path, resume=resume)
             if resume:
                 before = json.loads(beside.read_text())
                 other = [n for n in settings.keys() | before.keys() if settings.get(n) != before.get(n)]
@@ -148,6 +147,16 @@ class Results:
         os.replace(unfinished, self._path)
 
 
+def check_out(path: Path, *, resume: bool) -> None:
+    """Raises UserError if the file is there, or with `resume` if it is not."""
+    if path.is_dir():
+        raise UserError(f"--out {path} is a folder, must be a file")
+    if path.exists() and not resume:
+        raise UserError(f"--out {path} is there already: go on with it by --resume, or choose another file")
+    if resume and not (path.exists() and path.with_name(path.name + _SETTINGS).exists()):
+        raise UserError(f"nothing to resume: {path} or {path.name}{_SETTINGS} is missing; leave --resume out")
+
+
 def digest(path: Path) -> str:
     """The SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -167,7 +176,7 @@ def _in_batches(
                 yield from records
 
 
-def _generated(index: int, item: Item, tokens: list[int], text: Text, stops: Sequence[int]) -> Record:
+def _generated(index: int, item: Item, tokens: list[int], text: Text, stops: np.ndarray) -> Record:
     stopped = bool(tokens) and tokens[-1] in stops
     written = text.decode(tokens[:-1] if stopped else tokens)
     return {"index": index, "prompt": item.prompt, "text": written, "tokens": len(tokens), "stopped": stopped}

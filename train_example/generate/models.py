@@ -19,7 +19,7 @@ from train_example.generate.decoding import Tree, layers_apart
 from train_example.model import Decoder
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints
-from train_example.program.model import make_model
+from train_example.program.model import generating_model
 from train_example.public_models.tokens import end_tokens, open_tokenizer
 from train_example.public_models.weights import load_params
 from train_example.step import init_state, working_copy
@@ -86,7 +86,7 @@ def open_model(run: Path | None, checkpoint: Path | None, options: dict[str, Any
     """
     if checkpoint is not None:
         config = new_config({"checkpoint": str(checkpoint), **options})
-        model, text = make_model(config), public_text(checkpoint, config.model.vocabulary)
+        model, text = generating_model(config), public_text(checkpoint, config.model.vocabulary)
         params = load_params(checkpoint, model, dtype=model.dtype, stacked=False)
         limit = config.model.max_positions
         return Source(str(checkpoint), model, {"params": params}, text, limit or config.sequence_length, limit)
@@ -96,7 +96,7 @@ def open_model(run: Path | None, checkpoint: Path | None, options: dict[str, Any
     with closing(Checkpoints(run / "checkpoints", reading=True)) as saved:
         step = saved.newest_whole()
         config = replace(resumed_config({}, saved.description(step)["config"], run), **options)
-        model = make_model(config)
+        model = generating_model(config)
         text = public_text(Path(config.checkpoint), config.model.vocabulary) if config.checkpoint else BYTES
         variables = saved.restore_variables(step, jax.eval_shape(partial(init_state, config, model)))
     cast = partial(working_copy, dtype=model.dtype)

@@ -46,6 +46,15 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     )
 
 
+def generating_model(config: TrainConfig) -> Decoder:
+    """The model of a run on one device, to generate with.
+
+    Conventional experts know no padding; this library's take the same parameters.
+    """
+    conventional = config.experts_layer.startswith("sort")
+    return make_model(replace(config, experts_layer="blaze_jax") if conventional else config)
+
+
 def experts_function(experts_layer: ExpertsLayer) -> Callable[..., Array]:
     """The function that `blaze_jax.MoE` calls for its experts.
 

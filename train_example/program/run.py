@@ -28,7 +28,7 @@ from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints, only_run_in
 from train_example.program.devices import parallelism, state_shardings
 from train_example.program.metrics import MetricsLog, progress_bar, show
-from train_example.program.model import first_state, make_model
+from train_example.program.model import first_state, generating_model, make_model
 from train_example.program.results import plot
 from train_example.public_models.tokens import token_stream
 from train_example.public_models.weights import save_model
@@ -249,7 +249,7 @@ def _report(setup: Setup, variables: Tree, log: MetricsLog) -> None:
 
     prompt = stream.read(corpus.training_units, min(_PROMPT, config.sequence_length))
     sampling = Sampling(_TEMPERATURE)
-    generator = Generator(make_model(config), variables, 1, config.sequence_length, sampling, seed=config.seed)
+    generator = Generator(generating_model(config), variables, 1, config.sequence_length, sampling, seed=config.seed)
     text = printable(stream.decode(generator.beyond(prompt.tolist(), _SAMPLE)))
     (setup.out / "sample.txt").write_text(text, encoding="utf-8")
 

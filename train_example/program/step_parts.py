@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from blaze_jax.benchmark.rates import Work, kernel_work
 from blaze_jax.benchmark.sizes import Sizes
 from blaze_jax.benchmark.timing import Kernel
-from train_example.config import VOCABULARY, TrainConfig
+from train_example.config import ModelConfig, TrainConfig
 
 CASTS, OTHER = "casts and copies", "other"
 
@@ -118,7 +118,7 @@ def step_work(config: TrainConfig, num_parameters: int) -> Mapping[str, list[Wor
     model, item = config.model, jnp.dtype(config.dtype).itemsize
     tokens, d = config.batch_size * config.sequence_length, model.width
     moe_layers, all_layers = model.num_layers - model.num_dense_layers, model.num_layers
-    heads_width = d // model.num_heads * model.num_kv_heads
+    query_width, pair_width = _attention_widths(model)
 
     def product(inner: int, outer: int) -> list[Work]:
         size = item * (tokens * inner + inner * outer + tokens * outer)
@@ -131,9 +131,9 @@ def step_work(config: TrainConfig, num_parameters: int) -> Mapping[str, list[Wor
     dispatch = [work for name, work in kernels.items() if "dispatch" in name]
     experts = [work for name, work in kernels.items() if "dispatch" not in name]
     scores = Work(0.0, 4.0 * _FLOAT32 * tokens * model.num_experts)
-    query, pair = item * tokens * d, item * tokens * heads_width
-    forward = Work(2.0 * tokens * config.sequence_length * d, 2 * query + 2 * pair)
-    backward = Work(5.0 * tokens * config.sequence_length * d, 4 * query + 4 * pair)
+    residual, query, pair = (item * tokens * width for width in (d, query_width, pair_width))
+    forward = Work(2.0 * tokens * config.sequence_length * query_width, 2 * query + 2 * pair)
+    backward = Work(5.0 * tokens * config.sequence_length * query_width, 4 * query + 4 * pair)
     momentum = jnp.dtype(config.momentum_dtype).itemsize
     return {
         "experts": experts * moe_layers,
@@ -141,14 +141,21 @@ def step_work(config: TrainConfig, num_parameters: int) -> Mapping[str, list[Wor
         "dense feed-forward": feed_forward(model.shared_width) * moe_layers
         + feed_forward(model.dense_width) * model.num_dense_layers,
         "attention": [forward, backward] * all_layers,
-        "projections": (2 * product(d, d) + 2 * product(d, heads_width)) * all_layers,
+        "projections": (2 * product(d, query_width) + 2 * product(d, pair_width)) * all_layers,
         # Forward the residual and a branch in, their sum and its norm out; backward as many.
-        "norms and residuals": [Work(0.0, 4.0 * query)] * (2 * (2 * all_layers + 1)),
-        "embedding, head, loss": 2 * product(d, VOCABULARY) + [Work(0.0, 3.0 * _FLOAT32 * tokens * VOCABULARY)],
+        "norms and residuals": [Work(0.0, 4.0 * residual)] * (2 * (2 * all_layers + 1)),
+        "embedding, head, loss": 2 * product(d, model.vocabulary)
+        + [Work(0.0, 3.0 * _FLOAT32 * tokens * model.vocabulary)],
         # The gradients are read twice, for their norm and for the update.
         "optimizer": [Work(0.0, float(num_parameters) * (2 * item + 4 * _FLOAT32 + 2 * momentum))],
         "casts and copies": [Work(0.0, float(num_parameters) * (_FLOAT32 + item) if item != _FLOAT32 else 0.0)],
     }
+
+
+def _attention_widths(model: ModelConfig) -> tuple[int, int]:
+    """The width of all queries of a token, and of all keys, or values."""
+    head_width = model.head_width or model.width // model.num_heads
+    return model.num_heads * head_width, model.num_kv_heads * head_width
 
 
 def memory_floor(config: TrainConfig, num_parameters: int) -> Mapping[str, float]:
@@ -162,8 +169,12 @@ def memory_floor(config: TrainConfig, num_parameters: int) -> Mapping[str, float
     copies = 2 * item if item != _FLOAT32 else _FLOAT32  # the working copy and its gradients, or float32 gradients
     accumulated = _FLOAT32 if config.accumulate > 1 else 0
     momentum = jnp.dtype(config.momentum_dtype).itemsize
-    keys_and_values = 2 * d // model.num_heads * model.num_kv_heads
-    of_every_layer = 6 * d + keys_and_values  # both norms' inputs and outputs, queries, attention's output
+    query_width, pair_width = _attention_widths(model)
+    of_every_layer = (
+        4 * d + 2 * query_width + 2 * pair_width
+    )  # norms' inputs and outputs, queries to attention's output
+    if model.qk_norm is not None:
+        of_every_layer += query_width + pair_width
     of_moe_layer = 2 * (model.experts_per_token * model.expert_width + model.shared_width)
     of_dense_layer = 3 * model.dense_width  # two pre-activations and the activation
     moe_layers = model.num_layers - model.num_dense_layers

@@ -52,7 +52,9 @@ def test_the_table_of_kernels_and_its_json(capsys, measured):
 @pytest.mark.skipif(not ON_CPU, reason="in the interpreter")
 @pytest.mark.slow
 def test_the_table_of_kernels_of_a_family(capsys, monkeypatch):
-    monkeypatch.setattr(rates, "take_turns", lambda calls, **_: {name: {"us": 1.0} for name in calls})
+    monkeypatch.setattr(
+        rates, "take_turns", lambda calls, **_: {name: {"us": 1 / (1 + i)} for i, name in enumerate(calls)}
+    )
     options = "--config 8,8,8,2,1 --dtype bfloat16 --repeats 1 --implementation mosaic_gpu --family ampere"
     with interpreted():
         assert main(["kernels", *shlex.split(options)]) == 0

@@ -7,9 +7,10 @@ A folder holds a model as transformers saves it, and `expected.safetensors`: tok
 last block of experts for the gradient dy; of whole models also token ids, logits and loss. The folder with `-gradients`
 has the gradient of each weight under the weight's own name, so that it can be read as a checkpoint. Other folders hold
 the same models in other formats. Of the families of `LATER` only the last layer is kept, and the gradients are saved as
-transformers saves a model of them.
+transformers saves a model of them. BlockFFN, which transformers has not, is written down here, as its paper says.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -158,6 +159,32 @@ def save_last_layer(folder, model):
     save_tensors(folder, "model.safetensors", tensors)
 
 
+def save_blockffn():
+    """A layer of BlockFFN as arXiv 2507.08771 defines it, with a gain below zero."""
+    generator, last = torch.Generator().manual_seed(5), "model.layers.0.mlp."
+    shapes = {"router_proj.weight": (6, 16), "up_proj": (6 * 8, 16), "down_proj": (16, 6 * 8)}
+    tensors = {key: torch.randn(shape, generator=generator) * shape[1] ** -0.5 for key, shape in shapes.items()}
+    tensors["router_norm.weight"] = torch.tensor([1.0, -0.5, 2.0, 1.5, 0.75, 1.25])
+    x, dy = (torch.randn(1, 11, 16, generator=generator) for _ in range(2))
+    for value in (x, *tensors.values()):
+        value.requires_grad_()
+    scores = torch.relu(x @ tensors["router_proj.weight"].T)
+    scores = scores * torch.rsqrt(scores.square().mean(-1, keepdim=True) + 1e-5) * tensors["router_norm.weight"]
+    hidden = torch.nn.functional.silu(x @ tensors["up_proj"].T) * scores.repeat_interleave(8, -1)
+    y = hidden @ tensors["down_proj"].T
+    (y * dy).sum().backward()
+    for folder, values in (
+        ("minicpm", {last + key: value.detach() for key, value in tensors.items()}),
+        ("minicpm-gradients", {last + key: value.grad for key, value in tensors.items()}),
+    ):
+        save_tensors(FOLDER / folder, "model.safetensors", values)
+    expected = {"x": x.detach(), "dy": dy, "y": y.detach(), "dx": x.grad}
+    save_tensors(FOLDER / "minicpm", "expected.safetensors", expected)
+    config = {"model_type": "minicpm", "ffn_type": "block_linear", "hidden_act": "silu", "router_act": "relu"}
+    config |= {"hidden_size": 16, "num_hidden_layers": 1, "num_experts": 6, "expert_size": 8, "rms_norm_eps": 1e-5}
+    (FOLDER / "minicpm" / "config.json").write_text(json.dumps(config | {"norm_after_router": "rms"}))
+
+
 def save_mxfp4():
     """The model of gpt-oss with compressed experts, and the same experts after transformers decoded them."""
     generator = torch.Generator().manual_seed(3)
@@ -220,6 +247,7 @@ if __name__ == "__main__":
         save_family(name, config)
     for name, config in LATER.items():
         save_later(name, config)
+    save_blockffn()
     save_mxfp4()
     save_float8()
     for path in FOLDER.rglob("generation_config.json"):

@@ -12,7 +12,7 @@ from blaze_jax import checkpoints
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss")
-LATER = ("qwen2_moe", "qwen3_next", "deepseek_v2", "minimax_m2", "granitemoe", "ernie4_5_moe", "dbrx")
+LATER = ("qwen2_moe", "qwen3_next", "deepseek_v2", "minimax_m2", "granitemoe", "ernie4_5_moe", "dbrx", "minicpm")
 """Families of which a fixture holds the last layer alone."""
 
 BLOCKS = dict.fromkeys(["mixtral", "minimax_m2", "granitemoe"], "model.layers.{}.block_sparse_moe.")

@@ -38,7 +38,7 @@ def qwen_layer(num_experts, experts_per_token, expert_width, shared_width, *, no
 GPT_OSS = {"activation": clamped_swiglu(1.702, 7.0), "router_bias": True}
 SUM = {"normalize_weights": True}
 SIGMOID = {"scoring": "sigmoid", **SUM}
-WITHOUT_DENSE = ("mixtral", "olmoe", "gpt_oss", "minimax_m2", "granitemoe", "dbrx")
+WITHOUT_DENSE = ("mixtral", "olmoe", "gpt_oss", "minimax_m2", "granitemoe", "dbrx", "minicpm")
 LAYERS = {
     "mixtral": (layer(8, 2, 14336, router={"normalize_weights": True}), ()),
     "qwen3_moe": (layer(128, 8, 768, router={"normalize_weights": True}), ()),
@@ -54,6 +54,7 @@ LAYERS = {
     "granitemoe": (layer(32, 8, 512, router={"scoring": "softmax_selected"}), ()),
     "ernie4_5_moe": (layer(64, 6, 1536, router=SUM, shared_width=3072, selection_bias=True), (0,)),
     "dbrx": (layer(16, 4, 10752, router=SUM), ()),
+    "minicpm": (layer(40, None, 128, router={"scoring": "relu", "weight_norm": "rms"}, activation="silu"), ()),
 }
 """The layer and the dense layers that `PUBLIC` describe, by family."""
 
@@ -87,7 +88,8 @@ def test_every_field_of_a_public_release_is_known_or_passed_over(name):
 def test_there_are_three_releases_of_each_family():
     counted = Counter(release["config"]["model_type"] for release in RELEASES.values())
     assert counted.keys() == LAYERS.keys()
-    assert all(count >= (2 if family == "dbrx" else 3) for family, count in counted.items())
+    fewer = {"dbrx": 2, "minicpm": 1}
+    assert all(count >= fewer.get(family, 3) for family, count in counted.items())
 
 
 @pytest.mark.default_cases("*")
@@ -160,9 +162,14 @@ FFN = {"model_type": ""}
         ("granitemoe", {"shared_intermediate_size": 8}, "shared_intermediate_size=8 is unknown to granitemoe"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True must be False"),
         ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "moe_gate_act='sigmoid' must be softmax"),
+        ("minicpm", {"ffn_type": "vanilla"}, "ffn_type='vanilla' must be block_linear, a BlockFFN whose ex"),
+        ("minicpm", {"norm_after_router": "sum"}, "norm_after_router='sum' must be rms"),
+        ("minicpm", {"router_act": "sigmoid"}, "router_act='sigmoid' must be relu"),
+        ("minicpm", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 must be 1e-05, which normalises the router's weights"),
+        ("minicpm", {"num_shared_experts": 1}, "num_shared_experts=1 must be 0"),
         ("dbrx", {"ffn_config": 3}, "config: ffn_config=3 must be an object"),
         ("dbrx", {"moe_top_k": 2}, "config: moe_top_k=2 is unknown to dbrx"),
-        ("dbrx", FFN | {"moe_jitter_eps": 0.1}, "ffn_config: moe_jitter_eps=0.1 must be None or 0, for no token is mu"),
+        ("dbrx", FFN | {"moe_jitter_eps": 0.1}, "ffn_config: moe_jitter_eps=0.1 must be None or 0, for no noise of"),
         ("dbrx", FFN | {"moe_normalize_expert_weights": 2}, "moe_normalize_expert_weights=2 must be 1 or None"),
         ("dbrx", FFN | {"ffn_act_fn": {"name": "silu", "approximate": True}}, "ffn_act_fn={.*} must be None or {'name"),
         ("dbrx", FFN | {"uniform_expert_assignment": True}, "ffn_config: uniform_expert_assignment=True is unknown"),
@@ -177,7 +184,8 @@ def test_what_contradicts_or_is_beyond_reason_is_named(family, change, message):
 
 NEEDED = """hidden_size num_hidden_layers hidden_act norm_topk_prob n_group topk_group model_type routed_scaling_factor
 n_shared_experts first_k_dense_replace moe_intermediate_size num_local_experts num_experts n_routed_experts d_model
-shared_expert_intermediate_size moe_num_experts moe_k moe_num_shared_experts moe_layer_start_index n_layers"""
+shared_expert_intermediate_size moe_num_experts moe_k moe_num_shared_experts moe_layer_start_index n_layers
+ffn_type router_act norm_after_router expert_size"""
 NO_SUCH_VALUE = ("8", None, [1], {}, math.nan, 1e400, 10**400, -(10**400))
 
 
@@ -186,7 +194,7 @@ NO_SUCH_VALUE = ("8", None, [1], {}, math.nan, 1e400, 10**400, -(10**400))
 def test_what_decides_the_mathematics_must_be_there_and_of_its_type(family):
     config = PUBLIC[family]
     without_groups = {"n_group", "topk_group"} if family == "deepseek_v2" else set()
-    for name in (config.keys() - without_groups) & NEEDED.split():
+    for name in config.keys() & set(NEEDED.split()) - without_groups:
         other = 1 if isinstance(config[name], bool) else True
         for value in (*NO_SUCH_VALUE, other):
             with pytest.raises(checkpoints.CheckpointError, match=f"config: {name}=.* must be "):

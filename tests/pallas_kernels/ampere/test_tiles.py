@@ -19,7 +19,12 @@ TILES = [
 ]
 
 
-@pytest.mark.default_cases("ampere-bfloat16-*", "ampere-float32-MmaTuning(columns=128, *, sweep=2)")
+@pytest.mark.default_cases(
+    "ampere-bfloat16-MmaTuning(columns=128, k_step=32, stages=2, *)",
+    "ampere-bfloat16-MmaTuning(columns=128, *, abreast=2, *)",
+    "ampere-bfloat16-MmaTuning(columns=256, k_step=64, stages=3, *)",
+    "ampere-float32-MmaTuning(columns=128, *, sweep=2)",
+)
 @pytest.mark.parametrize(
     ("dtype", "tile"), [("bfloat16", t) for t in TILES] + [("float32", t) for t in TILES if t.k_step == 64], ids=str
 )
