@@ -24,7 +24,6 @@ from blaze_jax.implementation import Implementation, choose_implementation, kern
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.plan import (
-    FEWEST_FOR_WINDOWS,
     ROW_BUDGET,
     ROW_MULTIPLE,
     Parameters,
@@ -33,7 +32,6 @@ from blaze_jax.plan import (
     Save,
     Tokens,
     check_mean_experts,
-    count_windows,
     token_ranges,
 )
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
@@ -230,14 +228,10 @@ def _compute(
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
     experts = int32_experts(experts, num_experts * transport.expert_devices)
 
-    ranges, windows = None, 1
+    ranges = None
     if transport is HERE:
         experts = when_lowered_unsplit(_warn_of_unsplit, experts)
         ranges = token_ranges(experts.shape[0], math.ceil(expected), num_experts, width * x.dtype.itemsize)
-        whole = save == "pre_activations" and row_budget is None
-        if whole and (ranges is None or ranges.count < FEWEST_FOR_WINDOWS):
-            windows = count_windows(kernels, experts.size, num_experts, width, model_width, x.dtype.itemsize)
-            ranges = ranges if windows == 1 else None
     transport = _as_they_arrive(transport, kernels, num_experts)
 
     def chunk(x, weights, experts) -> Tokens:
@@ -260,7 +254,7 @@ def _compute(
         share = tokens_at_once * expected * lax.axis_size(transport.tensor)
         multiples = math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts * transport.parts  # a gap for each group
         rows = multiples * ROW_MULTIPLE
-    plan = Plan(activation, save, kernels, transport, rows, ranges, windows)
+    plan = Plan(activation, save, kernels, transport, rows, ranges)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     chunked, shards = vary_over((chunked, shards), varying_axes(chunked, shards))
     outputs = experts_output(plan, token, chunked, shards)

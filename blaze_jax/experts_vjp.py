@@ -27,11 +27,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from blaze_jax.plan import HALVES, Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases
+from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, token_sums, with_turns
 from blaze_jax.transformations import differentiated_once
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, accumulator_dtype, place_values
-from pallas_kernels.xla.loops import empty
 
 PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")
 """Names of the saved pre-activations, for `jax.checkpoint_policies.save_only_these_names`."""
@@ -46,13 +45,14 @@ RESIDUAL_NAMES = (*PRE_ACTIVATION_NAMES, INDEX_NAME)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def experts_output(plan: Plan, token, chunks: tuple[Tokens, ...], shards: Parameters) -> tuple[Array, ...]:
     """The layer's output `(T, d)` for each chunk; `token` raises where it is differentiated in forward mode."""
-    return tuple(y for y, *_ in _outputs(plan, chunks, shards, keep=False))
+    return tuple(y for y, *_ in _outputs(plan, chunks, shards, _hidden_only))
 
 
 def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters):
-    keep, kept = plan.save == "pre_activations", None
-    outputs, pre_activations, gathered = zip(*_outputs(plan, chunks, shards, keep), strict=True)
-    if keep:
+    up_projection = _pre_activations_and_hidden if plan.save == "pre_activations" else _hidden_only
+    outputs, pre_activations, gathered = zip(*_outputs(plan, chunks, shards, up_projection), strict=True)
+    kept = None
+    if plan.save == "pre_activations":
         names = PRE_ACTIVATION_NAMES[-len(pre_activations[0]) :]
         if plan.transport.keep and plan.transport.group:  # or both passes would mix where dy does not depend on y
             outputs, pre_activations = lax.optimization_barrier((outputs, pre_activations))
@@ -61,7 +61,7 @@ def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters):
     return outputs, (chunks, shards, kept, gathered if plan.transport.keep else None)
 
 
-def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, keep: bool):
+def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, up_projection: Callable):
     """Yields each chunk's output, pre-activations of the first turn's rows, and what was gathered."""
     if plan.transport.fsdp:  # or XLA would gather the parameters of all layers at once
         x, shards = lax.optimization_barrier((chunks[0].x, shards))
@@ -69,7 +69,7 @@ def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, keep: b
     params = plan.transport.parameters(shards, chunks[0].x.dtype)
     for chunk in chunks:
         compute = partial(_output_in_ranges, plan.ranges) if plan.ranges else _output
-        y, pre_activations, xs = compute(plan, params, keep, chunk)
+        y, pre_activations, xs = compute(plan, params, up_projection, chunk)
         yield y, pre_activations, (xs, params)
 
 
@@ -101,18 +101,13 @@ experts_output.defvjp(_forward, _backward)
 # Forward
 
 
-def _output(plan: Plan, params: Parameters, keep: bool, tokens: Tokens):
+def _output(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tokens):
     """The output of a chunk of tokens, the pre-activations of the first turn's rows, and the tokens as they arrived."""
-    if plan.windows > 1:
-        in_windows = _pre_activations_and_output if keep else _output_only
-        pre_activations, y = in_windows(plan, tokens, params)
-        return y, pre_activations, (tokens.x,)
     transport, x = plan.transport, tokens.x
     rows, turns = plan.turns(tokens)
     if transport.own_first:  # or XLA would send few tokens together with their weights and ids
         x = after(x, tokens.weights)
     xs = transport.arrivals(tokens.trips, x)
-    up_projection = _pre_activations_and_hidden if keep else _hidden_only
     pre_activations, (hidden, downs) = up_projection(plan, xs, params, rows)
     weights = _weights_of_parts(tokens, params.down.weight.shape[0] * transport.blocks, len(rows.parts))
 
@@ -133,32 +128,12 @@ def _output(plan: Plan, params: Parameters, keep: bool, tokens: Tokens):
     return with_turns(turns, begin), pre_activations, xs
 
 
-def _output_in_windows(keep: bool, plan: Plan, tokens: Tokens, params: Parameters):
-    """`P` if it is to be kept, and the output, with the activation of one window of the rows at a time."""
-    kernels, x, (w_down, b_down) = plan.kernels, tokens.x, params.down
-    assert kernels.windows is not None
-    options: dict[str, Any] = {"activation": plan.activation.function, "keep_pre_activations": keep}
-    pre_activations = rows = None
-    for window, own_rows in kernels.windows(tokens.dispatch, plan.windows):
-        options |= {"own_rows": own_rows, "into": (pre_activations, None)}
-        pre_activations, hidden = kernels.up_projection(x, *weights_and_biases(params.ups), window, **options)
-        rows = kernels.down_projection(hidden, w_down, b_down, window, 0, x.shape[1], into=rows)
-    (weights,) = _weights_of_parts(tokens, w_down.shape[0], 1)
-    pre_activations = in_place(pre_activations, plan.windows)
-    assert rows is not None
-    return pre_activations, kernels.combine(rows, tokens.dispatch.token_index_map, weights, None, 0, width=x.shape[1])
-
-
-_output_only = differentiated_once(partial(_output_in_windows, False))
-_pre_activations_and_output = differentiated_once(partial(_output_in_windows, True), partial(_output_in_windows, False))
-
-
-def _output_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, keep: bool, tokens: Tokens):
+def _output_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, up_projection: Callable, tokens: Tokens):
     """`_output`, a range of the tokens at a time; pre-activations are stacked."""
 
     def step(start, dispatch):
         weights, experts = (ranges.of(array, start) for array in (tokens.weights, tokens.experts))
-        y, pre_activations, _ = _output(plan, params, keep, Tokens(tokens.x, weights, experts, dispatch))
+        y, pre_activations, _ = _output(plan, params, up_projection, Tokens(tokens.x, weights, experts, dispatch))
         return y, (), pre_activations
 
     y, _, pre_activations = one_by_one(ranges, step, (), tokens.dispatch)
@@ -272,15 +247,13 @@ class _Down(NamedTuple):
       row_weights: `g` of each row.
       d_row_weights: `dg` of each unit's rows, zero elsewhere.
       journeys: parameters of the up projections of other blocks, some of which may still have to travel.
-      gradient: of the down projection, if that has been computed; `weighted_hidden` is None then.
     """
 
     d_pre_activations: tuple[Array, ...]
-    weighted_hidden: Array | None
+    weighted_hidden: Array
     row_weights: Array
     d_row_weights: list[Array]
     journeys: Journeys
-    gradient: Projection | None = None
 
 
 def _down_backward(
@@ -288,8 +261,6 @@ def _down_backward(
 ) -> _Down:
     transport = plan.transport
     row_weights = place_values(weights, rows.all.token_index_map, rows.all.num_rows)
-    if plan.windows > 1:
-        return _down_backward_by_columns(plan, dys[0], params.down, rows.all, row_weights, pre_activations)
     pre_activations = in_place(pre_activations, len(dys) * transport.blocks)
     journeys = Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))
     options: dict[str, Any] = {"activation": plan.activation.function}
@@ -305,27 +276,6 @@ def _down_backward(
     if transport.devices > 1 or further:  # token sums, and not weight gradients, come next, and take all parameters
         journeys = journeys.start_all(d_row_weights[-1])
     return _Down(pre_activations, options["into"], row_weights, d_row_weights, journeys)
-
-
-def _down_backward_by_columns(plan: Plan, dy, down: Projection, rows: Dispatch, row_weights, pre_activations) -> _Down:
-    """`_down_backward` and the gradient of the down projection, with some columns of `g · H` at a time."""
-    kernels, columns, dtypes = plan.kernels, down.weight.shape[1] // HALVES, _dtypes(plan, Parameters((), down)).down
-    bias, bias_dtype, d_bias, d_row_weights = down.bias, dtypes.bias, None, []
-    pre_activations = in_place(pre_activations, HALVES)
-    gradient = empty(down.weight.shape, dtypes.weight, dy, down.weight)
-    for first in range(0, HALVES * columns, columns):
-        some = {"activation": plan.activation.function, "first_column": first, "num_columns": columns}
-        pre_activations, weighted_hidden, of_columns = kernels.down_backward(
-            dy, down.weight, bias, pre_activations, row_weights, rows, **some
-        )
-        options = {"dtype": dtypes.weight, "bias_dtype": bias_dtype, "pieces": HALVES}
-        own, of_bias = kernels.down_weight_gradients(weighted_hidden, dy, row_weights, rows, **options)
-        gradient = lax.dynamic_update_slice_in_dim(gradient, own, first, axis=1)
-        pre_activations = after(pre_activations, gradient)  # or the other columns' weighted activation would be there
-        d_row_weights.append(of_columns)
-        d_bias = d_bias if of_bias is None else of_bias
-        bias = bias_dtype = None  # counts once
-    return _Down(pre_activations, None, row_weights, d_row_weights, Journeys(), Projection(gradient, d_bias))
 
 
 def _other_gradients(
@@ -364,8 +314,6 @@ def _weight_gradients(plan: Plan, params: Parameters, xs, dys, rows: Rows, opera
     x, dy = _joined(xs), _joined(dys)
 
     def of_down(operands, rows: Dispatch) -> list[Projection]:
-        if down.gradient is not None:
-            return [down.gradient]
         options = {"dtype": dtypes.down.weight, "bias_dtype": dtypes.down.bias}
         return [Projection(*kernels.down_weight_gradients(operands[1], dy, down.row_weights, rows, **options))]
 

@@ -395,8 +395,10 @@ _FAMILIES = {
             "ffn_type": ", a BlockFFN whose experts' matrices lie one after the other",
             "rms_norm_eps": ", which normalises the router's weights, too",
         },
-        passed=("block_implementation", "ffn_gated", "intermediate_size", "moe_routing_strategy", "moe_top_k")
-        + ("moe_top_p", "norm_scale", "scale_depth", "scale_emb"),
+        passed=(
+            *("block_implementation", "ffn_gated", "intermediate_size", "moe_routing_strategy", "moe_top_k"),
+            *("moe_top_p", "norm_scale", "scale_depth", "scale_emb"),
+        ),
         fixed=False,
     ),
 }

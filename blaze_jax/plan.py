@@ -1,12 +1,11 @@
 """The plan of the experts' work: which rows are computed with which parameters, and when.
 
-A row is a pair of a token and an expert. Five cuts, each for its own reason, say which rows one kernel takes:
+A row is a pair of a token and an expert. Four cuts, each for its own reason, say which rows one kernel takes:
 
     range   some of the tokens of one device: what has a row for each pair then exists for one range at a time.
     turn    the rows that a buffer of `row_budget` rows holds; the others follow in further turns.
     part    the tokens of one device of the group: they are computed as they arrive, this device's own first.
     block   the experts of one device along `fsdp`: they are computed as their parameters arrive, the own ones first.
-    window  some tiles of the rows: the activation exists for one window at a time, where tokens are narrow.
 
 A plan is made once, from settings; with a dispatch it gives the rows of a turn, by part and block.
 """
@@ -22,7 +21,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from blaze_jax.activations import Activation
 from blaze_jax.checks import check_numbers
 from blaze_jax.exchange import HERE, Transport, Trips
-from pallas_kernels.compat import is_in_a_loop, is_symbolic_dim, vary_over
+from pallas_kernels.compat import is_symbolic_dim, vary_over
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
 from pallas_kernels.family import Kernels
 
@@ -40,23 +39,6 @@ ROW_BUDGET = 1.25
 
 FEWEST = 4
 """Ranges, at least: fewer would save little."""
-
-FEWEST_FOR_WINDOWS = 8
-"""Ranges, at least, where there could be windows of rows: fewer save less, and take more time."""
-
-WINDOW_BYTES = 2**26
-"""The activation of a window of rows has at least as many."""
-
-MOST_WINDOWS = 4
-
-COLUMN_MULTIPLE = 256
-"""Columns that a kernel computes apart from others are a multiple of it."""
-
-HALVES = 2
-"""Parts of the columns of the weighted activation, where there are windows."""
-
-WIDEST_TOKENS = 512
-"""Rows of all windows together are as wide as tokens, and those of no token shall be wider than this."""
 
 Save = Literal["pre_activations", "inputs"]
 
@@ -187,23 +169,6 @@ def token_ranges(num_tokens: int, slots: int, num_experts: int, row_bytes: int) 
     return TokenRanges(num_tokens, -(-num_tokens // (num_tokens * slots // rows)))
 
 
-def count_windows(
-    kernels: Kernels, num_rows: int, num_experts: int, width: int, model_width: int, itemsize: int
-) -> int:
-    """In how many windows of the rows the activation is computed: 1 where more would save little, or take time.
-
-    Going back, it is computed for half the columns at a time. The gradient of the down weights may then be summed from
-    float32 parts, which takes 110·E/R of the time of all products at 4 TB/s and 500 TFLOP/s. In a loop over layers one
-    kernel writes its results straight to the loop's stack, which several cannot do: XLA would copy what they write.
-    """
-    if kernels.windows is None or is_symbolic_dim(num_rows) or is_in_a_loop():
-        return 1
-    few = num_rows < 2**13 * num_experts
-    if few or model_width > WIDEST_TOKENS or width % (HALVES * COLUMN_MULTIPLE):
-        return 1
-    return max(min(num_rows * width * itemsize // WINDOW_BYTES, MOST_WINDOWS), 1)
-
-
 @dataclass(frozen=True)
 class Plan:
     """Settings of the experts' work, and the rows of each turn.
@@ -214,7 +179,6 @@ class Plan:
       transport: how tokens and parameters travel.
       row_budget: rows of a buffer; None for as many as there may be.
       ranges: cuts of the tokens; None for all at once.
-      windows: in how many windows of the rows the activation is computed.
     """
 
     activation: Activation
@@ -223,7 +187,6 @@ class Plan:
     transport: Transport = HERE
     row_budget: int | None = None
     ranges: TokenRanges | None = None
-    windows: int = 1
 
     def turns(self, tokens: Tokens) -> tuple[Rows, Int[Array, ""] | None]:
         """The rows of the first turn, and how many turns take the others; None if there are never others."""

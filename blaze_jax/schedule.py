@@ -164,7 +164,6 @@ def token_sums(
     y, arriving, done = before, [], ()
 
     def sums(part: int, operands, columns: tuple[int, int], out, first_column: int, addend, width: int) -> Array:
-        # Without `out`, in a new array: one that was there before would take memory while blocks travel.
         # Or XLA would compute the rows of many blocks, and keep them all.
         of_block = rows_of(operands, part)(after(jnp.int32(columns[0]), done), columns[1])
         index = rows.parts[part].token_index_map

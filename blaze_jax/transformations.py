@@ -11,7 +11,7 @@ from jax.custom_batching import sequential_vmap
 
 from blaze_jax.implementation import family_in_demand
 from blaze_jax.layer_observer import are_observers
-from pallas_kernels.compat import computed_if_used, is_in_a_loop, undifferentiable
+from pallas_kernels.compat import computed_if_used, undifferentiable
 from pallas_kernels.family import Kernels
 from pallas_kernels.traced_once import traced_once
 from pallas_kernels.xla.loops import forced_turn
@@ -19,7 +19,7 @@ from pallas_kernels.xla.loops import forced_turn
 
 def _surroundings() -> tuple | None:
     """All that the layer looks at besides its arguments; None under observers, who have to be told of each call."""
-    return None if are_observers() else (family_in_demand(), forced_turn(), is_in_a_loop())
+    return None if are_observers() else (family_in_demand(), forced_turn())
 
 
 compiled_once = partial(traced_once, inline=True, surroundings=_surroundings)

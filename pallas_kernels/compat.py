@@ -12,7 +12,6 @@ import jaxlib.version
 from jax import lax
 from jax._src import config, core
 from jax._src.core import InconclusiveDimensionOperation as InconclusiveDimensionOperation  # not in `jax.core`
-from jax._src.interpreters.batching import BatchTrace
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace
 from jax._src.pallas import mpmd
 from jax._src.sharding_impls import ShardingContext
@@ -35,21 +34,6 @@ def is_part_of_a_program() -> bool:
     while trace is not None and not isinstance(trace, DynamicJaxprTrace):
         trace = getattr(trace, "parent_trace", None)
     return trace is not None
-
-
-def is_in_a_loop() -> bool:
-    """Whether jax traces the body of a loop around the caller, or `vmap`, which may become one.
-
-    Results of a function that was traced before, outside of it, do not tell.
-    """
-    trace: Any = core.trace_ctx.trace
-    while trace is not None:
-        made_by = trace.frame.debug_info if isinstance(trace, DynamicJaxprTrace) else None
-        loops = made_by is not None and made_by.traced_for in ("scan", "fori_loop", "while_body")
-        if loops or isinstance(trace, BatchTrace):
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
 
 
 def varying_axes(*arrays) -> frozenset[str]:

@@ -52,17 +52,6 @@ class Kernels(Protocol):
         """
         ...
 
-    @property
-    def windows(self) -> Callable[[Dispatch, int], list[tuple[Dispatch, int]]] | None:
-        """The function that cuts rows into windows; None where the activation is computed of all rows at once.
-
-        `windows(groups, count)` has for each window its rows, by the same numbers, and how many it has at most. Of them
-        `up_projection` makes an activation of just as many rows, if these are given as `own_rows`, and
-        `down_projection` takes it. In such a family `down_backward` may be asked for some columns of the weighted
-        activation, and `down_weight_gradients` to sum an expert's rows in pieces.
-        """
-        ...
-
     def unsupported(self, x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], /) -> str | None:
         """Why experts of these arrays cannot run, or None: tokens, up weights and the down weights, all biases."""
         ...

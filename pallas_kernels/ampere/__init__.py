@@ -32,7 +32,7 @@ from pallas_kernels.routing.token_selection import token_cutoffs as token_cutoff
 from pallas_kernels.xla.experts import column_block as column_block
 from pallas_kernels.xla.router import router_backward as router_backward
 
-in_parts = of_experts = windows = None  # these kernels compute all rows at once
+in_parts = of_experts = None  # these kernels compute all rows at once
 why_kernels_spill = contract.no_limit
 transformable = False
 overlaps = False

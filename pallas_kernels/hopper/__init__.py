@@ -26,7 +26,6 @@ from pallas_kernels.routing.dispatch import dispatch_unsupported as dispatch_uns
 from pallas_kernels.routing.dispatch import in_parts as in_parts
 from pallas_kernels.routing.dispatch import of_experts as of_experts
 from pallas_kernels.routing.dispatch import row_range as row_range
-from pallas_kernels.routing.dispatch import windows as windows
 from pallas_kernels.routing.router import router as router
 from pallas_kernels.routing.router import router_unsupported as router_unsupported
 from pallas_kernels.routing.token_selection import experts_added as experts_added

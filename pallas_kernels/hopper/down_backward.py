@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value_and_gradients
@@ -34,7 +34,7 @@ PIECE = 16  # columns worked on at a time, what the registers have room for in a
 COPIES = TILE_COLUMNS // TILE_ROWS
 
 
-@traced_once("activation", "num_columns", "tuning")
+@traced_once("activation", "tuning")
 def down_backward(
     dy: Float[Array, "T d"],
     w_down: Float[Array, "E n d"],
@@ -45,39 +45,28 @@ def down_backward(
     *,
     activation: Callable[..., Array],
     into: Float[Array, "R n"] | None = None,
-    first_column: Int[Array, ""] | int = 0,
-    num_columns: int | None = None,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
 
     At the end of a tile its pre-activations come through the ring of operand slots, 64 columns a slot, and the results
     leave from there: the ring runs on over the end of a tile, as deep as for the products. `into` is the weighted
-    activation of other groups, whose rows are kept. With `num_columns`, a multiple of 256, just so many columns of the
-    pre-activations are replaced, from `first_column` on; the weighted activation has these alone, and the gradient of
-    the row weights is their share.
+    activation of other groups, whose rows are kept.
     """
     num_pre = len(pre_activations)
     num_rows, n = pre_activations[0].shape
     dtype = pre_activations[0].dtype
     w_down, row_weights = w_down.astype(dtype), row_weights.astype(jnp.float32)
-    columns = num_columns or n
-    column_tiles = -(-columns // TILE_COLUMNS)
-    window = None if num_columns is None else jnp.asarray(first_column, jnp.int32).reshape(1)
-
-    def first_of(refs, tile):
-        """The first column of a tile among all."""
-        column = tile.column_tile * TILE_COLUMNS
-        return column if window is None else column + refs.window[0]
+    column_tiles = -(-n // TILE_COLUMNS)
 
     def load(refs, tile, k, slot):
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
-            columns = pl.ds(first_of(refs, tile) + first, TILE_ROWS)
+            columns = pl.ds(tile.column_tile * TILE_COLUMNS + first, TILE_ROWS)
             block = refs.w_down.at[tile.expert, columns, pl.ds(k * K_STEP, K_STEP)]
             slot.fetch(block, slot.rhs.at[pl.ds(first, TILE_ROWS)])
 
     def load_panel(refs, tile, panel, slot):
-        columns = pl.ds(first_of(refs, tile) + panel * PANEL, PANEL)
+        columns = pl.ds(tile.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
         for i, pre in enumerate((refs.pre[0], refs.pre[-1])):  # an ungated one twice
             slot.fetch(pre.at[pl.ds(tile.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
 
@@ -101,27 +90,18 @@ def down_backward(
                 store_columns(buffer, first, result.astype(dtype))
         plgpu.commit_smem()
         columns = pl.ds(part.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
-        of_pre = columns if window is None else pl.ds(first_of(refs, part) + panel * PANEL, PANEL)
-        targets = (*((output, of_pre) for output in refs.d_pre), (refs.weighted_hidden, columns))
-        for buffer, (output, own_columns) in zip(leaving, targets, strict=True):
-            ragged_copy(buffer, output, part, own_columns)
+        for buffer, output in zip(leaving, (*refs.d_pre, refs.weighted_hidden), strict=True):
+            ragged_copy(buffer, output, part, columns)
         plgpu.commit_smem_to_gmem_group()
         rows = pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)
         refs.d_row_weights.at[part.row_tile, part.column_tile * PANELS + panel, rows][...] = d_weight
 
-    rows, own = (jax.ShapeDtypeStruct((num_rows, width), dtype) for width in (n, columns))
+    rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
     gathered = {"tokens": (dy,), "row_chunks": row_chunks(groups.expert_token_indices, (dy,))}
     kernel = PanelRowMatmul(
         schedule=groups.tiles,
-        operands={
-            **gathered,
-            "w_down": w_down,
-            "row_weights": row_weights,
-            "pre": pre_activations,
-            "into": into,
-            "window": window,
-        },
+        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
         column_tiles=column_tiles,
         k_steps=-(-dy.shape[1] // K_STEP),
         load=load,
@@ -132,7 +112,7 @@ def down_backward(
     )
     out = kernel.run(
         "moe_down_backward",
-        results={"d_pre": (rows,) * num_pre, "weighted_hidden": own, "d_row_weights": sums},
+        results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
         # A tile has read its pre-activations before it writes their gradients.
         in_place={"pre": "d_pre", "into": "weighted_hidden"},
         copies=COPIES,

@@ -16,7 +16,7 @@ from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, first_row, store_rows, tile_panel
+from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, store_rows, tile_panel
 from pallas_kernels.hopper.tile_kernel import PANELS, in_panels
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.traced_once import traced_once
@@ -24,7 +24,7 @@ from pallas_kernels.tuning import find_tuning
 from pallas_kernels.tuning.parameters import ColumnBlock, TileTuning
 
 
-@traced_once("activation", "keep_pre_activations", "own_rows", "tuning")
+@traced_once("activation", "keep_pre_activations", "tuning")
 def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
@@ -33,8 +33,7 @@ def up_projection(
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
-    into: tuple[tuple[Float[Array, "R n"], ...] | None, Float[Array, "R n"] | None] | None = None,
-    own_rows: int | None = None,
+    into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
@@ -43,10 +42,8 @@ def up_projection(
     with both. The activation is computed from the float32 accumulators and stored at the end of its tile; the packed
     pre-activations follow under the next tile. Where they are not kept, the activation does.
 
-    `into` holds results of the same call for other groups, whose rows are kept. With `own_rows`, for the groups of a
-    window, the activation has so many rows, of which the first is the window's, and `into` has None in its place.
+    `into` holds results of the same call for other groups, whose rows are kept.
     """
-    into = into or (None, None)
     weights = tuple(w.astype(x.dtype) for w in weights)
     num_experts, d, n = weights[0].shape
     width = TILE_COLUMNS // len(weights)  # of a projection's part of a tile
@@ -56,9 +53,6 @@ def up_projection(
     def place(panel, column_tile):
         """The projection that a panel of a tile belongs to, and its first column there."""
         return panel // panels, column_tile * width + panel % panels * PANEL
-
-    def in_window(refs, part: RowTile) -> RowTile:
-        return part if own_rows is None else part._replace(row=part.row - first_row(refs))
 
     def load(refs, tile, k, slot):
         steps = pl.ds(k * K_STEP, K_STEP)
@@ -75,15 +69,14 @@ def up_projection(
             activated.append(value(activation, pre).astype(x.dtype))
             if keep_pre_activations:
                 column = place(panel, part.column_tile)[1]
-                store_rows(refs, in_window(refs, part), panel, activated[-1], refs.hidden, column)
+                store_rows(refs, part, panel, activated[-1], refs.written[1], column)
         return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
 
     def store(refs, part, panel, values):
         projection, column = place(panel, part.column_tile)  # the activation's panels are those of the first
-        if keep_pre_activations:
-            store_rows(refs, part, panel, values, refs.pre_activations[projection], column)
-        else:
-            store_rows(refs, in_window(refs, part), panel, values, refs.hidden, column)
+        pre_activations, hidden = refs.written
+        output = pre_activations[projection] if keep_pre_activations else hidden
+        store_rows(refs, part, panel, values, output, column)
 
     bias = None
     if biases:  # in the order of a tile's columns
@@ -91,11 +84,11 @@ def up_projection(
         bias = jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2)
 
     weights, copies = in_panels(weights)
-    rows, own = (jax.ShapeDtypeStruct((count, n), x.dtype) for count in (groups.num_rows, own_rows or groups.num_rows))
+    rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
     gathered = {"tokens": (x,), "row_chunks": row_chunks(groups.expert_token_indices, (x,))}
     kernel = HeldRowMatmul(
         schedule=groups.tiles,
-        operands={**gathered, "weights": weights, "bias": bias, "into": into[0], "hidden_into": into[1]},
+        operands={**gathered, "weights": weights, "bias": bias, "into": into},
         column_tiles=column_tiles,
         k_steps=-(-d // K_STEP),
         load=load,
@@ -104,14 +97,13 @@ def up_projection(
         held_columns=TILE_COLUMNS if keep_pre_activations else width,
         tuning=find_tuning("up_projection", tuning, groups.num_rows, x.dtype, d=d, n=n, E=num_experts),
     )
-    out = kernel.run(
+    return kernel.run(
         "moe_up_projection",
-        results={"pre_activations": (rows,) * len(weights) if keep_pre_activations else (), "hidden": own},
-        in_place={"into": "pre_activations", "hidden_into": "hidden"},
+        results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
+        in_place={"into": "written"},
         copies=copies,
         registers=(88, 208),
-    )
-    return out.pre_activations, out.hidden
+    ).written
 
 
 def column_block(num_rows: int, d: int, n: int, num_experts: int, dtype, *, tuning: ColumnBlock | None = None) -> int:
@@ -131,10 +123,7 @@ def down_projection(
     into: Float[Array, "R columns"] | None = None,
     tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
-    """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin.
-
-    `hidden` may have the rows of a window alone, as `up_projection` makes them with `own_rows`.
-    """
+    """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
     bias = None
     if b_down is not None:
         width = -(-num_columns // TILE_COLUMNS) * TILE_COLUMNS
@@ -166,7 +155,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
 
     The `bias` is `(E, column tiles, 256)` or None. Rows of other groups are kept from `into`, if that is given.
     """
-    num_rows, (own_rows, depth), dtype = groups.num_rows, pairs[0][0].shape, pairs[0][0].dtype
+    (num_rows, depth), dtype = pairs[0][0].shape, pairs[0][0].dtype
     shape, steps_each, columns_at = pairs[0][1].shape, -(-depth // K_STEP), 1 if transposed else 2
     first_column = jnp.asarray(first_column, jnp.int32)
     if pairs[0][1].dtype != dtype:  # converted for the block's columns alone
@@ -180,8 +169,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
         def fetch(pair, k):
             rows, weights = pair
             steps = pl.ds(k * K_STEP, K_STEP)
-            row = tile.row if own_rows == num_rows else tile.row - first_row(refs)
-            slot.fetch(rows.at[pl.ds(row, TILE_ROWS), steps], slot.lhs)
+            slot.fetch(rows.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
             if transposed:
                 slot.fetch(weights.at[tile.expert, pl.ds(column, TILE_COLUMNS), steps], slot.rhs)
                 return

@@ -223,11 +223,6 @@ class PanelRowMatmul(RowMatmul):
         return step, held, take()
 
 
-def first_row(refs):
-    """The first row of the schedule's tiles: where the rows of a window begin."""
-    return refs.schedule[1][0]
-
-
 def ragged_copy(buffer, output, part: RowTile, columns) -> None:
     """Starts copies of the valid rows of `buffer` (64, ...) to `output[part.row :, columns]`.
 

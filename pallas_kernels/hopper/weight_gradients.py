@@ -21,8 +21,8 @@ from pallas_kernels.contract import Dispatch
 from pallas_kernels.hopper.gather import RowGather, row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, store_buffers, store_through, wgmma, zero_rows, zeros
 from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel, in_panels
-from pallas_kernels.mosaic.device import WIDTH_MULTIPLE, num_sms
-from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule, sum_in_order
+from pallas_kernels.mosaic.device import WIDTH_MULTIPLE
+from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning import find_tuning
 from pallas_kernels.tuning.parameters import KINDS, TileTuning
@@ -54,7 +54,7 @@ def up_weight_gradients(
     return gradients, tuple(s[:, 0].astype(t) for s, t in zip(sums, bias_dtypes, strict=True))
 
 
-@traced_once("dtype", "bias_dtype", "pieces", "tuning")
+@traced_once("dtype", "bias_dtype", "tuning")
 def down_weight_gradients(
     weighted_hidden: Float[Array, "R n"],
     dy: Float[Array, "T d"] | tuple[Float[Array, "T_part d"], ...],
@@ -63,35 +63,18 @@ def down_weight_gradients(
     *,
     dtype,
     bias_dtype,
-    pieces: int = 1,
     tuning: TileTuning | None = None,
 ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
-    """`(weights · A)ᵀ · dy_g`; see the portable twin.
-
-    Where the tiles of a few experts would leave SMs idle, an expert's rows are summed in up to so many `pieces`.
-    """
+    """`(weights · A)ᵀ · dy_g`; see the portable twin."""
     # The gathered side on the left, where a tile is narrow: half the bytes to gather, and the product is transposed.
     dy = dy if isinstance(dy, tuple) else (dy,)
-    n, num_experts, d = weighted_hidden.shape[1], groups.num_experts, dy[0].shape[1]
-    pieces = min(pieces, num_sms() // (num_experts * -(-n // TILE_COLUMNS) * -(-d // TILE_ROWS)))
-    of_pieces, wide = (groups, dtype) if pieces < 2 else (_in_pieces(groups, pieces), jnp.float32)
-    weights = RowContraction("down_weight_gradients", dy, (weighted_hidden,), of_pieces, wide, tuning, transposed=True)
+    weights = RowContraction("down_weight_gradients", dy, (weighted_hidden,), groups, dtype, tuning, transposed=True)
     (gradient,) = weights.gradients()
-    if pieces > 1:
-        gradient = sum_in_order(gradient.reshape(num_experts, pieces, n, d).swapaxes(0, 1)).astype(dtype)
     if bias_dtype is None:
         return gradient, None
     stored = jnp.broadcast_to(row_weights.astype(dy[0].dtype)[:, None], (groups.num_rows, WIDTH_MULTIPLE))
     biases = RowContraction("down_bias_gradients", dy, (stored,), groups, bias_dtype, transposed=True)
     return gradient, biases.gradients()[0][:, 0]
-
-
-def _in_pieces(groups: Dispatch[TileSchedule], pieces: int) -> Dispatch[TileSchedule]:
-    """The rows of each expert as those of so many, which follow each other; whole steps of the kernel, but the last."""
-    start, end = groups.expert_token_offsets[:-1, None], groups.expert_token_offsets[1:, None]
-    rows = -(-(end - start) // (pieces * K_STEP)) * K_STEP
-    starts = jnp.minimum(start + rows * jnp.arange(pieces, dtype=jnp.int32), end)
-    return groups._replace(expert_token_offsets=jnp.append(starts, groups.expert_token_offsets[-1]))
 
 
 class GradientTile(NamedTuple):

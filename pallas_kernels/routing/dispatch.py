@@ -89,20 +89,6 @@ def of_experts(
     return Dispatch(*rows[:-1], TileSchedule(*map(moved, (counted, *tiles.arrays[1:])), used=mine))
 
 
-def windows(groups: Dispatch[TileSchedule], count: int) -> list[tuple[Dispatch[TileSchedule], int]]:
-    """The rows in `count` windows of as many tiles each, by the same numbers, and how many rows a window may have."""
-    tiles, size = groups.tiles, -(-groups.tiles.num_tiles // count)
-    used, beyond = tiles.count_used(), count * size - tiles.num_tiles
-    # Of one array XLA cuts all windows in one launch.
-    of_windows = jnp.pad(jnp.stack(tiles.arrays), ((0, 0), (0, beyond))).reshape(3, count, size)
-
-    def window(number: int) -> Dispatch[TileSchedule]:
-        own = TileSchedule(*of_windows[:, number], used=jnp.clip(used - number * size, 0, size))
-        return groups._replace(tiles=own)
-
-    return [(window(number), size * TILE_ROWS) for number in range(count)]
-
-
 def _tiles(starts: Int[Array, " E"], ends: Int[Array, " E"], num_rows: int) -> TileSchedule:
     """The tiles of groups of rows from `starts` to `ends`, of `num_rows` at most."""
     groups = starts.shape[0]

@@ -23,6 +23,5 @@ from pallas_kernels.xla.router import router_backward as router_backward
 from pallas_kernels.xla.router import token_cutoffs as token_cutoffs
 
 unsupported = router_unsupported = dispatch_unsupported = why_kernels_spill = contract.no_limit
-windows = None  # tiles of rows are computed one after the other
 transformable = True
 overlaps = False
