@@ -1,8 +1,9 @@
-"""Routers that leave it to the tokens how many experts each takes: by activity, or by a share of the probability.
+"""Routers that leave it to the tokens how many experts each takes: by activity, by a share of the probability, or all.
 
-With logits l, a ReLU router takes the experts with l > 0 (BlockFFN, ReMoE), and top-p the likeliest ones until their
-probabilities suffice. A token has as many slots as it may take experts, and those that it does not need are empty.
-These routers are plain XLA on all platforms: a few passes over `(T, E)`.
+With logits l, a ReLU router takes the experts with l > 0 (BlockFFN, ReMoE), top-p the likeliest ones until their
+probabilities suffice, a threshold those that are likely enough, and dense training all of them (DS-MoE). A token has as
+many slots as it may take experts, and those that it does not need are empty. These routers are plain XLA on all
+platforms: a few passes over `(T, E)`.
 """
 
 import jax
@@ -29,8 +30,8 @@ def route_open_ended(
 
     Args:
       logits: -inf rules an expert out. NaN takes its expert, and makes NaN of all weights of its token.
-      experts_per_token: K, the most that a token takes, best first. None for no limit: a ReLU router then has expert e
-        in slot e, and nothing is selected.
+      experts_per_token: K, the most that a token takes, best first. None for no limit: without top-p expert e is then
+        in slot e, and nothing is selected. Dense training has no limit.
       router: an open-ended one.
       gain: of weights that are normalised; None for ones.
       given: experts that are chosen already, see `routed_to`.
@@ -119,14 +120,20 @@ def _choice(logits, values, experts_per_token: int | None, router: Router):
     ranking, slots = jax.lax.stop_gradient(logits), experts_per_token or num_experts
     ranking = jnp.where(jnp.isnan(ranking), jnp.nan, ranking)  # a negative NaN would come last
     if router.top_p is None:
-        active = ~(ranking <= 0)
+        if router.scoring == "relu":
+            active = ~(ranking <= 0)
+        elif router.train == "dense":
+            active, experts_per_token = ranking != -jnp.inf, None
+        else:
+            active = ~(values < router.threshold) & (ranking != -jnp.inf)
         demand = active.sum(0, dtype=jnp.int32)
         if experts_per_token is None:
             experts = jnp.broadcast_to(jnp.arange(num_experts, dtype=jnp.int32)[None], active.shape)
             return jnp.where(active, experts, EMPTY_SLOT), demand
+        ranking = jnp.where(ranking == 0, 0, ranking)  # -0 ties with +0
         best, experts = top_k(jnp.where(active, ranking, -jnp.inf), slots)
         return jnp.where(best == -jnp.inf, EMPTY_SLOT, experts.astype(jnp.int32)), demand
-    best, experts = top_k(jnp.where(ranking == 0, 0, ranking), num_experts)  # -0 ties with +0
+    best, experts = top_k(jnp.where(ranking == 0, 0, ranking), num_experts)
     sorted_values = jnp.take_along_axis(jax.lax.stop_gradient(values), experts, axis=-1)
     before = jnp.cumsum(sorted_values, axis=-1) - sorted_values
     first = jnp.arange(num_experts)[None] == 0  # of NaN, too

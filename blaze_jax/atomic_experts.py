@@ -302,7 +302,8 @@ class _Program:
         return AtomicRouting(by_token, by_token, dict.fromkeys(STATISTICS, P()), P())  # pyright: ignore[reportArgumentType]
 
     def layer(self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], state):
-        config, (tokens, (mask, _)) = self.config, by_token
+        config, (tokens, given) = self.config, by_token
+        mask = given.mask
         if self.axes and num_tokens != tokens.shape[0] * lax.axis_size(self.axes):
             number = lax.axis_index(self.axes) * tokens.shape[0] + jnp.arange(tokens.shape[0], dtype=jnp.int32)
             counts = number < num_tokens

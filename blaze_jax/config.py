@@ -14,11 +14,12 @@ from blaze_jax.plan import Save, check_mean_experts
 from blaze_jax.router import Router, check_router
 
 _OF_ROUTERS = {
+    "mutual_information_loss": "mutual_information_weight",
     "activity_loss": "activity_weight",
     "chunk_loss": "chunk_loss_weight",
     "locality_loss": "locality_loss_weight",
 }
-"""Losses that only some layers have, and what their weights are called."""
+"""Losses that are computed only where they are wanted, and what their weights are called."""
 
 ParameterKind = Literal["router", "kernel", "bias", "gain"]
 
@@ -68,6 +69,8 @@ class MoEConfig:
       router: how experts are chosen and weighted.
       load_balancing_weight: weight of the load-balancing loss that the modules report.
       z_loss_weight: weight of the router's z-loss that the modules report.
+      mutual_information_weight: weight of the mutual-information loss that the modules report: it sharpens the choice
+        of each token, and spreads the load (DS-MoE).
       activity_weight: weight of a ReLU router's activity loss, which ReMoE adapts: see `update_activity_weight`.
       chunk_loss_weight: weight of BlockFFN's chunk loss of a ReLU router, see `neighbour_losses`; 0.05 in the paper.
       chunk_tokens: tokens of a chunk.
@@ -95,6 +98,7 @@ class MoEConfig:
     router: Router = field(default_factory=Router)
     load_balancing_weight: float = 0.01
     z_loss_weight: float = 0.0
+    mutual_information_weight: float = 0.0
     activity_weight: float = 0.0
     chunk_loss_weight: float = 0.0
     chunk_tokens: int = 64
@@ -167,7 +171,11 @@ class MoEConfig:
     @property
     def losses_between_neighbours(self) -> tuple[str, ...]:
         """The losses of `neighbour_losses` that have a weight."""
-        return tuple(loss for loss, name in _OF_ROUTERS.items() if loss != "activity_loss" and getattr(self, name))
+        return tuple(
+            loss
+            for loss, name in _OF_ROUTERS.items()
+            if loss in ("chunk_loss", "locality_loss") and getattr(self, name)
+        )
 
     @property
     def other_loss_weights(self) -> dict[str, float]:
@@ -193,7 +201,7 @@ class MoEConfig:
         parameters = {"w_router": Parameter((model_width, experts), ("embed", "expert"), "router")}
         if self.router_bias:
             parameters["b_router"] = Parameter((experts,), ("expert",), "bias")
-        if self.router.weight_norm:
+        if self.router.weight_norm == "rms":
             parameters["router_gain"] = Parameter((experts,), ("expert",), "gain")
         inner, axis = (self.latent_width, "latent") if self.latent_width else (model_width, "embed")
         for name in projections:

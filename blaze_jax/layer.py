@@ -111,6 +111,7 @@ def moe(
     mask: Bool[Array, "..."] | None = None,
     expert_ids: Int[Array, "... slots"] | None = None,
     segment_ids: Int[Array, "..."] | None = None,
+    key: Array | None = None,
     axis_name: AxisName = None,
     parallel: Parallelism | None = None,
     experts: Callable[..., Array] = expert_ffn,
@@ -124,7 +125,7 @@ def moe(
         them.
       config: the layer.
       selection_bias: added to the scores for selection only; given if and only if `config.has_selection_bias`.
-      train: whether token rounding applies; evaluation uses the plain choice.
+      train: whether token rounding and jitter apply; evaluation uses the plain choice.
       mask: True for real tokens. The others, as padding, go nowhere and cost no rows: their output and gradient are 0,
         whatever they hold, and they count in no loss, statistic, capacity or rounding.
       expert_ids: the experts of every token, -1 for none, chosen earlier or elsewhere: the router only weighs them, see
@@ -132,6 +133,7 @@ def moe(
       segment_ids: integers, equal for tokens of one text, where several are packed into a sequence: no loss counts
         tokens of different ones as neighbours. A sequence is along the last leading dimension of `x`; inside
         `jax.shard_map`, what a device has of it.
+      key: a key of `jax.random` for the router's jitter in training, which needs one; the same on all devices.
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
         statistics are then those of all their devices; () if each device means only its own. With None, a training
         step inside `jax.shard_map` warns.
@@ -147,9 +149,9 @@ def moe(
       flattened into T. Add `sum(routing.weighted_losses.values())` to the training loss.
 
     Raises:
-      ValueError: `params`, `selection_bias`, `mask`, `expert_ids` or `segment_ids` do not match the configuration or
-        each other, `x` is not a floating array, or the mesh does not fit: what an axis splits must be a multiple of its
-        devices.
+      ValueError: `params`, `selection_bias`, `mask`, `expert_ids`, `segment_ids` or `key` do not match the
+        configuration or each other, `x` is not a floating array, or the mesh does not fit: what an axis splits must be
+        a multiple of its devices.
     """
     x = as_tokens(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -161,10 +163,12 @@ def moe(
     _check_selection_bias(selection_bias, config)
     if train and axis_name is None and parallel is None:
         warn_inside_shard_map()
+    if train and config.router.jitter:
+        _check_key(key, config)
     run = run_layer if layer_form(experts) is None else _run_compiled
     options = {"axis_name": axis_name, "parallel": parallel, "experts": experts}
     given = GivenRouting(mask, expert_ids, segment_ids).checked(x.shape[:-1], config.num_experts)
-    return run(x, params, selection_bias, given, config=config, train=train, **options)
+    return run(x, params, selection_bias, given, key, config=config, train=train, **options)
 
 
 _run_compiled = compiled_once("config", "train", "axis_name", "parallel", "experts")(run_layer)
@@ -184,16 +188,25 @@ def _check_selection_bias(selection_bias, config: MoEConfig) -> None:
         )
 
 
+def _check_key(key, config: MoEConfig) -> None:
+    """Raises ValueError unless it is one key, of either kind."""
+    if isinstance(key, jax.Array):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.ndim == (0 if typed else 1) and (typed or key.dtype == jnp.uint32):
+            return
+    raise ValueError(f"key={shown(key)} must be a key of jax.random, because {config.router} has jitter in training")
+
+
 def statistics(routing: Routing) -> dict[str, Array]:
     """Values to watch in training, by name: tokens of each expert, share of dropped choices, entropy in nats."""
     return {name: getattr(routing, name) for name in ("tokens_per_expert", "dropped_share", "entropy")}
 
 
-def skipped(x: Float[Array, "... d"], config: MoEConfig) -> tuple[Float[Array, "... d"], Routing]:
+def skipped(x: Float[Array, "... d"], config: MoEConfig, train: bool = False) -> tuple[Float[Array, "... d"], Routing]:
     """Zeros of the types that `moe` returns, as if no token chose any expert."""
     wide, tokens = accumulator_dtype(x.dtype), math.prod(x.shape[:-1])
     zero, counts = jnp.zeros((), wide), jnp.zeros(config.num_experts, jnp.int32)
-    slots = (tokens, config.slots)
+    slots = (tokens, config.num_experts if train and config.router.train == "dense" else config.slots)
     experts, weights = jnp.full(slots, EMPTY_SLOT, jnp.int32), jnp.zeros(slots, wide)
     losses = dict.fromkeys(config.other_loss_weights, zero)
     losses |= {"activity_loss": zero} if config.router.scoring == "relu" else {}

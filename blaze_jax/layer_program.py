@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import as_array
 from blaze_jax.config import MoEConfig
+from blaze_jax.dense import compute_all_experts, dense_ffn
 from blaze_jax.dispatch import Grouped
 from blaze_jax.exchange import gather_shards
 from blaze_jax.experts import layer_form
@@ -37,6 +38,7 @@ from blaze_jax.explicit_mesh import (
 )
 from blaze_jax.neighbour_losses import neighbour_losses
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
+from blaze_jax.plan import Projection
 from blaze_jax.router_product import router_logits, split_on_gpus
 from blaze_jax.routing import (
     AxisName,
@@ -101,6 +103,7 @@ def run_layer(
     params: Mapping[str, Array],
     selection_bias,
     given: GivenRouting,
+    key: Array | None = None,
     *,
     config: MoEConfig,
     train: bool,
@@ -127,6 +130,9 @@ def run_layer(
 
     program = _Program(config, axis_names(axis_name), devices.axes, parallel, specs, experts)
     in_order = given_all or not given.treats_tokens_apart(config.router)
+    if key is not None and config.router.jitter:
+        elsewhere = axis_names(axis_name) if devices.mesh else (*axis_names(axis_name), *devices.axes)
+        given = given._replace(seeds=_seeds(key, x.shape[:-1], elsewhere))
     if selection_bias is not None and devices.mesh is not None:
         selection_bias = as_array("selection_bias", selection_bias)
     (y, logits), routing = run_program(program, devices, x, given, params, selection_bias, in_order)
@@ -184,6 +190,15 @@ def run_program(
     return y, routing._replace(experts=chosen, weights=weights)
 
 
+def _seeds(key: Array, shape: tuple[int, ...], axes: tuple[str, ...]) -> UInt32[Array, "... 2"]:
+    """Random bits for each token: those that it has on one device, if devices along `axes` have the others."""
+    if not axes:
+        return jax.random.bits(key, (*shape, 2), jnp.uint32)
+    number = math.prod(shape)
+    seeds = jax.random.bits(key, (lax.axis_size(axes) * number, 2), jnp.uint32)
+    return lax.dynamic_slice_in_dim(seeds, lax.axis_index(axes) * number, number).reshape(*shape, 2)
+
+
 def _flattened(given: GivenRouting, x: Float[Array, "... d"], mesh: AbstractMesh | None, in_order: bool):
     """What is given of the tokens of `flatten_tokens(x, ...)`, split as they are."""
 
@@ -211,10 +226,11 @@ def _over_mesh(
     if axes != token_axes(tokens):  # which divide them
         padding = -num_tokens % number or (0 if num_tokens else number)
     if padding:
-        tokens, (mask, ids, _) = placed((tokens, given), whole, explicit)
+        tokens, (mask, ids, _, seeds) = placed(by_token, whole, explicit)
         mask = mask if mask is None else jnp.pad(mask, (0, padding))
         ids = ids if ids is None else jnp.pad(ids, ((0, padding), (0, 0)), constant_values=EMPTY_SLOT)
-        tokens, given = jnp.pad(tokens, ((0, padding), (0, 0))), GivenRouting(mask, ids)
+        seeds = seeds if seeds is None else jnp.pad(seeds, ((0, padding), (0, 0)))
+        tokens, given = jnp.pad(tokens, ((0, padding), (0, 0))), GivenRouting(mask, ids, seeds=seeds)
     specs = (split, dict(program.specs), whole), (split, program.routing_specs(split))
     free = set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
     arguments = (tokens, given), params, state
@@ -254,7 +270,7 @@ class _Program:
         return routing_specs(by_token)
 
     def layer(
-        self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], selection_bias
+        self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], state
     ) -> tuple[tuple[Float[Array, "T d"], Float[Array, "T E"] | None], Routing]:
         """The output of this device's tokens with its parts of the parameters, and what the router decided.
 
@@ -273,15 +289,21 @@ class _Program:
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
         with jax.named_scope("router"):  # profilers show these names
             split = split_on_gpus(config.implementation, tokens)
-            logits = router_logits(tokens, dense("w_router", "b_router"), split=split)
-            of_experts = ExpertFactors(selection_bias, dense("router_gain").get("router_gain"))
+            product = {"split": split, "jitter": config.router.jitter}
+            logits = router_logits(tokens, dense("w_router", "b_router"), given.seeds, **product)
+            given = given._replace(seeds=None)
+            of_experts = ExpertFactors(state, dense("router_gain").get("router_gain"))
             routing, grouped = self._route(num_tokens, logits, given, of_experts)
         inner, latent = tokens, dense("w_latent_")
         if latent:
             with jax.named_scope("latent"):
                 inner = tokens @ latent["w_latent_in"].astype(tokens.dtype)
         with jax.named_scope("experts"):
-            if compute := layer_form(self.experts):
+            compute = layer_form(self.experts)
+            if compute and config.router.train == "dense" and given.expert_ids is None:
+                of_experts = {"activation": get_activation(config.activation), "parallel": self.parallel}
+                y = compute_all_experts(inner, shards, routing.weights, specs=self.specs, **of_experts)
+            elif compute:
                 options |= {"grouped": grouped, "parallel": self.parallel, "specs": self.specs}
                 expected = config.experts_to_expect
                 options["mean_experts"] = None if expected is None else min(expected, routing.experts.shape[1])
@@ -305,6 +327,7 @@ class _Program:
         """This device's tokens routed, with losses and statistics of all; and its own pairs grouped, if they are."""
         config, axes, own = self.config, self.axes, logits.shape[0]
         options = {"of_experts": of_experts, "implementation": config.implementation}
+        options["mutual_information"] = config.mutual_information_weight > 0
         route = partial(route_and_group, experts_per_token=config.experts_per_token, router=config.router, **options)
         if not axes:
             return route(logits, axis_name=self.outer_axes, given=given)
@@ -350,32 +373,9 @@ def shared_experts(
     """
     act, dtype = get_activation(activation), tokens.dtype
     names = ("shared_w_gate", "shared_w_up") if act.gated else ("shared_w_up",)
-    wide = accumulator_dtype(dtype)
-
-    def products(tokens, weights, result_dtype=dtype):
-        return tuple(jnp.dot(tokens, w.astype(dtype), preferred_element_type=result_dtype) for w in weights)
-
-    def activated(gate, *pre_activations):
-        result = act.function(*(p.astype(wide) for p in pre_activations))
-        return (result if gate is None else gate * result).astype(dtype)
-
-    # Like the experts' kernels: the activation of the products' accumulators, and a backward pass that keeps the
-    # pre-activations and takes the products in the tokens' dtype. A gate scales what is hidden, for what it gives the
-    # output is then not kept for it.
-    @jax.custom_vjp
-    def hidden(tokens, weights, gate):
-        return activated(gate, *products(tokens, weights, wide))
-
-    def forward(tokens, weights, gate):
-        pre_activations = products(tokens, weights, wide)
-        kept = tokens, weights, gate, tuple(p.astype(dtype) for p in pre_activations)
-        return activated(gate, *pre_activations), kept
-
-    def backward(residuals, d_hidden):
-        tokens, weights, gate, pre_activations = residuals
-        d_gate, *d_pre_activations = jax.vjp(activated, gate, *pre_activations)[1](d_hidden)
-        return *jax.vjp(products, tokens, weights)[1](tuple(d_pre_activations)), d_gate
-
-    hidden.defvjp(forward, backward)
-    gate = jax.nn.sigmoid(*products(tokens, [params["shared_gate"]], wide)) if "shared_gate" in params else None
-    return jnp.dot(hidden(tokens, [params[name] for name in names], gate), params["shared_w_down"].astype(dtype))
+    gate = None
+    if "shared_gate" in params:
+        product = jnp.dot(tokens, params["shared_gate"].astype(dtype), preferred_element_type=accumulator_dtype(dtype))
+        gate = jax.nn.sigmoid(product)
+    ups = [Projection(params[name], None) for name in names]
+    return dense_ffn(tokens, ups, params["shared_w_down"], act, gate)

@@ -67,6 +67,9 @@ class MoE(nn.Module):
     only weighed anew: `y, recorded = apply(variables, x, mutable=["routing"])`, and then
     `apply({**variables, **recorded}, x)`. In `nn.scan`, `variable_axes={"routing": 0}`.
 
+    A router with jitter takes a key of the stream "jitter" in training, `apply(..., rngs={"jitter": key})`; in
+    `nn.scan`, `split_rngs={"jitter": True}`.
+
     Attributes:
       config: the layer.
       dtype: in which it computes, and of the output; None for the common dtype of the input and the experts'
@@ -109,10 +112,10 @@ class MoE(nn.Module):
     ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
-        `train` turns on token rounding and the selection bias's update; None takes the attribute, and without that
-        counts as False. It must be a bool, not traced. Several calls in one `apply` each report their losses, and
-        together move the selection bias once. A call that `nn.scan` repeats, or that has a `nn.remat` to itself, moves
-        it alone.
+        `train` turns on token rounding, the router's jitter and the selection bias's update; None takes the attribute,
+        and without that counts as False. It must be a bool, not traced. Several calls in one `apply` each report their
+        losses, and together move the selection bias once. A call that `nn.scan` repeats, or that has a `nn.remat` to
+        itself, moves it alone.
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nn.cond` and
         `nn.switch` it stands in the branches without the layer, since all must report the same.
@@ -144,7 +147,8 @@ class MoE(nn.Module):
         records = self.is_mutable_collection("routing") and not self.is_initializing()
         if expert_ids is None and not records and self.has_variable("routing", "experts"):
             expert_ids = self.get_variable("routing", "experts")
-        given = {"mask": mask, "expert_ids": expert_ids, "segment_ids": segment_ids}
+        key = self.make_rng("jitter") if train and self.config.router.jitter and not skip else None
+        given = {"mask": mask, "expert_ids": expert_ids, "segment_ids": segment_ids, "key": key}
         options = {"train": train, "skip": skip, **given}
         y, routing, moved = call_layer(self, params, x, bias, lasts=self, **options)
 

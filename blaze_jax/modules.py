@@ -33,8 +33,11 @@ def check_train(train: bool | None) -> bool | None:
 
 def warn_of_missing_train(train: bool | None, config: MoEConfig) -> None:
     """Warns where nobody said whether it is training, and that makes a difference."""
-    if train is None and (config.bias_update_rate or config.router.token_rounding):
-        name = "bias_update_rate" if config.bias_update_rate else "token_rounding"
+    router = config.router
+    differs = {"bias_update_rate": config.bias_update_rate, "token_rounding": router.token_rounding}
+    differs |= {"jitter": router.jitter, "dense training": router.train == "dense"}
+    if train is None and any(differs.values()):
+        name = next(name for name, value in differs.items() if value)
         warn_once(
             f"the MoE layer's {name} applies in training only, and train was left out, which counts as evaluation: "
             "say train=True or train=False"
@@ -116,12 +119,12 @@ def call_layer(
       train: whether it is training.
       skip: whether nothing is to be computed.
       lasts: the object that lasts for a step, for several calls of which the bias moves once; None without one.
-      **given: `mask`, `expert_ids` and `segment_ids`, see `moe`.
+      **given: `mask`, `expert_ids`, `segment_ids` and `key`, see `moe`.
     """
     config: MoEConfig = module.config
     x = in_common_dtype(x, module.dtype, params)
     if skip:
-        return *skipped(x, config), None
+        return *skipped(x, config, bool(train)), None
     moves = train and config.bias_update_rate
     step = _STEPS.get(id(lasts)) if moves else None
     if step is None or step.moved is not bias:  # calls of a step have left just that array, or it begins here

@@ -64,7 +64,8 @@ class MoE(nnx.Module):
       axis_name: mesh axes of an enclosing `jax.shard_map` that split the tokens, see `blaze_jax.moe`. Losses, demand
         and the selection bias are then the same on all devices.
       parallel: which axes of a mesh split tokens, experts and parameters, see `blaze_jax.moe`.
-      rngs: its stream `params` initialises the parameters.
+      rngs: its stream `params` initialises the parameters. Of a router with jitter, the module keeps a fork of its
+        stream `jitter`, of which a call in training takes a key.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class MoE(nnx.Module):
         self.parameter_names = tuple(parameters)
         for name, parameter in parameters.items():
             setattr(self, name, nnx.Param(parameter.draw(rngs.params()), **_sharding(parameter, parallel)))
+        if config.router.jitter:
+            self.rngs = rngs["jitter"].fork()
         if config.has_selection_bias:
             self.selection_bias = RouterState(jnp.zeros(config.num_experts, jnp.float32))
 
@@ -123,10 +126,10 @@ class MoE(nnx.Module):
     ) -> Float[Array, "... d"]:
         """Output for tokens of any leading shape.
 
-        `train` turns on token rounding and the selection bias's update; None takes what the module was told, and
-        without that counts as False. It must be a bool, not traced. Several calls in one `nnx.grad` or `nnx.jit` each
-        report their losses, and together move the selection bias once. A call that `nnx.scan` repeats, or that has a
-        `nnx.remat` to itself, moves it alone.
+        `train` turns on token rounding, the router's jitter and the selection bias's update; None takes what the module
+        was told, and without that counts as False. It must be a bool, not traced. Several calls in one `nnx.grad` or
+        `nnx.jit` each report their losses, and together move the selection bias once. A call that `nnx.scan` repeats,
+        or that has a `nnx.remat` to itself, moves it alone.
 
         `skip` computes nothing: output, losses and statistics are zeros, and the selection bias stays. In `nnx.cond`
         and `nnx.switch` it stands in the branches without the layer, since all must report the same.
@@ -142,7 +145,8 @@ class MoE(nnx.Module):
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         bias = self.selection_bias[...] if self.config.has_selection_bias else None
         lasts = self if is_traced() else None  # what jax does not trace outlives the step
-        given = {"mask": mask, "expert_ids": expert_ids, "segment_ids": segment_ids}
+        key = self.rngs() if train and self.config.router.jitter and not skip else None
+        given = {"mask": mask, "expert_ids": expert_ids, "segment_ids": segment_ids, "key": key}
         x, options = as_tokens(x), {"train": train, "skip": skip, **given}
         y, routing, moved = call_layer(self, params, x, bias, lasts=lasts, **options)
 

@@ -14,6 +14,7 @@ from pallas_kernels.contract import Rule, Scoring
 
 RouterScoring = Literal[Scoring, "relu"]
 WeightNorm = Literal["rms"]
+Training = Literal["sparse", "dense"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +26,22 @@ class Router:
         "sigmoid" of each logit; or "relu": a token takes the experts whose logits are above 0, and these are their
         weights (ReMoE, arXiv 2412.14711).
       weight_norm: "rms" divides what "relu" leaves of a token's logits by `sqrt(mean_E relu(l)² + 1e-5)`, and takes it
-        times a gain for each expert (BlockFFN, arXiv 2507.08771).
+        times a gain for each expert (BlockFFN, arXiv 2507.08771). A number p, at least 1 or infinite, divides a token's
+        weights by their p-norm (MegaBlocks); 1 is what `normalize_weights` does.
       top_p: a token takes its likeliest experts until their probabilities add up to at least this much, with the
         scoring "softmax" (arXiv 2403.07652).
+      threshold: a token takes the experts that have at least this probability, with the scoring "softmax": at most K of
+        them, the likeliest, and maybe none. The weights are the probabilities.
+      train: "dense" to train all experts with every token (DS-MoE, arXiv 2404.05567), as one wide product weighted by
+        their probabilities, with the scoring "softmax". Evaluation then takes K experts, or those of the `threshold`,
+        by the same weights.
       normalize_weights: divide a token's weights by their sum (already one after "softmax_selected"). None does so for
         K > 1. For K = 1 it would make every weight a constant 1, from which the router learns nothing: True raises.
-        With `top_p`, where any token may have one expert, None does not; "relu" has no such weights.
+        With `top_p`, where any token may have one expert, None does not; "relu" has no such weights, and neither has
+        a router with a `threshold` or that trains densely.
       weight_scale: factor on the weights (routed_scaling_factor of DeepSeek-V3).
+      jitter: in training, the router sees each number of a token times one of its own, uniform from 1 - jitter to
+        1 + jitter (Switch Transformer); `moe` then takes a key, and the modules a stream of random numbers, "jitter".
       num_groups: experts fall into this many equal groups of consecutive ids; 1 for no groups.
       groups_per_token: a token chooses only from this many groups, those with the largest sum of their two best scores.
       expert_capacity: an expert takes this many tokens, the first by id; the others lose that slot. None for no limit.
@@ -48,10 +58,13 @@ class Router:
     """
 
     scoring: RouterScoring = "softmax"
-    weight_norm: WeightNorm | None = None
+    weight_norm: WeightNorm | float | None = None
     top_p: float | None = None
+    threshold: float | None = None
+    train: Training = "sparse"
     normalize_weights: bool | None = None
     weight_scale: float = 1.0
+    jitter: float = 0.0
     num_groups: int = 1
     groups_per_token: int = 1
     expert_capacity: int | None = None
@@ -63,27 +76,45 @@ class Router:
     def __post_init__(self):
         counts = ("num_groups", "groups_per_token", "rounding_tile", "rounding_slots")
         check_integers(**{name: getattr(self, name) for name in counts})
-        check_numbers(weight_scale=self.weight_scale)
+        check_numbers(weight_scale=self.weight_scale, jitter=self.jitter)
         if self.expert_capacity is not None:
             check_integers(expert_capacity=self.expert_capacity)
         if self.capacity_factor is not None:
             check_numbers(capacity_factor=self.capacity_factor)
-        if self.top_p is not None:
-            check_numbers(top_p=self.top_p)
+        check_numbers(**{name: value for name in ("top_p", "threshold") if (value := getattr(self, name)) is not None})
+        if not isinstance(self.weight_norm, str | None):
+            check_numbers(weight_norm=self.weight_norm)
         rounding, factor, groups = get_args(TokenRounding), self.capacity_factor, self.num_groups
-        scorings, relu = get_args(RouterScoring), self.scoring == "relu"
+        scorings, relu, softmax = get_args(RouterScoring), self.scoring == "relu", self.scoring == "softmax"
+        probabilities = self.threshold is not None or self.train == "dense"  # are the weights
+        fixed = relu or probabilities
         rules = {
             "scoring": (self.scoring in scorings, f"one of {', '.join(scorings)}"),
-            "weight_norm": (self.weight_norm in (None, *(["rms"] if relu else [])), "None, or 'rms' of scoring='relu'"),
+            "weight_norm": (
+                self.weight_norm is None
+                or (relu and self.weight_norm == "rms")
+                or (not fixed and self.p_norm is not None and self.p_norm >= 1),
+                "None, or 'rms' of scoring='relu', or a number of at least 1 where weights may be normalised",
+            ),
             "top_p": (
                 self.top_p is None or (0 < self.top_p <= 1 and self.scoring == "softmax"),
                 "None, or above 0 and at most 1 with scoring='softmax'",
             ),
             "normalize_weights": (
-                self.normalize_weights in ((None, False) if relu else (None, True, False)),
-                "None, True or False, and not True with scoring='relu'",
+                self.normalize_weights in ((None, False) if fixed else (None, True, False))
+                and (self.normalize_weights is None or self.p_norm is None),
+                "None, True or False; not True with scoring='relu', a threshold or train='dense'; None with a p-norm",
+            ),
+            "threshold": (
+                self.threshold is None or (0 < self.threshold < 1 and softmax and self.top_p is None),
+                "None, or above 0 and below 1 with scoring='softmax' and without top_p",
+            ),
+            "train": (
+                self.train == "sparse" or (self.train == "dense" and softmax and self.top_p is None),
+                "sparse, or dense with scoring='softmax' and without top_p",
             ),
             "weight_scale": (0 < self.weight_scale < math.inf, "positive and finite"),
+            "jitter": (0 <= self.jitter < 1, "at least 0 and less than 1"),
             "num_groups": (groups >= 1, "at least 1"),
             "groups_per_token": (1 <= self.groups_per_token <= groups, f"from 1 to num_groups={groups}"),
             "expert_capacity": (self.expert_capacity is None or self.expert_capacity >= 1, "None or at least 1"),
@@ -94,7 +125,8 @@ class Router:
         }
         if self.open_ended:
             of_number = "where a token has no fixed number of experts"
-            for name, value in {"num_groups": 1, "capacity_factor": None, "token_rounding": None}.items():
+            without = {"num_groups": 1, "capacity_factor": None, "token_rounding": None}
+            for name, value in (without | ({"expert_capacity": None} if self.train == "dense" else {})).items():
                 rules[name] = (getattr(self, name) == value, f"{value} {of_number}")
         check_fields(self, rules)
         deciders = {name: getattr(self, name) for name in ("expert_capacity", "capacity_factor", "token_rounding")}
@@ -105,7 +137,17 @@ class Router:
     @property
     def open_ended(self) -> bool:
         """Whether the tokens decide how many experts each of them takes."""
-        return self.scoring == "relu" or self.top_p is not None
+        return self.may_take_any or self.train == "dense"
+
+    @property
+    def may_take_any(self) -> bool:
+        """Whether a token can do without a number K of experts, also in evaluation."""
+        return self.scoring == "relu" or self.top_p is not None or self.threshold is not None
+
+    @property
+    def p_norm(self) -> float | None:
+        """The p of the norm by which weights are divided; None for another one, or for none."""
+        return None if isinstance(self.weight_norm, str | None) else float(self.weight_norm)
 
     def check(self, num_experts: int, experts_per_token: int | None) -> None:
         """Raises ValueError naming the first option that does not fit a layer of these sizes."""
@@ -113,8 +155,9 @@ class Router:
         if num_experts < 1:
             raise ValueError(f"{num_experts=} must be at least 1")
         if experts_per_token is None:
-            if not self.open_ended:
-                raise ValueError(f"{experts_per_token=} must be an integer, unless scoring='relu' or with top_p")
+            if not self.may_take_any:
+                unless = "unless scoring='relu' or with top_p or a threshold"
+                raise ValueError(f"{experts_per_token=} must be an integer, {unless}")
             return
         check_integers(experts_per_token=experts_per_token)
         if not 1 <= experts_per_token <= num_experts:
@@ -125,6 +168,7 @@ class Router:
         enough = f"enough to choose {experts_per_token=} from {choice} experts"
         rules = {
             "normalize_weights": (not (alone and self.normalize_weights), f"None or False {learns}"),
+            "weight_norm": (not (alone and self.p_norm), f"None {learns}"),
             "scoring": (not (alone and self.scoring == "softmax_selected"), f"softmax or sigmoid {learns}"),
             "num_groups": (num_experts % self.num_groups == 0, f"a divisor of {num_experts=}"),
             "groups_per_token": (experts_per_token <= choice, enough),
@@ -137,15 +181,18 @@ class Router:
         return Rule(
             experts_per_token=experts_per_token,
             scoring=self.scoring,
-            normalize=experts_per_token > 1 if self.normalize_weights is None else bool(self.normalize_weights),
+            normalize=experts_per_token > 1 if self.normalize_weights is None else self.normalize_weights,
             scale=self.weight_scale,
             num_groups=self.num_groups,
             groups_per_token=self.groups_per_token,
         )
 
     def for_phase(self, train: bool) -> "Router":
-        """The router of that phase: rounding serves training only."""
-        return self if train else replace(self, token_rounding=None)
+        """The router of that phase: rounding, jitter and dense training serve training only."""
+        if train:
+            return self
+        normalize = False if self.train == "dense" else self.normalize_weights
+        return replace(self, token_rounding=None, jitter=0.0, train="sparse", normalize_weights=normalize)
 
     def capacity(self, num_tokens: int, num_experts: int, experts_per_token: int | None) -> int | None:
         """Tokens an expert takes at most, None for no limit."""

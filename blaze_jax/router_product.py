@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from blaze_jax.implementation import Implementation
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
@@ -25,14 +25,27 @@ def split_on_gpus(implementation: Implementation | None, tokens: Float[Array, "T
     return on_gpu and tokens.dtype == jnp.bfloat16
 
 
-@compiled_once("split")
+@compiled_once("split", "jitter")
 def router_logits(
-    tokens: Float[Array, "T d"], params: Mapping[str, Array], *, split: bool = False
+    tokens: Float[Array, "T d"],
+    params: Mapping[str, Array],
+    seeds: UInt32[Array, "T 2"] | None = None,
+    *,
+    split: bool = False,
+    jitter: float = 0.0,
 ) -> Float[Array, "T E"]:
     """The product of the tokens and the router's matrix, in float32 or wider, plus its bias if there is one.
 
-    With `split`, for tokens in bfloat16, the product and those of its derivative are products of bfloat16.
+    With `split`, for tokens in bfloat16, the product and those of its derivative are products of bfloat16. With
+    `seeds`, each token is first taken times random numbers of its own, from 1 - jitter to 1 + jitter, in its own type.
     """
+    if seeds is not None:  # the backward pass draws the numbers again
+
+        @jax.checkpoint
+        def jittered(tokens, params, seeds):
+            return router_logits(_jittered(tokens, seeds, jitter), params, split=split)
+
+        return jittered(tokens, params, seeds)
     wide = accumulator_dtype(tokens.dtype)
     w_router = params["w_router"]
 
@@ -46,6 +59,16 @@ def router_logits(
     else:
         logits = product(tokens, w_router)
     return logits + params["b_router"].astype(wide)[None] if "b_router" in params else logits
+
+
+def _jittered(tokens: Float[Array, "T d"], seeds: UInt32[Array, "T 2"], jitter: float) -> Float[Array, "T d"]:
+    wide = accumulator_dtype(tokens.dtype)
+
+    def factors(seed):
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.uniform(key, tokens.shape[1:], wide, 1 - jitter, 1 + jitter)
+
+    return (tokens.astype(wide) * jax.vmap(factors)(seeds)).astype(tokens.dtype)
 
 
 @jax.custom_vjp

@@ -1,5 +1,6 @@
 """Routing: from router logits to the experts of every token, their weights, and what training wants to know of it."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from blaze_jax.active_experts import activity_loss, demand_of, has_expert, route_open_ended, shares_of_pairs
 from blaze_jax.checks import as_array
@@ -31,14 +32,14 @@ type AxisName = str | tuple[str, ...] | None
 
 
 class Routing(NamedTuple):
-    """The router's decision. K' is K, or E for None, plus `rounding_slots` when token rounding adds experts to a token.
+    """The router's decision. K' is K, or E for None and in dense training, plus `rounding_slots` of token rounding.
 
     The counts, losses and shares are those of all tokens of the call; with an `axis_name`, of all devices along it. A
     token without a possible expert, as padding with logits of -inf is, counts in none of them: T are the others.
 
     Attributes:
-      experts: `(T, K')` int32, best first, or, from a ReLU router without K, expert e in slot e; -1 marks an empty slot
-        (none possible or wanted, dropped by capacity, or rounding).
+      experts: `(T, K')` int32, best first, or, without K and top-p, and in dense training, expert e in slot e; -1 marks
+        an empty slot (none possible or wanted, dropped by capacity, or rounding).
       weights: `(T, K')` float32, 0 in an empty slot. The gradient flows through them.
       tokens_per_expert: `(E,)` int32, tokens each expert computes.
       demand: `(E,)` int32, tokens that chose each expert, before any were dropped or added.
@@ -48,9 +49,11 @@ class Routing(NamedTuple):
         router, a token's probabilities are `relu(l) / Σ relu(l)`.
       z_loss: float32, mean of `logsumexp(logits)²` (ST-MoE).
       entropy: float32, mean entropy of a token's expert probabilities, in nats, at most `log E`.
-      other_losses: float32, losses that only some routers have, by name. "activity_loss" of a ReLU router,
-        `E · Σ_e demand_e / T · mean_t relu(l_te)`, is k times what ReMoE adds for k experts a token. From `moe`, what
-        its configuration asks for of "chunk_loss" and "locality_loss", see `neighbour_losses`.
+      other_losses: float32, losses that only some have, by name. "activity_loss" of a ReLU router,
+        `E · Σ_e demand_e / T · mean_t relu(l_te)`, is k times what ReMoE adds for k experts a token. Where asked for,
+        "mutual_information_loss", the entropy less that of the tokens' mean probabilities, is from `-log E` to 0
+        (DS-MoE): less where tokens are sure of their experts, and all experts are in use. From `moe`, what its
+        configuration asks for of "chunk_loss" and "locality_loss", see `neighbour_losses`.
       weighted_losses: from `moe`, the losses above that its configuration gives a weight, times that weight, by name:
         add their sum to the training loss. Empty from `route`.
     """
@@ -74,11 +77,13 @@ class GivenRouting(NamedTuple):
       mask: `(...)` bool, whether the token is routed.
       expert_ids: `(..., slots)` int32, its experts, -1 in an empty slot.
       segment_ids: `(...)` integers, equal for tokens of one text; only losses between neighbours look at them.
+      seeds: `(..., 2)` uint32, random bits for its jitter.
     """
 
     mask: Bool[Array, "..."] | None = None
     expert_ids: Int[Array, "... slots"] | None = None
     segment_ids: Int[Array, "..."] | None = None
+    seeds: UInt32[Array, "... 2"] | None = None
 
     def checked(self, shape: tuple[int, ...], num_experts: int) -> "GivenRouting":
         """All as arrays, E in the place of an id out of range.
@@ -118,7 +123,7 @@ class GivenRouting(NamedTuple):
 
         A token for which no experts are given goes nowhere, unless that may be a choice of this router.
         """
-        mask, ids, _ = self
+        mask, ids = self.mask, self.expert_ids
         if ids is not None:
             if router.scoring != "relu":
                 some = (ids != EMPTY_SLOT).any(-1)
@@ -146,6 +151,7 @@ def route(
     expert_ids: Int[Array, "T slots"] | None = None,
     axis_name: AxisName = None,
     implementation: Implementation | None = None,
+    mutual_information: bool = False,
     **options: Any,
 ) -> Routing:
     """Chooses `experts_per_token` experts for every token, in float32 (float64 logits stay).
@@ -172,7 +178,8 @@ def route(
       implementation: None for the best that can run here, or "mosaic_gpu" or "xla". The kernel for GPUs is one pass
         over the logits, but its scores can differ from XLA's in the last bits; where scores rank the experts (with a
         selection bias, or with groups), nearly equal ones may then be chosen differently.
-      **options: fields of `Router`.
+      mutual_information: whether to compute that loss.
+      **options: fields of `Router`. As in training: `router.for_phase(train=False)` is that of evaluation.
 
     Raises:
       ValueError: logits are not a floating `(T, E)` array, or an option does not fit.
@@ -188,7 +195,8 @@ def route(
     num_tokens, num_experts = logits.shape
     given = GivenRouting(mask, expert_ids).checked((num_tokens,), num_experts)
     of_experts = ExpertFactors(selection_bias, gain)
-    return route_and_group(logits, experts_per_token, router, of_experts, axis_name, implementation, given)[0]
+    settings = axis_name, implementation, given, mutual_information
+    return route_and_group(logits, experts_per_token, router, of_experts, *settings)[0]
 
 
 class ExpertFactors(NamedTuple):
@@ -207,8 +215,8 @@ class ExpertFactors(NamedTuple):
                 raise ValueError(f"{name} has dtype {array.dtype}, must be floating")
             if array.shape != (num_experts,):
                 raise ValueError(f"{name} has shape {array.shape}, must be {(num_experts,)}")
-        if self.gain is not None and router.weight_norm is None:
-            raise ValueError(f"gain must be None, because {router} has weight_norm=None")
+        if self.gain is not None and router.weight_norm != "rms":
+            raise ValueError(f"gain must be None, because {router} has weight_norm={router.weight_norm!r}")
         if self.selection_bias is not None and router.open_ended:
             raise ValueError(f"selection_bias must be None, because {router} takes experts by their logits alone")
         return ExpertFactors(**arrays)
@@ -222,6 +230,7 @@ def route_and_group(
     axis_name: AxisName = None,
     implementation: Implementation | None = None,
     given: GivenRouting = GivenRouting(),
+    mutual_information: bool = False,
 ) -> tuple[Routing, Grouped | None]:
     """`route`; and its pairs grouped by expert, where that was no further work, for the experts to take them up.
 
@@ -232,10 +241,11 @@ def route_and_group(
     of_experts = of_experts.checked(num_experts, router)
     axes = axis_names(axis_name)
     options = {"experts_per_token": experts_per_token, "router": router, "implementation": implementation}
+    options["mutual_information"] = mutual_information
     return _route_where_tokens_are(logits, given, of_experts, axes=axes, **options)
 
 
-@compiled_once("experts_per_token", "router", "axes", "implementation")
+@compiled_once("experts_per_token", "router", "axes", "implementation", "mutual_information")
 def _route_where_tokens_are(
     logits, given: GivenRouting, of_experts: ExpertFactors, *, axes: tuple[str, ...], **options: Any
 ) -> tuple[Routing, Grouped | None]:
@@ -276,6 +286,7 @@ def _route(
     experts_per_token: int | None,
     router: Router,
     implementation: Implementation | None,
+    mutual_information: bool,
     axes: tuple[str, ...],
 ) -> tuple[Routing, Grouped | None]:
     (num_tokens, num_experts), slots = logits.shape, experts_per_token or logits.shape[1]
@@ -308,15 +319,23 @@ def _route(
             kernels=kernels,
         )
         weights = weights_of(wide, routed.experts, experts, rule)
+    if router.p_norm is not None:
+        weights = weights * (router.weight_scale / _p_norm(routed.weights, router.p_norm))
     if router.open_ended:
         tokens_per_expert = demand_of(experts, num_experts)
         dropped = demand.sum() - tokens_per_expert.sum()
-        losses = _losses(routed, has_expert(logits)[:, 0], axes, num_tokens)
+        counts, number = has_expert(logits)[:, 0], None
     else:
         if experts is not routed.experts:
             dropped = demand.sum() - (experts[:, :slots] != EMPTY_SLOT).sum()
             grouped = None
-        losses = _losses(routed, (routed.experts != EMPTY_SLOT).any(1), axes, num_tokens, slots)
+        counts, number = (routed.experts != EMPTY_SLOT).any(1), slots
+    losses = _losses(routed, counts, axes, num_tokens, number)
+    other_losses = {}
+    if router.scoring == "relu":
+        other_losses["activity_loss"] = activity_loss(logits, routed.demand, axes)
+    if mutual_information:
+        other_losses["mutual_information_loss"] = losses.entropy - _entropy_of_mean(routed, counts, axes)
     if axes:
         demand, tokens_per_expert, dropped = lax.psum((demand, tokens_per_expert, dropped), axes)
     routing = Routing(
@@ -328,10 +347,30 @@ def _route(
         load_balancing_loss=losses.balance,
         z_loss=losses.squared_log,
         entropy=losses.entropy,
-        other_losses={"activity_loss": activity_loss(logits, routed.demand, axes)} if router.scoring == "relu" else {},
+        other_losses=other_losses,
         weighted_losses={},
     )
     return routing, grouped
+
+
+def _entropy_of_mean(routed: Routed, counts: Bool[Array, " T"], axes: tuple[str, ...]) -> Float[Array, ""]:
+    """The entropy of the mean of the tokens' expert probabilities, of those that count, on all devices."""
+    total, counted = routed.probability * max(counts.size, 1), jnp.sum(counts, dtype=jnp.int32)
+    if axes:
+        total, counted = lax.psum((total, counted), axes)
+    mean = total / jnp.maximum(counted, 1).astype(total.dtype)
+    return -jnp.sum(mean * jnp.log(jnp.where(mean > 0, mean, 1)))
+
+
+def _p_norm(weights: Float[Array, "T K"], p: float) -> Float[Array, "T 1"]:
+    """The p-norm of a token's weights; one for a token without any."""
+    if p == math.inf:
+        largest = weights.max(-1, keepdims=True)
+        return jnp.where(largest == 0, 1, largest)
+    scale = lax.stop_gradient(weights.max(-1, keepdims=True))  # powers of what is below one would underflow
+    scale = jnp.where(scale == 0, 1, scale)
+    total = jnp.power(weights / scale, p).sum(-1, keepdims=True)
+    return scale * jnp.power(jnp.where(total == 0, 1, total), 1 / p)
 
 
 def _losses(

@@ -140,12 +140,15 @@ class Attention(nn.Module):
     def _cached(
         self, name: str, new: Float[Array, "B S heads h"], positions: Int[Array, "B S"]
     ) -> Float[Array, "B slots heads h"]:
-        """The cache of that name with the new tokens at their positions; padding beyond its end is dropped."""
-        sequences = jnp.arange(new.shape[0])[:, None]
-        cache = jnp.asarray(self.get_variable("cache", name)).at[sequences, positions]
+        """The cache of that name with the new tokens at their positions; padding beyond its end is dropped.
+
+        It is `(B, heads, slots, h)`, as products take it: nothing is transposed to read or to write it.
+        """
+        sequence, head = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[2])
+        cache = jnp.asarray(self.get_variable("cache", name)).at[sequence, head, positions[..., None]]
         cache = cache.set(new, mode="drop", unique_indices=True)
         self.put_variable("cache", name, cache)
-        return cache
+        return cache.swapaxes(1, 2)
 
     def _normed(self, x: Float[Array, "B S heads h"], name: str) -> Float[Array, "B S heads h"]:
         if self.qk_norm is None:

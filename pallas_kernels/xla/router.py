@@ -222,7 +222,9 @@ def _losses(logits, demand, rule) -> tuple[Losses, Float[Array, " E"]]:
     return losses, probability
 
 
-def balance_loss(demand: Int[Array, " E"], probability: Float[Array, " E"], num_pairs: int) -> Float[Array, ""]:
+def balance_loss(
+    demand: Int[Array, " E"], probability: Float[Array, " E"], num_pairs: int | Float[Array, ""]
+) -> Float[Array, ""]:
     """Load-balancing loss from the demand of `num_pairs` pairs and the mean probability of each expert."""
     share = demand.astype(probability.dtype) / num_pairs
     return demand.shape[0] * jnp.vdot(share, probability)

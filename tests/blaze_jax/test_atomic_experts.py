@@ -101,6 +101,7 @@ def test_every_form_is_the_definition_in_float64(dtype, form, slots, monkeypatch
 
 
 @pytest.mark.parametrize("number", [1, 3, 7, 10, 49])
+@pytest.mark.default_cases("10")
 def test_the_best_pairs_are_those_of_all_sums(number):
     side = 7
     for values in (jnp.arange(3) / 4, jnp.linspace(-3, 0, 999)):  # quarters make many equal sums, all exact

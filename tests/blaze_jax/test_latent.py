@@ -55,8 +55,8 @@ def test_output_and_gradients_are_those_of_the_definition(config):
     assert_close(out, ref)
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.default_cases("*")
+@pytest.mark.parametrize("door", ["linen", "nnx"])
+@pytest.mark.default_cases("nnx")
 def test_every_form_has_the_same_numbers(door):
     params, x = random_parameters(LATENT), random_tokens(30)
     out, ref = (gradients_through(name, params, x, LATENT) for name in (door, "function"))
@@ -87,7 +87,7 @@ TOGETHER, FSDP = {"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 2, "expert": 4}
     ],
     ids=["auto", "explicit", "roles", "roles, explicit", "roles in shard_map"],
 )
-@pytest.mark.default_cases("explicit", "roles in shard_map")
+@pytest.mark.default_cases("roles in shard_map")
 def test_over_devices_as_on_one(way):
     config = replace(LATENT, num_experts=4) if way.axes == FSDP else LATENT
     assert_as_one_device(way, config, 8 if way.options is None else 40)

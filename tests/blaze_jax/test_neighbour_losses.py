@@ -67,7 +67,8 @@ def test_they_are_those_of_the_definition(case):
     segments = np.cumsum(np.arange(2 * length).reshape(2, -1) % 3 == 2, 1) if case == "packed" else np.zeros_like(mask)
     segments = segments.astype(np.int32)
     given = None if case == "whole" else mask, segments if case == "packed" else None
-    found = gradients(lambda l: neighbour_losses(l, *given, NAMES, CHUNK, ()), logits)
+    given = jax.tree.map(jnp.asarray, given)
+    found = gradients(lambda l: neighbour_losses(l, given[0], given[1], NAMES, CHUNK, ()), logits)
     with jax.enable_x64(True):
         expected = gradients(lambda l: defined(l, mask, segments), logits.astype(np.float64))
     assert_close(found, expected)
@@ -75,7 +76,7 @@ def test_they_are_those_of_the_definition(case):
 
 def test_activity_loss_and_the_weight_of_its_next_step():
     logits, mask = np.random.default_rng(0).standard_normal((12, EXPERTS)), np.arange(12) % 4 != 1
-    routing = route(logits.astype(np.float32), None, scoring="relu", mask=mask)
+    routing = route(jnp.asarray(logits, jnp.float32), None, scoring="relu", mask=jnp.asarray(mask))
     values, tokens = np.maximum(logits, 0)[mask], mask.sum()
     of_experts = EXPERTS / tokens * (values > 0).sum(0)
     assert_close(routing.other_losses["activity_loss"], (of_experts * values.sum(0)).sum() / tokens)

@@ -1,18 +1,18 @@
 """Routers that leave it to the tokens how many experts they take, against their definitions in float64."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import P
 
-from blaze_jax import EMPTY_SLOT, MoE, MoEConfig, Parallelism, Router, init, moe, route
+from blaze_jax import EMPTY_SLOT, MoEConfig, Parallelism, Router, init, moe, route
 from blaze_jax.activations import get_activation
 from blaze_jax.layer import skipped
-from tests.layers import DOORS, WIDTH, random_parameters, random_tokens
+from tests.layers import DOORS, WIDTH, created, random_parameters, random_tokens, unboxed
 from tests.numerics import assert_close, assert_same_bits
 
 TOKENS, EXPERTS = 24, 6
@@ -122,7 +122,8 @@ def test_memory_follows_the_pairs_and_not_the_slots(save):
     params, x = random_parameters(config), random_tokens(1024)
 
     def temporary(config):
-        return step.lower(x, params, config, {}).compile().memory_analysis().temp_size_in_bytes
+        memory: Any = step.lower(x, params, config, {}).compile().memory_analysis()
+        return memory.temp_size_in_bytes
 
     all_slots, few = temporary(replace(config, mean_experts=32)), temporary(replace(config, mean_experts=2))
     row = 64 * 4
@@ -144,7 +145,8 @@ def test_slots_are_by_id_without_a_number_and_best_first_with_one():
 
 def test_nan_spoils_its_own_token():
     logits = jnp.zeros((3, 6)).at[1, 2].set(jnp.nan).at[2].set(jnp.arange(6.0))
-    for options in ({"scoring": "relu"}, {"scoring": "relu", "weight_norm": "rms"}, {"top_p": 0.5}):
+    routers: list[dict[str, Any]] = [{"scoring": "relu"}, {"scoring": "relu", "weight_norm": "rms"}, {"top_p": 0.5}]
+    for options in routers:
         for slots in (None, 2):
             routing = route(logits, slots, **options)
             assert jnp.isnan(routing.weights[1]).any(), options
@@ -173,7 +175,7 @@ def test_over_a_mesh_as_on_one_device(name, kind):
     (ref_value, (ref_y, ref)), ref_gradients = step(x, params, config, given)
     types = (jax.sharding.AxisType.Explicit if kind == "explicit" else jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((4 if kind == "automatic" else 2,), ("devices",), axis_types=types)
-    roles = {"parallel": {"expert": "devices"}, "fsdp": {"fsdp": "devices"}}.get(kind)
+    roles: Any = {"parallel": {"expert": "devices"}, "fsdp": {"fsdp": "devices"}}.get(kind)
     options = {"parallel": Parallelism(mesh, **roles)} if roles else {}
     with jax.set_mesh(mesh):
         x = jax.device_put(x, jax.NamedSharding(mesh, P("devices"))) if kind == "explicit" else x
@@ -202,11 +204,8 @@ def test_gains_begin_as_ones():
     config = CONFIGS["rms"]
     made = init(jax.random.key(0), config, WIDTH)
     assert_same_bits(made["router_gain"], jnp.ones(EXPERTS))
-    of_linen = MoE(config).init(jax.random.key(0), random_tokens(2))["params"]
-    assert_same_bits(of_linen["router_gain"].unbox(), jnp.ones(EXPERTS))
-    import blaze_jax.nnx
-
-    assert_same_bits(blaze_jax.nnx.MoE(WIDTH, config, rngs=nnx.Rngs(0)).router_gain[...], jnp.ones(EXPERTS))
+    for module in ("linen", "nnx"):
+        assert_same_bits(unboxed(created(module, config))["router_gain"], jnp.ones(EXPERTS))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Choice and weights of experts, losses and statistics, against numpy references."""
 
+import math
 from functools import partial
 
 import chex
@@ -171,6 +172,50 @@ def test_float64_logits_stay():
         out = route(logits)
         assert_close(out.weights, reference.weights_of(logits, np.asarray(out.experts), "softmax", True, 1.0), 1e-12)
         assert out.experts.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("p", [1, 2, 3.5, 100, math.inf])
+@over_scorings
+@pytest.mark.default_cases("softmax-2", "sigmoid-100", "softmax-inf")
+def test_weights_are_divided_by_their_p_norm(scoring, p):
+    with jax.enable_x64(True):
+        logits = jnp.asarray(LOGITS, jnp.float64).at[:, 6:].set(-jnp.inf).at[0].set(-jnp.inf)  # fewer than K, and none
+        logits = logits.at[1:9, 1:6].set(-jnp.inf)
+
+        def definition(logits, experts):
+            scores = jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits[1:])
+            scores = scores[1:] if scoring == "sigmoid" else scores
+            taken = jnp.where(experts < 0, 0, jnp.take_along_axis(scores, jnp.maximum(experts, 0), 1))
+            largest = taken.max(1, keepdims=True)
+            return 2.5 * taken / (jnp.power(taken / largest, p).sum(1, keepdims=True) ** (1 / p) * largest)
+
+        def total(weights):
+            return (jnp.sin(1 + jnp.arange(weights.size)).reshape(weights.shape) * weights).sum(), weights
+
+        options = {"scoring": scoring, "weight_norm": p, "weight_scale": 2.5}
+        experts = route(logits, **options).experts[1:]
+        run = jax.jit(jax.value_and_grad(lambda l: total(blaze_jax.route(l, K, **options).weights[1:]), has_aux=True))
+        norm = jax.value_and_grad(lambda l: total(definition(l, experts)), has_aux=True)
+        out, ref = run(logits), norm(logits) if p < math.inf else None
+        weights = out[0][1]
+        np.testing.assert_allclose(np.linalg.norm(weights, p, axis=1), 2.5, rtol=1e-12)
+        assert not route(logits, **options).weights[0].any()
+        assert np.isfinite(out[1]).all()
+        if ref is not None:
+            assert_close(out[0], ref[0])
+            assert_close(out[1][1:], jnp.nan_to_num(ref[1][1:]))
+        if p == 1:
+            assert_close(weights, route(logits, scoring=scoring, weight_scale=2.5).weights[1:])
+
+
+@pytest.mark.parametrize("limit", [{"expert_capacity": 4}, {"token_rounding": "up", "rounding_tile": 4}], ids=str)
+@pytest.mark.slow
+def test_a_p_norm_is_that_of_the_choice_before_it_is_limited_or_rounded(limit):
+    plain, limited = route(LOGITS, weight_norm=2), route(LOGITS, weight_norm=2, **limit)
+    raw = route(LOGITS, normalize_weights=False).weights
+    factor = (plain.weights / raw)[:, :1]
+    taken = jnp.take_along_axis(jax.nn.softmax(LOGITS), jnp.maximum(limited.experts, 0), 1)
+    assert_close(limited.weights, jnp.where(limited.experts < 0, 0, taken * factor))
 
 
 @pytest.mark.filterwarnings("ignore:token_rounding=")  # of so few tokens, once in a process

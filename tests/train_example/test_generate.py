@@ -20,6 +20,7 @@ from train_example.generate.__main__ import main
 from train_example.generate.decoding import Generator, layers_apart
 from train_example.generate.files import Results
 from train_example.generate.sampling import Sampling, candidates, choose
+from train_example.layers import Context
 from train_example.model import Decoder
 from train_example.public_models.config import public_config
 from train_example.public_models.weights import load_params
@@ -97,6 +98,17 @@ def test_each_later_tokens_logits_are_those_of_the_whole_context_and_a_stopped_s
         if stops[0] not in sequences[at][len(PROMPTS[at]) :]:
             assert [row[at] for row in stopped_at] == sequences[at][len(PROMPTS[at]) :]
             assert_same_bits(stopping.logits[at], state.logits[at])
+
+
+def test_padding_goes_to_no_expert():
+    model, variables = model_and_variables("own")
+    cache = {name: jnp.zeros((2, 3, 2, 16, 8)) for name in ("key", "value")}
+    context = Context(jnp.array([5, 0, 9]), jnp.array([2, 4, 0]))
+    given = {**variables, "cache": {"moe_blocks": {"attention": cache}}}
+    apply = jax.jit(partial(model.apply, mutable=["cache", "intermediates"]))
+    _, sown = apply(given, np.zeros((3, 4), np.int32), context=context)
+    (load,) = sown["intermediates"]["moe_blocks"]["moe"]["tokens_per_expert"]
+    assert load.sum(1).tolist() == [6 * OWN.experts_per_token] * 2
 
 
 def test_choices_depend_on_seed_number_and_tokens_and_on_no_neighbour_and_no_length_compiles_anew():

@@ -29,7 +29,7 @@ class State(NamedTuple):
     """Sequences under way.
 
     Attributes:
-      cache: keys and values of each layer by itself, `(B, slots, heads, h)`.
+      cache: keys and values of each layer by itself, `(B, heads, slots, h)`.
       filled: how many tokens of each sequence are there.
       logits: of the token that comes next, float32.
       left: how many tokens may yet come; 0 for a sequence that has stopped, which goes on without effect.
@@ -182,7 +182,7 @@ def _chunks(sequences: Sequence[Tokens], batch: int, width: int) -> Iterator[tup
 @partial(jax.jit, static_argnums=(0, 1))
 def _fresh(model: Decoder, slots: int, left: Array, numbers: Array, seed: int) -> State:
     config, batch = model.config, left.shape[0]
-    shape = (batch, slots, config.num_kv_heads, config.head_width or config.width // config.num_heads)
+    shape = (batch, config.num_kv_heads, slots, config.head_width or config.width // config.num_heads)
 
     def layer() -> Tree:
         return {"attention": {name: jnp.zeros(shape, model.dtype) for name in ("key", "value")}}

@@ -42,8 +42,14 @@ _PRESETS = (
         unroll=True,
     ),
     # The sizes of OLMoE (arXiv 2409.02060) except for grouped keys and values and one more layer. Parameters, their
-    # 16-bit copy and its gradients, and Adam's moments take 112 GB, a step of this batch 132 GB: one GPU of 141 GB.
-    _preset("7b-a1b", (2048, 17, 16, 4, 64, 8, 1024), (100_000, 8, 2048, 4e-4, 1000, 5000), {"z_loss_weight": 1e-3}),
+    # 16-bit copy and its gradients, and Adam's moments take 112 GB of a GPU's 141.
+    _preset(
+        "7b-a1b",
+        (2048, 17, 16, 4, 64, 8, 1024),
+        (100_000, 8, 2048, 4e-4, 1000, 5000),
+        {"z_loss_weight": 1e-3},
+        unroll=True,
+    ),
     # OLMoE itself, but for its vocabulary: of bytes.
     _preset(
         "olmoe",
@@ -55,13 +61,15 @@ _PRESETS = (
             "router": Router(normalize_weights=False),
             "z_loss_weight": 1e-3,
         },
+        unroll=True,
     ),
-    # As many layers of Qwen3-30B-A3B (arXiv 2505.09388) as one GPU of 141 GB trains, 11 of 48; vocabulary of bytes.
+    # Layers of Qwen3-30B-A3B (arXiv 2505.09388), 11 of 48, as many as one GPU of 141 GB trains in a loop; on bytes.
     _preset(
         "qwen3-30b-a3b-layers",
         (2048, 11, 32, 4, 128, 8, 768),
         (100_000, 4, 4096, 4e-4, 1000, 5000),
         {"head_width": 128, "qk_norm": "head", "rotary_base": 1e6, "load_balancing_weight": 1e-3},
+        unroll=True,
     ),
 )
 PRESETS = {preset.preset: preset for preset in _PRESETS}

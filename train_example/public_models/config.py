@@ -86,7 +86,7 @@ def _decoder(content: Mapping[str, Any], public: PublicModel[MoEConfig], path: P
         num_heads=heads,
         num_kv_heads=kv_heads,
         num_experts=public.layer.num_experts,
-        experts_per_token=public.layer.experts_per_token,
+        experts_per_token=public.layer.slots,
         expert_width=public.layer.expert_width,
         activation=str(public.layer.activation),
         dense_layers=public.dense_layers,
