@@ -38,7 +38,7 @@ def combine(
     widths are multiples of 8. No result depends on `blocks`, thread blocks of the launch.
     """
     (num_rows, columns), (num_tokens, slots) = rows.shape, token_index_map.shape
-    chunks, out_width = -(-columns // (WARP * COLUMNS)), width if out is None else out.shape[1]
+    chunks, out_width = -(-columns // (WARP * COLUMNS)), (width or columns) if out is None else out.shape[1]
     other_pieces = (out_width - columns) // COLUMNS
     blocks = blocks or BLOCKS_PER_SM * num_sms()
 

@@ -177,8 +177,8 @@ def combine(
     """`out` with columns from `first_column` on replaced by `addend + Σ_k weights[t, k] · rows[token_index_map[t, k]]`.
 
     Summed wide in this order, and rounded once. Positions past the last row (empty slots) contribute zero, unless their
-    weight is NaN. Without `weights` all are one, without `addend` it is zero, and without `out` the other columns of
-    `width` in all hold anything.
+    weight is NaN. Without `weights` all are one, without `addend` it is zero. Without `out` there is a new array of
+    `width` columns, by default those of the rows, of which the others hold anything.
     """
     wide = accumulator_dtype(rows.dtype)
     shape = token_index_map.shape[0], rows.shape[1]
@@ -195,7 +195,5 @@ def combine(
         )
     else:
         total = reduce(lambda total, slot: add_slot(slot, total), range(slots), total)
-    if out is None:
-        assert width is not None
-        out = empty((shape[0], width), rows.dtype, rows)
+    out = empty((shape[0], width or shape[1]), rows.dtype, rows) if out is None else out
     return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), first_column, axis=1)
