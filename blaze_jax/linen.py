@@ -133,7 +133,7 @@ class MoE(nn.Module):
         for name, parameter in new.items():
 
             def init(key, parameter: NewParameter = parameter):
-                mesh_axes = tuple(zip(parameter.axes, parameter.spec or (), strict=False))
+                mesh_axes: Any = tuple(zip(parameter.axes, parameter.spec or (), strict=False))  # None for a name, too
                 return Partitioned(parameter.draw(key), parameter.axes, mesh_axes=mesh_axes)
 
             # What is there need not be drawn: flax would trace a draw to compare shapes, which the layer does itself.

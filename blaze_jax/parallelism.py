@@ -123,7 +123,8 @@ class Parallelism:
 
         check("expert", "num_experts", config.num_experts)
         check("tensor", "expert_width", config.expert_width)
-        parts = {"expert": expert, "expert_mlp": tensor, "embed": fsdp, "latent": fsdp}
+        parts: dict[str | None, tuple[str, ...]] = {"expert": expert, "expert_mlp": tensor, "embed": fsdp}
+        parts["latent"] = fsdp
         if config.num_experts % _devices((*expert, *fsdp), sizes) == 0:
             parts |= {"expert": (*expert, *fsdp), "embed": (), "latent": ()}
         elif config.latent_width:
