@@ -1,6 +1,7 @@
 """The layers as flax.linen modules."""
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp

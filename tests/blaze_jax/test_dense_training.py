@@ -80,7 +80,7 @@ def both_with_gradients(config, train, mask=None, dtype="float64"):
     [DENSE, UNGATED, replace(DENSE, router=Router(train="dense"), experts_per_token=1)],
     ids=["gated", "ungated, latent", "K alone"],
 )
-@pytest.mark.default_cases("ungated, latent-training", "gated-inference")
+@pytest.mark.default_cases("ungated, latent-training")
 def test_output_losses_and_gradients_are_those_of_the_definition(config, train):
     with jax.enable_x64(True):
         assert_close(*both_with_gradients(config, train))
@@ -175,7 +175,7 @@ TOGETHER = {"fsdp": 2, "expert": 2, "tensor": 2}
     ],
     ids=["auto", "explicit", "roles", "roles, explicit", "roles in shard_map"],
 )
-@pytest.mark.default_cases("roles in shard_map", "roles")
+@pytest.mark.default_cases("roles")
 def test_over_devices_as_on_one(way):
     assert_as_one_device(way, DENSE, 8 if way.options is None else 40)
 

@@ -122,7 +122,7 @@ def test_the_layer_weighs_them(problem):
 
 
 @pytest.mark.parametrize("kind", ["automatic", "explicit", "explicit sequence", "parallel", "inside"])
-@pytest.mark.default_cases("explicit sequence", "parallel", "inside")
+@pytest.mark.default_cases("explicit sequence")
 def test_over_a_mesh_as_on_one_device(problem, kind):
     x, params, given, expected = problem
     types = (jax.sharding.AxisType.Explicit if "explicit" in kind else jax.sharding.AxisType.Auto,)

@@ -95,7 +95,7 @@ def chosen_of(experts):
 @pytest.mark.parametrize("shift", [0.0, -100.0, 100.0])
 @pytest.mark.parametrize("masked", ["some", "all", "none"])
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.default_cases("rms-*", "relu-some-0.0", "turns-none-100.0", "top_p of 2-some-0.0")
+@pytest.mark.default_cases("rms-some-0.0", "turns-none-100.0", "top_p of 2-some-0.0")
 def test_outputs_and_gradients_are_those_of_the_definition(name, masked, shift):
     config, x = CONFIGS[name], random_tokens(TOKENS)
     mask = {"some": MASK, "all": MASK & False, "none": MASK | True}[masked]
@@ -168,7 +168,7 @@ def test_a_replayed_choice_gives_the_same_bits(name):
 
 @pytest.mark.parametrize("kind", ["automatic", "explicit", "parallel", "fsdp"])
 @pytest.mark.parametrize("name", ["rms", "top_p of 2"])
-@pytest.mark.default_cases("rms-explicit", "rms-parallel", "rms-fsdp", "top_p of 2-automatic")
+@pytest.mark.default_cases("rms-parallel", "top_p of 2-automatic")
 def test_over_a_mesh_as_on_one_device(name, kind):
     config, x = CONFIGS[name], random_tokens(30).reshape(6, 5, -1)
     params, given = parameters(config), {"mask": (jnp.arange(30) % 3 != 1).reshape(6, 5)}
