@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 from jax import P
@@ -123,8 +123,7 @@ class Parallelism:
 
         check("expert", "num_experts", config.num_experts)
         check("tensor", "expert_width", config.expert_width)
-        parts: dict[str | None, tuple[str, ...]] = {"expert": expert, "expert_mlp": tensor, "embed": fsdp}
-        parts["latent"] = fsdp
+        parts: dict[Any, tuple[str, ...]] = {"expert": expert, "expert_mlp": tensor, "embed": fsdp, "latent": fsdp}
         if config.num_experts % _devices((*expert, *fsdp), sizes) == 0:
             parts |= {"expert": (*expert, *fsdp), "embed": (), "latent": ()}
         elif config.latent_width:
