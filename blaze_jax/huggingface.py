@@ -170,6 +170,15 @@ class Fields:
 
         return float(self._get(name, default, holds, "a positive number" if positive else "a finite number"))
 
+    def norm_order(self, name: str, default: Any = _MISSING) -> float | None:
+        """Returns the p of a p-norm, None where the field is null."""
+
+        def holds(value):
+            return value is None or (_is_number(value, int | float) and 1 <= value <= sys.float_info.max)
+
+        order = self._get(name, default, holds, "null or a number of at least 1")
+        return order if order is None else float(order)
+
     def boolean(self, name: str, default: Any = _MISSING) -> bool:
         return self._get(name, default, lambda value: isinstance(value, bool), "true or false")
 
@@ -287,8 +296,13 @@ def _ungated(fields: Fields) -> str:
     return _UNGATED[fields.choice("hidden_act", list(_UNGATED))]
 
 
-def _is_sum_norm(fields: Fields) -> bool:
-    return fields.choice("moe_normalize_expert_weights", [1, None], 1) == 1
+def _divided_by_sum(fields: Fields) -> bool | None:
+    return {None: False, 1: True}.get(fields.norm_order("moe_normalize_expert_weights", 1))
+
+
+def _other_norm(fields: Fields) -> float | None:
+    order = fields.norm_order("moe_normalize_expert_weights", 1)
+    return None if order == 1 else order
 
 
 _NORMALIZED = {"normalize_weights": methodcaller("boolean", "norm_topk_prob")}
@@ -365,7 +379,7 @@ _FAMILIES = {
         passed=("moe_capacity",),
     ),
     "dbrx": _Family(
-        router={"normalize_weights": _is_sum_norm},
+        router={"normalize_weights": _divided_by_sum, "weight_norm": _other_norm},
         layer={"activation": _named_in_an_object},
         names={
             "hidden_size": "d_model",

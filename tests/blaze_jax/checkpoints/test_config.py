@@ -170,7 +170,7 @@ FFN = {"model_type": ""}
         ("dbrx", {"ffn_config": 3}, "config: ffn_config=3 must be an object"),
         ("dbrx", {"moe_top_k": 2}, "config: moe_top_k=2 is unknown to dbrx"),
         ("dbrx", FFN | {"moe_jitter_eps": 0.1}, "ffn_config: moe_jitter_eps=0.1 must be None or 0, for no noise of"),
-        ("dbrx", FFN | {"moe_normalize_expert_weights": 2}, "moe_normalize_expert_weights=2 must be 1 or None"),
+        ("dbrx", FFN | {"moe_normalize_expert_weights": 0.5}, "moe_normalize_expert_weights=0.5 must be null or a n"),
         ("dbrx", FFN | {"ffn_act_fn": {"name": "silu", "approximate": True}}, "ffn_act_fn={.*} must be None or {'name"),
         ("dbrx", FFN | {"uniform_expert_assignment": True}, "ffn_config: uniform_expert_assignment=True is unknown"),
     ],
@@ -180,6 +180,14 @@ def test_what_contradicts_or_is_beyond_reason_is_named(family, change, message):
         change = {"ffn_config": PUBLIC["dbrx"]["ffn_config"] | change}
     with pytest.raises(checkpoints.CheckpointError, match=message):
         checkpoints.read_model(PUBLIC[family] | change)
+
+
+@pytest.mark.parametrize(("order", "router"), [(None, {"normalize_weights": False}), (2, {"weight_norm": 2.0})])
+@pytest.mark.default_cases("*")
+def test_weights_of_dbrx_are_divided_by_any_norm(order, router):
+    part = PUBLIC["dbrx"]["ffn_config"] | {"moe_normalize_expert_weights": order}
+    described = checkpoints.read_model(PUBLIC["dbrx"] | {"ffn_config": part})
+    assert described.layer.router == Router(**router)
 
 
 NEEDED = """hidden_size num_hidden_layers hidden_act norm_topk_prob n_group topk_group model_type routed_scaling_factor
