@@ -100,7 +100,6 @@ def test_a_checkpointed_block_has_the_same_gradient_and_a_profile(folder, capsys
 def test_the_routers_page_moves_the_bias(folder):
     names = run("routers", folder)
     assert_same_bits(names["recorded"]["routing"]["experts"], names["chosen"])
-    assert names["routing"].experts.shape == (512, 4)
     assert abs(names["bias"]).max() > 0
 
 
