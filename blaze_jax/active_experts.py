@@ -9,12 +9,12 @@ platforms: a few passes over `(T, E)`.
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from blaze_jax.router import Router
 from pallas_kernels.compat import top_k
-from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed
-from pallas_kernels.xla.router import balance_loss, widened
+from pallas_kernels.contract import EMPTY_SLOT, Routed
+from pallas_kernels.xla.router import blank_rows, mean_losses, widened
 
 _RMS_EPSILON = 1e-5
 
@@ -37,8 +37,9 @@ def route_open_ended(
       given: experts that are chosen already, see `routed_to`.
     """
     logits = widened(logits)
-    values = relu(logits) if router.scoring == "relu" else jax.nn.softmax(jnp.where(has_expert(logits), logits, 0))
-    values = jnp.where(has_expert(logits), values, 0)
+    blank = blank_rows(logits)
+    values = relu(logits) if router.scoring == "relu" else jax.nn.softmax(jnp.where(blank, 0, logits))
+    values = jnp.where(blank, 0, values)
     total = values.sum(-1, keepdims=True)
     if given is None:
         experts, demand = _choice(logits, values, experts_per_token, router)
@@ -55,7 +56,10 @@ def route_open_ended(
         weights = router.weight_scale * weights / jnp.where(chosen == 0, 1, chosen)
 
     probabilities = probabilities_of_relu(logits) if router.scoring == "relu" else values
-    losses, probability = _losses(logits, probabilities, demand)
+    log_probabilities = jnp.log(jnp.where(probabilities > 0, probabilities, 1))
+    pairs = number_of_pairs(demand, probabilities.dtype)
+    zeroed = jnp.where(blank, 0, logits)
+    losses, probability = mean_losses(zeroed, blank, probabilities, log_probabilities, demand, pairs)
     return Routed(experts, weights, demand, losses, probability)
 
 
@@ -68,7 +72,7 @@ def probabilities_of_relu(logits: Float[Array, "... E"]) -> Float[Array, "... E"
 
 def activity_loss(logits: Float[Array, "T E"], demand: Int[Array, " E"], axes: tuple[str, ...]) -> Float[Array, ""]:
     """`E · Σ_e demand_e / T · mean_t relu(l_te)`, of the T tokens that count on all devices along `axes`."""
-    activity, tokens = relu(widened(logits)).sum(0), has_expert(logits).sum(dtype=jnp.int32)
+    activity, tokens = relu(widened(logits)).sum(0), (~blank_rows(logits)).sum(dtype=jnp.int32)
     if axes:
         activity, demand, tokens = lax.psum((activity, demand, tokens), axes)
     tokens = jnp.maximum(tokens, 1).astype(activity.dtype)
@@ -104,14 +108,9 @@ def relu(logits: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(logits <= 0, 0, logits)
 
 
-def has_expert(logits: Float[Array, "T E"]) -> Bool[Array, "T 1"]:
-    """Whether a token is routed: one that may go to no expert at all, as a masked one, counts nowhere."""
-    return (logits != -jnp.inf).any(-1, keepdims=True)
-
-
-def shares_of_pairs(demand: Int[Array, " E"], probability: Float[Array, " E"]) -> Float[Array, ""]:
-    """The load-balancing loss where the number of pairs is what the tokens have made it."""
-    return balance_loss(demand, probability, jnp.maximum(demand.sum(), 1).astype(probability.dtype))
+def number_of_pairs(demand: Int[Array, " E"], dtype) -> Float[Array, ""]:
+    """Pairs where tokens have no fixed number of experts, at least 1, in the type of what they divide."""
+    return jnp.maximum(demand.sum(), 1).astype(dtype)
 
 
 def _choice(logits, values, experts_per_token: int | None, router: Router):
@@ -153,17 +152,3 @@ def _of_slots(weights: Float[Array, "T E"], experts: Int[Array, "T slots"]) -> F
     taken = jnp.take_along_axis(weights, jnp.clip(experts, 0, weights.shape[1] - 1), axis=-1)
     taken = jnp.where(experts < weights.shape[1], taken, jnp.nan)
     return jnp.where(experts == EMPTY_SLOT, 0, taken)
-
-
-def _losses(logits, probabilities, demand) -> tuple[Losses, Float[Array, " E"]]:
-    """The losses, means over the tokens, and the mean probability of each expert."""
-    tokens, routed = max(logits.shape[0], 1), has_expert(logits)
-    squared_log = jnp.square(jax.nn.logsumexp(jnp.where(routed, logits, 0), axis=-1))
-    log_probabilities = jnp.log(jnp.where(probabilities > 0, probabilities, 1))
-    probability = probabilities.sum(0) / tokens
-    losses = Losses(
-        balance=shares_of_pairs(demand, probability),
-        squared_log=jnp.where(routed[:, 0], squared_log, 0).sum() / tokens,
-        entropy=-jnp.sum(jnp.sum(probabilities * log_probabilities, axis=-1)) / tokens,
-    )
-    return losses, probability

@@ -26,11 +26,11 @@ from jaxtyping import Array, Bool, Float, Int
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.atomic_forms import Form, compute_pairs, side_of
 from blaze_jax.checks import check_dtypes, check_fields, check_integers, check_numbers, shown
-from blaze_jax.config import Parameter
+from blaze_jax.config import Parameter, check_model_width, shared_parameters
 from blaze_jax.explicit_mesh import restore_shape
 from blaze_jax.implementation import Implementation, check_implementation
 from blaze_jax.layer import as_tokens, check_arrays, initial_value, warn_inside_shard_map
-from blaze_jax.layer_program import devices_of, run_program, shared_experts
+from blaze_jax.layer_program import devices_of, not_padding, run_program, shared_experts
 from blaze_jax.parallelism import ROLES, Parallelism
 from blaze_jax.routing import AxisName, GivenRouting, axis_names
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
@@ -106,18 +106,12 @@ class AtomicConfig:
         Raises:
           ValueError: the width is not an integer of at least 1.
         """
-        check_integers(model_width=model_width)
-        if model_width < 1:
-            raise ValueError(f"{model_width=} must be at least 1")
+        check_model_width(model_width)
         neurons = Parameter((self.num_experts, model_width), ("expert", "embed"), "kernel")
         scores = ("grid_axis", "embed", "grid_side")
         parameters = {"w_router": Parameter((2, model_width, self.grid_side), scores, "router")}
         parameters |= {"w_up": neurons, "w_down": neurons}
-        if self.shared_width:
-            for name in ("gate", "up") if get_activation(self.shared_activation).gated else ("up",):
-                parameters[f"shared_w_{name}"] = Parameter((model_width, self.shared_width), ("embed", "mlp"), "kernel")
-            parameters["shared_w_down"] = Parameter((self.shared_width, model_width), ("mlp", "embed"), "kernel")
-        return parameters
+        return parameters | shared_parameters(model_width, self.shared_width, self.shared_activation)
 
     def batch_statistics(self) -> dict[str, Float[Array, "2 S"]]:
         """The running statistics where training starts: mean 0 and variance 1 of every score, in float32."""
@@ -303,10 +297,8 @@ class _Program:
 
     def layer(self, num_tokens: int, by_token: tuple[Array, GivenRouting], shards: Mapping[str, Array], state):
         config, (tokens, given) = self.config, by_token
-        mask = given.mask
-        if self.axes and num_tokens != tokens.shape[0] * lax.axis_size(self.axes):
-            number = lax.axis_index(self.axes) * tokens.shape[0] + jnp.arange(tokens.shape[0], dtype=jnp.int32)
-            counts = number < num_tokens
+        mask, counts = given.mask, not_padding(num_tokens, tokens.shape[0], self.axes)
+        if counts is not None:
             mask = counts if mask is None else mask & counts
         if mask is not None:  # whatever padding holds, a NaN too, must not reach a gradient
             tokens = jnp.where(mask[:, None], tokens, 0)

@@ -32,7 +32,7 @@ from blaze_jax.transformations import REVERSE_MODE_ONLY, differentiated_once
 from pallas_kernels.compat import is_symbolic_dim, reverse_mode_token, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, accumulator_dtype, place_values
 from pallas_kernels.family import Kernels
-from pallas_kernels.xla.loops import empty, zeros
+from pallas_kernels.xla.loops import zeros
 
 Form = Literal["dense", "grouped", "gathered"]
 
@@ -89,8 +89,14 @@ def choose_form(num_experts: int, experts_per_token: int) -> Form:
     """The fastest form, by how many pairs it computes for each that there is."""
     if num_experts <= DENSE_EXPERTS:
         return "dense"
-    computed = min(experts_per_token, side_of(num_experts)) * side_of(num_experts) / experts_per_token
+    computed = computed_pairs("grouped", num_experts, experts_per_token) / experts_per_token
     return "grouped" if computed <= PAIRS_OF_A_GATHER else "gathered"
+
+
+def computed_pairs(form: Form, num_experts: int, experts_per_token: int) -> int:
+    """The pairs that a form computes for a token, at most."""
+    side = side_of(num_experts)
+    return {"dense": num_experts, "grouped": min(experts_per_token, side) * side, "gathered": experts_per_token}[form]
 
 
 def side_of(num_experts: int) -> int:
@@ -175,9 +181,8 @@ def _in_dtype_of(x: Array, neurons: Neurons) -> Neurons:
 def _in_blocks(settings: Settings, step: Callable, sums, neurons: Neurons, pairs: Pairs, *others: Array):
     """`step(sums, pairs, *others)` of one block of tokens after the other: the last sums, and all tokens' results."""
     (num_tokens, slots), (num_experts, d) = pairs.experts.shape, neurons.w_up.shape
-    side = side_of(num_experts)
-    of_token = {"dense": num_experts, "grouped": min(slots, side) * side, "gathered": slots * d}[settings.form]
-    most = max(8, _BLOCK_NUMBERS // of_token)
+    of_pair = d if settings.form == "gathered" else 1
+    most = max(8, _BLOCK_NUMBERS // (computed_pairs(settings.form, num_experts, slots) * of_pair))
     if is_symbolic_dim(num_tokens) or num_tokens <= most:
         return step(sums, pairs, *others)
     count = -(-num_tokens // most)
@@ -342,7 +347,7 @@ def _dots(tokens: Float[Array, "T d"], rows: Float[Array, "E d"], experts: Int[A
 
 
 def _weighted_sums(kernels: Kernels, rows: Float[Array, "E d"], pairs: Pairs, factors) -> Float[Array, "T d"]:
-    return kernels.combine(rows, pairs.experts, factors, empty(pairs.x.shape, rows.dtype, rows, pairs), 0)
+    return kernels.combine(rows, pairs.experts, factors, None, 0)
 
 
 def _added_by_expert(

@@ -171,11 +171,7 @@ class MoEConfig:
     @property
     def losses_between_neighbours(self) -> tuple[str, ...]:
         """The losses of `neighbour_losses` that have a weight."""
-        return tuple(
-            loss
-            for loss, name in _OF_ROUTERS.items()
-            if loss in ("chunk_loss", "locality_loss") and getattr(self, name)
-        )
+        return tuple(loss for loss in ("chunk_loss", "locality_loss") if getattr(self, _OF_ROUTERS[loss]))
 
     @property
     def other_loss_weights(self) -> dict[str, float]:
@@ -195,7 +191,7 @@ class MoEConfig:
         Raises:
           ValueError: the width is not an integer of at least 1.
         """
-        _check_model_width(model_width)
+        check_model_width(model_width)
         experts, width = self.num_experts, self.expert_width
         projections = ("gate", "up") if get_activation(self.activation).gated else ("up",)
         parameters = {"w_router": Parameter((model_width, experts), ("embed", "expert"), "router")}
@@ -211,12 +207,9 @@ class MoEConfig:
             for name in projections:
                 parameters[f"b_{name}"] = Parameter((experts, width), ("expert", "expert_mlp"), "bias")
             parameters["b_down"] = Parameter((experts, inner), ("expert", axis), "bias")
-        if self.shared_width:
-            for name in projections:
-                parameters[f"shared_w_{name}"] = Parameter((model_width, self.shared_width), ("embed", "mlp"), "kernel")
-            parameters["shared_w_down"] = Parameter((self.shared_width, model_width), ("mlp", "embed"), "kernel")
-            if self.shared_gate:
-                parameters["shared_gate"] = Parameter((model_width, 1), ("embed", None), "kernel")
+        parameters |= shared_parameters(model_width, self.shared_width, self.activation)
+        if self.shared_gate:
+            parameters["shared_gate"] = Parameter((model_width, 1), ("embed", None), "kernel")
         if self.latent_width:
             parameters["w_latent_in"] = Parameter((model_width, inner), ("embed", axis), "kernel")
             parameters["w_latent_out"] = Parameter((inner, model_width), (axis, "embed"), "kernel")
@@ -231,7 +224,7 @@ class MoEConfig:
         Raises:
           ValueError: the width is not an integer of at least 1, or a token's experts are not counted.
         """
-        _check_model_width(model_width)
+        check_model_width(model_width)
         active = self.experts_per_token if self.mean_experts is None else self.mean_experts
         if active is None:
             raise ValueError(
@@ -244,7 +237,17 @@ class MoEConfig:
         return DenseTwin(max(1, round(width + self.shared_width)), self.activation)
 
 
-def _check_model_width(model_width: int) -> None:
+def shared_parameters(model_width: int, width: int, activation: str | Activation) -> dict[str, Parameter]:
+    """The parameters of shared experts of that hidden width; none for width 0."""
+    if not width:
+        return {}
+    names = ("gate", "up") if get_activation(activation).gated else ("up",)
+    parameters = {f"shared_w_{name}": Parameter((model_width, width), ("embed", "mlp"), "kernel") for name in names}
+    return parameters | {"shared_w_down": Parameter((width, model_width), ("mlp", "embed"), "kernel")}
+
+
+def check_model_width(model_width: int) -> None:
+    """Raises ValueError unless it is an integer of at least 1."""
     check_integers(model_width=model_width)
     if model_width < 1:
         raise ValueError(f"{model_width=} must be at least 1")

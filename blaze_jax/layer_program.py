@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import P, lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Bool, Float, UInt32
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import as_array
@@ -190,6 +190,13 @@ def run_program(
     return y, routing._replace(experts=chosen, weights=weights)
 
 
+def not_padding(num_tokens: int, own: int, axes: tuple[str, ...]) -> Bool[Array, " own"] | None:
+    """Which of this device's `own` tokens are among the first `num_tokens` of all; None where there are no others."""
+    if not axes or num_tokens == own * lax.axis_size(axes):
+        return None
+    return lax.axis_index(axes) * own + jnp.arange(own, dtype=jnp.int32) < num_tokens
+
+
 def _seeds(key: Array, shape: tuple[int, ...], axes: tuple[str, ...]) -> UInt32[Array, "... 2"]:
     """Random bits for each token: those that it has on one device, if devices along `axes` have the others."""
     if not axes:
@@ -333,8 +340,7 @@ class _Program:
             return route(logits, axis_name=self.outer_axes, given=given)
         first, devices = lax.axis_index(axes) * own, lax.axis_size(axes)
         if given.treats_tokens_apart(config.router):
-            if num_tokens != own * devices:
-                counts = first + jnp.arange(own, dtype=jnp.int32) < num_tokens
+            if (counts := not_padding(num_tokens, own, axes)) is not None:
                 logits = jnp.where(counts[:, None], logits, -jnp.inf)
             return route(logits, axis_name=(*self.outer_axes, *axes), given=given)
         # Capacity and rounding look at all tokens: every device then routes them all.

@@ -137,9 +137,7 @@ class MoE(nn.Module):
                 mesh_axes: Any = tuple(zip(parameter.axes, parameter.spec or (), strict=False))  # None for a name, too
                 return Partitioned(parameter.draw(key), parameter.axes, mesh_axes=mesh_axes)
 
-            # What is there need not be drawn: flax would trace a draw to compare shapes, which the layer does itself.
-            there = self.has_variable("params", name)
-            params[name] = nn.unbox(self.get_variable("params", name)) if there else self.param(name, init)
+            params[name] = _parameter(self, name, init)
 
         state = bias = None
         if self.config.has_selection_bias:
@@ -220,8 +218,7 @@ class AtomicMoE(nn.Module):
             def init(key, parameter=parameter, draw=draw):
                 return Partitioned(draw(key), parameter.axes)
 
-            there = self.has_variable("params", name)
-            params[name] = nn.unbox(self.get_variable("params", name)) if there else self.param(name, init)
+            params[name] = _parameter(self, name, init)
 
         start = self.config.batch_statistics()
         state = {name: self.variable("batch_stats", name, lambda value=value: value) for name, value in start.items()}
@@ -237,3 +234,13 @@ class AtomicMoE(nn.Module):
             for name, variable in state.items():
                 variable.value = routing.batch_statistics[name]
         return y
+
+
+def _parameter(module: nn.Module, name: str, init: Callable[[Array], Any]) -> Array:
+    """The parameter of that name, drawn where it is not there.
+
+    What is there need not be drawn: flax would trace a draw to compare shapes, which the layer does itself.
+    """
+    if module.has_variable("params", name):
+        return nn.unbox(module.get_variable("params", name))
+    return module.param(name, init)

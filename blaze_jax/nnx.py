@@ -138,9 +138,7 @@ class MoE(nnx.Module):
         `blaze_jax.moe`.
         `nnx.capture(model, blaze_jax.nnx.ChosenExperts)` records those of a call.
         """
-        if train is None and self.deterministic is not None:
-            train = not self.deterministic
-        train = check_train(train)
+        train = _phase(self, train)
         warn_of_missing_train(train, self.config)
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         bias = self.selection_bias[...] if self.config.has_selection_bias else None
@@ -228,9 +226,7 @@ class AtomicMoE(nnx.Module):
         `train` normalises scores by these tokens, and moves the running statistics; None takes what the module was
         told, and without that counts as False. It must be a bool, not traced. `mask` is True for real tokens.
         """
-        if train is None and self.deterministic is not None:
-            train = not self.deterministic
-        train = check_train(train)
+        train = _phase(self, train)
         warn_of_atomic_evaluation(train)
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         statistics = {name: getattr(self, name)[...] for name in STATISTICS}
@@ -240,6 +236,13 @@ class AtomicMoE(nnx.Module):
             for name, value in routing.batch_statistics.items():
                 getattr(self, name)[...] = value
         return y
+
+
+def _phase(module: MoE | AtomicMoE, train: bool | None) -> bool | None:
+    """Whether a call is training: as it says, or else as the module was told."""
+    if train is None and module.deterministic is not None:
+        train = not module.deterministic
+    return check_train(train)
 
 
 def _sharding(parameter: NewParameter, parallel: Parallelism | None) -> dict[str, Any]:

@@ -177,7 +177,8 @@ class Router:
 
     def rule(self, experts_per_token: int) -> Rule:
         """The part of the options that the kernels carry out, for routers that are not open-ended."""
-        assert self.scoring != "relu"
+        if self.scoring == "relu":
+            raise ValueError(f"scoring={self.scoring!r} has no rule for {experts_per_token=}: tokens take any number")
         return Rule(
             experts_per_token=experts_per_token,
             scoring=self.scoring,

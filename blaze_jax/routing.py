@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import P, lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from blaze_jax.active_experts import activity_loss, demand_of, has_expert, route_open_ended, shares_of_pairs
+from blaze_jax.active_experts import activity_loss, demand_of, number_of_pairs, route_open_ended
 from blaze_jax.checks import as_array
 from blaze_jax.dispatch import Grouped, check_ids, group_by_expert, int32_experts
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, placed, token_axes
@@ -26,7 +26,7 @@ from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once, differen
 from pallas_kernels.compat import reverse_mode_token
 from pallas_kernels.contract import EMPTY_SLOT, Losses, Routed, Rule
 from pallas_kernels.family import Kernels
-from pallas_kernels.xla.router import balance_loss, ranking_scores, routed_to, weights_of, widened
+from pallas_kernels.xla.router import balance_loss, blank_rows, ranking_scores, routed_to, weights_of, widened
 
 type AxisName = str | tuple[str, ...] | None
 
@@ -305,8 +305,7 @@ def _route(
     elif capacity := router.capacity(num_tokens, num_experts, experts_per_token):
         experts = _drop_beyond_capacity(kernels, routed, capacity)
         weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
-        if not router.open_ended:
-            tokens_per_expert = jnp.minimum(demand, capacity)
+        tokens_per_expert = jnp.minimum(demand, capacity)
     elif (mode := router.token_rounding) and router.rounds(num_tokens, num_experts, slots):
         wide, rule = widened(logits), router.rule(slots)
         experts, tokens_per_expert = round_token_counts(
@@ -324,7 +323,7 @@ def _route(
     if router.open_ended:
         tokens_per_expert = demand_of(experts, num_experts)
         dropped = demand.sum() - tokens_per_expert.sum()
-        counts, number = has_expert(logits)[:, 0], None
+        counts, number = ~blank_rows(logits)[:, 0], None
     else:
         if experts is not routed.experts:
             dropped = demand.sum() - (experts[:, :slots] != EMPTY_SLOT).sum()
@@ -389,11 +388,9 @@ def _losses(
         demand, counted, devices = lax.psum((routed.demand, counted, 1), axes)
         probability, *means = lax.pmean((routed.probability, losses.squared_log, losses.entropy), axes)
         num_tokens *= devices
-        if experts_per_token is None:
-            balance = shares_of_pairs(demand, probability)
-        else:
-            balance = balance_loss(demand, probability, max(num_tokens, 1) * experts_per_token)
-        losses = Losses(balance, *means)
+        fixed = experts_per_token and max(num_tokens, 1) * experts_per_token
+        pairs = fixed or number_of_pairs(demand, probability.dtype)
+        losses = Losses(balance_loss(demand, probability, pairs), *means)
     dtype = losses.entropy.dtype
     share = jnp.asarray(num_tokens).astype(dtype) / jnp.maximum(counted, 1).astype(dtype)
     balance = losses.balance * share

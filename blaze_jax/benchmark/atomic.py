@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from blaze_jax.activations import get_activation
 from blaze_jax.atomic_experts import AtomicConfig, atomic_moe, best_pairs, init
-from blaze_jax.atomic_forms import Form, choose_form, compute_pairs
+from blaze_jax.atomic_forms import Form, choose_form, compute_pairs, computed_pairs
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import Sizes, forward_and_backward
 from blaze_jax.benchmark.timing import time_calls, wall_times
@@ -41,7 +41,7 @@ def measure_atomic(sizes: Sizes, dtype, *, repeats: int, implementation=None) ->
     options = {"activation": get_activation(config.activation).function, "implementation": implementation}
     calls = {}
     for form in get_args(Form):
-        if 12 * tokens * d * _computed(form, config) < MOST_OPERATIONS:
+        if 12 * tokens * d * computed_pairs(form, num_experts, slots) < MOST_OPERATIONS:
             run = forward_and_backward(partial(compute_pairs, form=form, **options))
             calls[form] = partial(jax.jit(run), *arguments, x)
 
@@ -56,9 +56,3 @@ def measure_atomic(sizes: Sizes, dtype, *, repeats: int, implementation=None) ->
         rows_of_table[name] = {**timing.record(), "wall_us": wall_us, "ns_per_pair": 1e3 * wall_us / sizes.pairs}
     chosen = choose_form(num_experts, slots)
     return head("atomic", sizes, dtype) | {"chosen": chosen, "forms": rows_of_table}
-
-
-def _computed(form: Form, config: AtomicConfig) -> int:
-    """The pairs that a form computes for a token, at most."""
-    side, slots = config.grid_side, config.experts_per_token
-    return {"dense": config.num_experts, "grouped": min(slots, side) * side, "gathered": slots}[form]

@@ -154,7 +154,7 @@ def _common_terms(logits, rule) -> tuple[Float[Array, "T 1"], Float[Array, "T 1"
     A NaN is the whole row's, although the experts chosen might not show it.
     """
     if rule.scoring == "softmax" and not _normalized(rule):
-        logits = jnp.where(_blank_rows(logits), 0, logits)
+        logits = jnp.where(blank_rows(logits), 0, logits)
         largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
         return largest, jnp.log(jnp.exp(logits - largest).sum(-1, keepdims=True))
     nothing = jnp.zeros((logits.shape[0], 1), logits.dtype)
@@ -206,16 +206,31 @@ def _keep_best_groups(ranking, num_groups, groups_per_token):
 
 def _losses(logits, demand, rule) -> tuple[Losses, Float[Array, " E"]]:
     """The losses, and the mean probability of each expert."""
-    tokens = max(logits.shape[0], 1)
-    blank = _blank_rows(logits)
+    blank, num_pairs = blank_rows(logits), max(logits.shape[0], 1) * rule.experts_per_token
     logits = jnp.where(blank, 0, logits)
     log_probabilities = jax.nn.log_softmax(_log_scores(logits, rule), axis=-1)
     probabilities = jnp.where(blank, 0, jnp.exp(log_probabilities))
     log_probabilities = jnp.where(probabilities > 0, log_probabilities, 0)
+    return mean_losses(logits, blank, probabilities, log_probabilities, demand, num_pairs)
+
+
+def mean_losses(
+    logits: Float[Array, "T E"],
+    blank: Bool[Array, "T 1"],
+    probabilities: Float[Array, "T E"],
+    log_probabilities: Float[Array, "T E"],
+    demand: Int[Array, " E"],
+    num_pairs: int | Float[Array, ""],
+) -> tuple[Losses, Float[Array, " E"]]:
+    """The losses, means over the tokens, and the mean probability of each expert.
+
+    Where a token is `blank`, its logits and probabilities are zeros. Logarithms are 0 where a probability is.
+    """
+    tokens = max(logits.shape[0], 1)
     squared_log = jnp.where(blank[:, 0], 0, jnp.square(jax.nn.logsumexp(logits, axis=-1)))
     probability = probabilities.sum(0) / tokens
     losses = Losses(
-        balance=balance_loss(demand, probability, tokens * rule.experts_per_token),
+        balance=balance_loss(demand, probability, num_pairs),
         squared_log=squared_log.sum() / tokens,
         entropy=-jnp.sum(jnp.sum(probabilities * log_probabilities, axis=-1)) / tokens,
     )
@@ -230,7 +245,7 @@ def balance_loss(
     return demand.shape[0] * jnp.vdot(share, probability)
 
 
-def _blank_rows(logits) -> Bool[Array, "T 1"]:
+def blank_rows(logits) -> Bool[Array, "T 1"]:
     """Tokens that have no possible expert."""
     return (logits == -jnp.inf).all(-1, keepdims=True)
 

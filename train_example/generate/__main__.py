@@ -19,7 +19,7 @@ from train_example.generate.files import Results, check_out, digest, generate_fi
 from train_example.generate.models import Source, Text, open_model, printable
 from train_example.generate.sampling import Sampling
 from train_example.generate.timing import time_generation
-from train_example.program.arguments import Parser, add_options, new_config, number, whole
+from train_example.program.arguments import Parser, add_options, new_config, number, real, whole
 from train_example.program.devices import allow_all_memory
 
 _USER_ERROR = 2
@@ -194,23 +194,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=whole(1), metavar="N", help=f"the most to generate ({_TOKENS}, or what fits)")
     add("--temperature", type=number, default=1.0, metavar="T", help="what logits are divided by; 0 is greedy (1)")
     add("--top-k", type=whole(1), metavar="K", help="draw from the K likeliest tokens (all)")
-    add("--top-p", type=_share, default=1.0, metavar="P", help="draw from the likeliest ones of that probability (1)")
+    share = real(lambda value: 0 < value <= 1, "above 0, at most 1")
+    add("--top-p", type=share, default=1.0, metavar="P", help="draw from the likeliest ones of that probability (1)")
     add("--stop", action="append", default=[], metavar="TEXT", help="a token that ends a text, beside the model's own")
     add("--seed", type=whole(0), default=0, metavar="N", help="seeds the choices (0)")
     add("--batch-size", type=whole(1), metavar="N", help=f"sequences at a time (at most {_BATCH}; with --time 1)")
     add("--cache", type=whole(1), metavar="N", help="the most tokens of a sequence (what is needed)")
     add_options(parser, "dtype", "implementation", "attention")
     return parser
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a number above 0, at most 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -195,11 +195,19 @@ def whole(least: int) -> Callable[[str], int]:
     return convert
 
 
-def number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a number of at least 0")
-    return value
+def real(fits: Callable[[float], bool], rule: str) -> Callable[[str], float]:
+    """Reads a number that fits; no number fits nothing, as NaN compares."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"{text} must be a number {rule}")
+        return value
+
+    return convert
+
+
+number = real(lambda value: 0 <= value < math.inf, "of at least 0")
