@@ -119,6 +119,22 @@ class Cutoffs(NamedTuple):
         return (key > cutoff) | ((key == cutoff) & (token <= self.tokens[expert]))
 
 
+class Sums(NamedTuple):
+    """Running sums that kernels add gradients to, in place, instead of writing them: nothing else may use the arrays.
+
+    Attributes:
+      arrays: `(S, d, n)` each, of S matrices, in the dtype that the sums shall have; a kernel returns them.
+      first: the place of the first expert's among them, int32; None for 0. The others' follow.
+    """
+
+    arrays: tuple[Float[Array, "S d n"], ...]
+    first: Int[Array, ""] | None = None
+
+    @property
+    def dtypes(self) -> tuple:
+        return tuple(array.dtype for array in self.arrays)
+
+
 def accumulator_dtype(*dtypes) -> jnp.dtype:
     """float64 if one of the dtypes is float64, else float32; also where jax promotes no types."""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)

@@ -20,7 +20,7 @@ from pallas_kernels.ampere.operands import WARPGROUPS, Pieces, Steps, Sums, Warp
 from pallas_kernels.ampere.pipeline import Operands, Slots, sweep_columns
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
-from pallas_kernels.simt.matrices import CHUNK, commit_copies, pack
+from pallas_kernels.simt.matrices import CHUNK, commit_copies, pack, unpack
 from pallas_kernels.simt.threads import shuffle_xor, when
 from pallas_kernels.simt.values import Float, Int, Long, Pointer, minimum, select
 from pallas_kernels.tuning.parameters import MmaTuning
@@ -165,13 +165,22 @@ def add_bias(sums: list[list[Float]], bias: list[list[Float]] | None) -> list[li
 
 
 def store_sums(
-    results: Sequence[Pointer], where: WarpOutput, sums: Sums, num_columns: int, biases: Sequence = (None, None)
+    results: Sequence[Pointer],
+    where: WarpOutput,
+    sums: Sums,
+    num_columns: int,
+    biases: Sequence = (None, None),
+    before: Sequence[Pointer] = (),
 ) -> None:
-    """Stores the warp's part of a tile, each half panel to its projection's result, after adding its bias."""
+    """Stores the warp's part of a tile, each half panel to its projection's result, after adding its bias.
+
+    What `before` has for each projection, in the places and the type of the results, is added, too.
+    """
 
     def end_rows(first, of_rows):
         for values, bias, (projection, column) in zip(of_rows, biases, where.halves, strict=True):
-            store_half(results[projection], where, first, column, add_bias(values, bias), num_columns)
+            there = before[projection] if before else None
+            store_half(results[projection], where, first, column, add_bias(values, bias), num_columns, there)
 
     for_rows(where, sums, end_rows)
 
@@ -187,7 +196,13 @@ def for_rows(where: WarpOutput, sums: Sums, end: Callable) -> None:
 
 
 def store_half(
-    output: Pointer, where: WarpOutput, first_row: int, column: Int, values: list[list[Float]], num_columns: int
+    output: Pointer,
+    where: WarpOutput,
+    first_row: int,
+    column: Int,
+    values: list[list[Float]],
+    num_columns: int,
+    before: Pointer | None = None,
 ) -> None:
     """Stores 16 rows, from the warp's `first_row` on, of half a panel at `output[where.row :, column :]`.
 
@@ -198,29 +213,48 @@ def store_half(
       column: the half panel's first one in the output.
       values: the thread's, by 8 columns and register, as `matrices.multiply` has its sums.
       num_columns: width of the output.
+      before: an array like the output, from which it is added to the values; None for no other addend.
     """
     for i in range(2):
         of_rows = [v[2 * i : 2 * i + 2] for v in values]
-        store_rows(output, where, first_row + 8 * i, column, of_rows, num_columns)
+        store_rows(output, where, first_row + 8 * i, column, of_rows, num_columns, before)
 
 
 def store_rows(
-    output: Pointer, where: WarpOutput, first_row: int, column: Int, values: list[list[Float]], num_columns: int
+    output: Pointer,
+    where: WarpOutput,
+    first_row: int,
+    column: Int,
+    values: list[list[Float]],
+    num_columns: int,
+    before: Pointer | None = None,
 ) -> None:
-    """Stores 8 rows of half a panel, as `store_half` does: of each 8 columns, the two numbers that the thread has."""
+    """Stores 8 rows of half a panel, as `store_half` does: of each 8 columns, the two numbers that the thread has.
+
+    Sums of 16 bits are of numbers that were rounded to it, and rounded themselves.
+    """
     quad = where.lane % 4
     row = where.lane // 4 + first_row
     if output.kind == "float32":  # four lanes have 32 bytes of a row, as many as memory moves at once
         own = column + quad * 2
         for i, numbers in enumerate(values):
             with when((row < where.rows) & (own + i * CHUNK < num_columns)):
-                words = [x.bits() for x in numbers]
-                output.store_words(Long(where.row + row) * num_columns + (own + i * CHUNK), words)
+                index = Long(where.row + row) * num_columns + (own + i * CHUNK)
+                if before is not None:
+                    there = before.load_vector(index, len(numbers)).elements()
+                    numbers = [x + y for x, y in zip(numbers, there, strict=True)]
+                output.store_words(index, [x.bits() for x in numbers])
         return
     words = _transposed([pack(low, high, output.kind) for low, high in values], quad)  # 8 columns of one row, 16 bytes
     own = column + quad * CHUNK
     with when((row < where.rows) & (own < num_columns)):
-        output.store_words(Long(where.row + row) * num_columns + own, words)
+        index = Long(where.row + row) * num_columns + own
+        if before is not None:
+            there = before.load_vector(index, CHUNK).wide().elements()
+            numbers = [x for word in words for x in unpack(word, output.kind)]
+            added = [x + y for x, y in zip(numbers, there, strict=True)]
+            words = [pack(*added[i : i + 2], output.kind) for i in range(0, CHUNK, 2)]
+        output.store_words(index, words)
 
 
 def _transposed(words: list[Int], quad: Int) -> list[Int]:

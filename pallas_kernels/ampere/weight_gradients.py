@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import simt
+from pallas_kernels.ampere import operands
 from pallas_kernels.ampere.operands import (
     PANEL_CHUNKS,
     PANEL_ROW_WORDS,
     PANEL_ROWS_AT_ONCE,
+    THREADS,
     UNIT,
     WARPGROUPS,
     WARPS,
-    Sums,
     WarpOutput,
     WarpPart,
     abreast,
@@ -32,10 +33,10 @@ from pallas_kernels.ampere.operands import (
 )
 from pallas_kernels.ampere.pipeline import Operands, Slots, sweep_columns
 from pallas_kernels.ampere.row_matmul import store_sums
-from pallas_kernels.contract import Dispatch
+from pallas_kernels.contract import Dispatch, Sums
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
-from pallas_kernels.simt.matrices import start_copy
-from pallas_kernels.simt.threads import block_barrier, combine_lanes, loop, when
+from pallas_kernels.simt.matrices import chunk_size, start_copy
+from pallas_kernels.simt.threads import block_barrier, combine_lanes, indices, loop, when
 from pallas_kernels.simt.values import WARP, Int, Long, Pointer, minimum, select, total
 from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
@@ -55,15 +56,15 @@ def up_weight_gradients(
     *,
     dtypes: tuple,
     bias_dtypes: tuple,
+    sums: Sums | None = None,
     tuning: MmaTuning | None = None,
 ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
     """`X_gᵀ · dP` per projection, in one pass over the gathered token rows; see the portable twin.
 
     Operands of float32 are rounded to tf32, 10 bits of mantissa. Sums are float32. Biases' are of what was not rounded.
     """
-    gradients = _row_contraction(
-        "up_weight_gradients", x, d_pre_activations, groups, left_gathered=True, dtypes=dtypes, tuning=tuning
-    )
+    options = {"left_gathered": True, "dtypes": dtypes, "sums": sums, "tuning": tuning}
+    gradients = _row_contraction("up_weight_gradients", x, d_pre_activations, groups, **options)
     pairs = zip(d_pre_activations, bias_dtypes, strict=False)
     biases = [_expert_sums("moe_up_bias_gradients", d, groups, num_tokens=x.shape[0], dtype=t) for d, t in pairs]
     return tuple(gradients), tuple(biases)
@@ -78,12 +79,12 @@ def down_weight_gradients(
     *,
     dtype,
     bias_dtype,
+    sums: Sums | None = None,
     tuning: MmaTuning | None = None,
 ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
     """`(weights · A)ᵀ · dy_g`; see the portable twin. Rounds as `up_weight_gradients` does."""
-    (gradient,) = _row_contraction(
-        "down_weight_gradients", weighted_hidden, (dy,), groups, left_gathered=False, dtypes=(dtype,), tuning=tuning
-    )
+    options = {"left_gathered": False, "dtypes": (dtype,), "sums": sums, "tuning": tuning}
+    (gradient,) = _row_contraction("down_weight_gradients", weighted_hidden, (dy,), groups, **options)
     if bias_dtype is None:
         return gradient, None
     weights = row_weights.astype(jnp.float32)
@@ -121,6 +122,7 @@ def _row_contraction(
     *,
     left_gathered: bool,
     dtypes: tuple,
+    sums: Sums | None,
     tuning: MmaTuning | None,
 ) -> list[jax.Array]:
     """`leftᵀ · r` over each expert's rows for every array `r` of the right operand.
@@ -132,6 +134,7 @@ def _row_contraction(
       groups: the rows by expert; those of no token do not count.
       left_gathered: whether the left operand is read by token index and the right one by row, or the other way round.
       dtypes: those of the results, `(E, a, b)`.
+      sums: what the results are added to, and then are; None for no sums.
       tuning: parameters, or None for those of tables and rules. Blocks that run together share most of what they read
         if several row tiles are abreast.
     """
@@ -142,7 +145,9 @@ def _row_contraction(
     width = tile.columns // len(right)
     row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
     sweeps = tile.sweeps(column_tiles)
-    num_rows = groups.num_rows
+    num_rows, blocks = groups.num_rows, groups.num_experts * row_tiles * sweeps
+    updated, first = sums or ((), None)
+    first = None if first is None else jnp.asarray(first, jnp.int32).reshape(1)
 
     def copies(
         sides: Sequence[_Side], first_row: Int, end: Int, token_indices: Pointer
@@ -179,8 +184,19 @@ def _row_contraction(
             for panel in range(len(side.arrays) * side.columns // tile.panel_columns)
         ]
 
-    def body(offsets, token_indices, left, right, *results_and_ring):
-        *results, ring = results_and_ring
+    def copy_others(result: Pointer, before: Pointer, first: Int):
+        """Copies what other experts have in the sums, where XLA did not let the result take their memory."""
+        size, elements = shape[0] * shape[1], chunk_size(result.kind)
+        count = (updated[0].shape[0] - groups.num_experts) * (size // elements)
+        with when(~result.is_same(before)):
+            for item in indices(simt.block() * THREADS + simt.thread(), count, blocks * THREADS):
+                matrix = item // (size // elements)
+                matrix = select(matrix < first, matrix, matrix + groups.num_experts)
+                index = Long(matrix) * size + item % (size // elements) * elements
+                result.store_vector(index, before.load_vector(index, elements))
+
+    def body(offsets, token_indices, left, right, first, *others):
+        before, results, ring = others[: len(updated)], others[len(updated) : -1], others[-1]
         block = simt.block()
         expert, of_expert = block // (row_tiles * sweeps), block % (row_tiles * sweeps)
         row_tile, sweep = abreast(of_expert, row_tiles, sweeps, tile.abreast)
@@ -202,22 +218,27 @@ def _row_contraction(
             right_loaded = partial(load_half, load_panels, part)
             return Operands(own_copies, load_rows, right_loaded, state=tokens_of), steps
 
-        def finish(column_tile: Int, sums: Sums):
+        def finish(column_tile: Int, tile_sums: operands.Sums):
             halves = part.halves(column_tile, width)
             row = row_tile * TILE_ROWS + part.row
-            where = WarpOutput(expert, expert * shape[0] + row, Int(shape[0]) - row, halves, part.lane)
-            store_sums(results, where, sums, shape[1])
+            place = expert if first is None else first[0] + expert
+            where = WarpOutput(place, place * shape[0] + row, Int(shape[0]) - row, halves, part.lane)
+            store_sums(results, where, tile_sums, shape[1], before=before)
 
         sweep_columns(Slots(ring, tile), sweep, column_tiles, of_column, finish, ring_is_free=True)
+        if first is not None:
+            for of_result, there in zip(results, before, strict=True):
+                copy_others(of_result, there, first[0])
 
     return simt.kernel(
         body,
         name=f"moe_{kernel}",
-        outputs=[jax.ShapeDtypeStruct((groups.num_experts, *shape), t) for t in dtypes],
-        blocks=groups.num_experts * row_tiles * sweeps,
+        outputs=[] if sums else [jax.ShapeDtypeStruct((groups.num_experts, *shape), t) for t in dtypes],
+        blocks=blocks,
         warpgroups=WARPGROUPS,
         shared=[tile.stages * tile.slot_words],
-    )(groups.expert_token_offsets, groups.expert_token_indices, left, right)
+        updated=len(updated),
+    )(groups.expert_token_offsets, groups.expert_token_indices, left, right, first, *updated)
 
 
 def _expert_sums(

@@ -253,6 +253,20 @@ def store_through(buffers, warpgroup, turn: int, values: jax.Array, *, transpose
     plgpu.commit_smem_to_gmem_group()
 
 
+@in_interpreter(forms.memory_to_add)
+def memory_to_add(dtype, columns: int) -> dict:
+    """Memory that `leave` needs among the launch's to add buffers of so many columns: none, but in the interpreter."""
+    del dtype, columns
+    return {}
+
+
+@in_interpreter(forms.leave)
+def leave(refs, buffer, target, *, add: bool) -> None:
+    """Starts the bulk copy of a buffer, or adds it to what is there, and rounds each number of 16 bits once more."""
+    del refs
+    plgpu.copy_smem_to_gmem(buffer, target, commit_group=False, reduction_op="add" if add else None)
+
+
 @in_interpreter(forms.sigmoid)
 def sigmoid(x):
     """`1 / (1 + exp(-x))` of a float32 tile, in 4 instructions an element; Pallas's own division takes 4 more."""

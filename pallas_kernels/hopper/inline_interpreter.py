@@ -9,6 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic.row_groups import GROUP_ROWS
+
 COUNTED = -1
 """In the place of a number that a block took."""
 
@@ -60,6 +62,21 @@ def store_columns(panel, first_column, values):
 
 def store_panels(panels, values, *, transposed=False):
     panels[...] = _as_panels(values.T if transposed else values, panels)
+
+
+def memory_to_add(dtype, columns):
+    return {"before": plgpu.SMEM((2, GROUP_ROWS, columns), dtype), "fetched": plgpu.Barrier(num_barriers=2)}
+
+
+def leave(refs, buffer, target, *, add):
+    """The interpreter has no copies that add: the sums are fetched, by a copy that knows the array's edges, too."""
+    if add:
+        before, fetched = refs.before.at[refs.warpgroup, pl.ds(0, buffer.shape[0])], refs.fetched.at[refs.warpgroup]
+        plgpu.copy_gmem_to_smem(target, before, fetched)
+        plgpu.barrier_wait(fetched)
+        buffer[...] = (buffer[...].astype(jnp.float32) + before[...].astype(jnp.float32)).astype(buffer.dtype)
+        plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
 
 
 def _as_panels(values, panels):

@@ -3,6 +3,10 @@
 Persistent blocks walk over 128 x 256 tiles of the experts' gradients. A k step is 64 rows of the expert: gathered token
 rows on one side, rows stored by expert on the other. Rows past the expert's last are zero on both sides, since a
 neighbour's NaN times zero would be NaN.
+
+Where results are added to `sums`, the bulk copies that they leave by add them to what is in memory. A kernel adds to
+each number once, so equal bits are no question of order. The result has to have the sums' own memory, as the launch
+demands of XLA: other than where results are written, fresh memory would not do (see `mosaic/launches.py`).
 """
 
 from collections.abc import Callable
@@ -17,9 +21,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.contract import Dispatch
+from pallas_kernels.contract import Dispatch, Sums
 from pallas_kernels.hopper.gather import RowGather, row_chunks
-from pallas_kernels.hopper.inline import K_STEP, PANEL, store_buffers, store_through, wgmma, zero_rows, zeros
+from pallas_kernels.hopper.inline import (
+    K_STEP,
+    PANEL,
+    leave,
+    memory_to_add,
+    store_buffers,
+    store_through,
+    wgmma,
+    zero_rows,
+    zeros,
+)
 from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel, in_panels
 from pallas_kernels.mosaic.device import WIDTH_MULTIPLE
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
@@ -36,6 +50,7 @@ def up_weight_gradients(
     *,
     dtypes: tuple,
     bias_dtypes: tuple,
+    sums: Sums | None = None,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
     """`X_gᵀ · dP` per projection, in one pass over the gathered token rows; see the portable twin.
@@ -43,15 +58,17 @@ def up_weight_gradients(
     `x` may be in several arrays of as many tokens, one after the other; so may `dy` below.
     """
     x = x if isinstance(x, tuple) else (x,)
-    gradients = RowContraction("up_weight_gradients", x, d_pre_activations, groups, dtypes[0], tuning).gradients()
+    dtypes = sums.dtypes if sums else dtypes
+    contraction = RowContraction("up_weight_gradients", x, d_pre_activations, groups, dtypes[0], tuning, sums=sums)
+    gradients = contraction.gradients()
     if not bias_dtypes:
         return gradients, ()
     # Sums over rows are products with ones: every row gathers the same token.
     is_row = groups.expert_token_indices < sum(part.shape[0] for part in x)
     rows_of_ones = groups._replace(expert_token_indices=jnp.where(is_row, jnp.int32(0), 1))
     ones = jnp.ones((1, WIDTH_MULTIPLE), x[0].dtype)
-    sums = RowContraction("up_bias_gradients", (ones,), d_pre_activations, rows_of_ones, jnp.float32).gradients()
-    return gradients, tuple(s[:, 0].astype(t) for s, t in zip(sums, bias_dtypes, strict=True))
+    biases = RowContraction("up_bias_gradients", (ones,), d_pre_activations, rows_of_ones, jnp.float32).gradients()
+    return gradients, tuple(b[:, 0].astype(t) for b, t in zip(biases, bias_dtypes, strict=True))
 
 
 @traced_once("dtype", "bias_dtype", "tuning")
@@ -63,13 +80,14 @@ def down_weight_gradients(
     *,
     dtype,
     bias_dtype,
+    sums: Sums | None = None,
     tuning: TileTuning | None = None,
 ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
     """`(weights · A)ᵀ · dy_g`; see the portable twin."""
     # The gathered side on the left, where a tile is narrow: half the bytes to gather, and the product is transposed.
     dy = dy if isinstance(dy, tuple) else (dy,)
-    weights = RowContraction("down_weight_gradients", dy, (weighted_hidden,), groups, dtype, tuning, transposed=True)
-    (gradient,) = weights.gradients()
+    operands = dy, (weighted_hidden,), groups, sums.dtypes[0] if sums else dtype, tuning
+    (gradient,) = RowContraction("down_weight_gradients", *operands, transposed=True, sums=sums).gradients()
     if bias_dtype is None:
         return gradient, None
     stored = jnp.broadcast_to(row_weights.astype(dy[0].dtype)[:, None], (groups.num_rows, WIDTH_MULTIPLE))
@@ -78,7 +96,7 @@ def down_weight_gradients(
 
 
 class GradientTile(NamedTuple):
-    """A tile of an expert's gradient, and the rows `start` to `end` that it is summed over."""
+    """A tile of the gradient at place `expert`, and the rows `start` to `end` that it is summed over."""
 
     expert: jax.Array
     row_tile: jax.Array
@@ -103,6 +121,7 @@ class RowContraction(TileKernel):
       result_dtype: float32, or a type of 16 bits, whose results wait in registers for the next tile's products.
       own_tuning: what the caller wants `tuning` to be, the order of an expert's tiles among it; None as tables say.
       transposed: results are `(E, b, a)` instead of `(E, a, b)`.
+      sums: what the results are added to, of that dtype; None for no sums.
     """
 
     kernel: str
@@ -112,6 +131,7 @@ class RowContraction(TileKernel):
     result_dtype: Any
     own_tuning: TileTuning | None = None
     transposed: bool = False
+    sums: Sums | None = None
 
     tile = GradientTile
 
@@ -127,20 +147,24 @@ class RowContraction(TileKernel):
         chunks = row_chunks(self.groups.expert_token_indices, self.tokens)
         indices = {"offsets": self.groups.expert_token_offsets, "row_chunks": chunks}
         stored, self.copies = in_panels(self.stored)
-        self.operands = {**indices, "tokens": self.tokens, "stored": stored}
+        first, sums = self.sums and self.sums.first, self.sums and self.sums.arrays
+        first = None if first is None else jnp.asarray(first, jnp.int32).reshape(1)
+        self.operands = {**indices, "tokens": self.tokens, "stored": stored, "first": first, "sums": sums}
         self.gather = RowGather(self.tokens, rows=K_STEP, columns=TILE_ROWS)
         self.wide = jnp.dtype(self.result_dtype) == jnp.float32
         self.chunk_columns = 32 if self.wide else 64  # a chunk of the result is 128 bytes wide
         self.buffers = store_buffers(self.result_dtype, self.chunk_columns)
         self.barriers = {"zeroed": plgpu.Barrier(num_arrivals=2)}
+        if self.sums:
+            self.barriers |= memory_to_add(self.result_dtype, self.chunk_columns)
 
     def gradients(self) -> tuple[jax.Array, ...]:
         shape = (self.tokens[0].shape[1], self.stored[0].shape[1])
         shape = shape[::-1] if self.transposed else shape
-        result = jax.ShapeDtypeStruct((self.groups.num_experts, *shape), self.result_dtype)
-        return self.run(
-            f"moe_{self.kernel}", results={"results": (result,) * len(self.stored)}, copies=self.copies
-        ).results
+        matrices = self.sums.arrays[0].shape[0] if self.sums else self.groups.num_experts
+        result = jax.ShapeDtypeStruct((matrices, *shape), self.result_dtype)
+        options = {"copies": self.copies, "in_place": {"sums": "results"}}
+        return self.run(f"moe_{self.kernel}", results={"results": (result,) * len(self.stored)}, **options).results
 
     def find(self, refs, number):
         is_one, number = number < self.num_tiles, jnp.minimum(number, self.num_tiles - 1)
@@ -149,7 +173,8 @@ class RowContraction(TileKernel):
         place = plgpu.planar_snake(
             lax.rem(number, in_expert), self.tiles, self.tuning.minor_dim, self.tuning.tile_width
         )
-        return GradientTile(expert, *place, refs.offsets[expert], refs.offsets[expert + 1]), is_one
+        rows = refs.offsets[expert], refs.offsets[expert + 1]
+        return GradientTile(expert if refs.first is None else refs.first[0] + expert, *place, *rows), is_one
 
     def first_tokens(self, refs, tile: GradientTile):
         return self.gather.load_chunks(refs.row_chunks, tile.start)
@@ -243,8 +268,8 @@ class RowContraction(TileKernel):
             columns = pl.ds(tile.column_tile * self.width + column_in_result, width)
             if not self.transposed:
                 target = result.at[tile.expert, pl.ds(row, GROUP_ROWS), columns]
-                plgpu.copy_smem_to_gmem(buffer, target, commit_group=False)
+                leave(refs, buffer, target, add=self.sums is not None)
             else:
                 for first in range(0, GROUP_ROWS, width):
                     target = result.at[tile.expert, columns, pl.ds(row + first, width)]
-                    plgpu.copy_smem_to_gmem(buffer.at[pl.ds(first, width)], target, commit_group=False)
+                    leave(refs, buffer.at[pl.ds(first, width)], target, add=self.sums is not None)

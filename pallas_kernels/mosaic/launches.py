@@ -4,7 +4,8 @@ Results take the memory of operands, and are right also where XLA does not let t
 through a `jax.Ref`: the kernel then has one pointer, the operand's, and trusts XLA that the result is there. XLA's
 fusion of slices into launches breaks that: given a slice of a stacked array, as in a scan over layers, it hands over
 the stack itself and takes the result from fresh memory that nobody wrote (jaxlib 0.11.2 and 0.12.0). So these kernels
-have both pointers, read from the operand and write to the result, wherever that is.
+have both pointers, read from the operand and write to the result, wherever that is. Those that leave part of it as it
+was, or add to it, need the memory itself; who calls them keeps slices away from them by a barrier.
 
 Kernels are assembled in threads while jax still lowers the program around them: XLA assembles those of a program one
 after the other, a second each, once all of it is lowered. A process keeps what it has assembled, so a kernel that was

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.contract import Dispatch, Sums, accumulator_dtype
 from pallas_kernels.xla.loops import (
     empty,
     gather_rows,
@@ -203,6 +203,7 @@ def up_weight_gradients(
     *,
     dtypes: tuple,
     bias_dtypes: tuple,
+    sums: Sums | None = None,
 ) -> tuple[tuple[Float[Array, "E d n"], ...], tuple[Float[Array, "E n"], ...]]:
     """`X_gᵀ · dP` per projection, in one pass over the gathered token rows, and the bias gradients.
 
@@ -212,8 +213,11 @@ def up_weight_gradients(
       groups: the rows by expert.
       dtypes: those of the weight gradients, one per projection.
       bias_dtypes: those of the bias gradients, one per projection, or empty: none are computed.
+      sums: what the weight gradients are added to, one array per projection; None for no sums. The sums, whose dtype
+        then counts, take the gradients' place in the result.
     """
     x = _joined(x)
+    dtypes = sums.dtypes if sums else dtypes
     num_experts, (d, n) = groups.num_experts, (x.shape[1], d_pre_activations[0].shape[1])
 
     def terms(tile):
@@ -224,7 +228,7 @@ def up_weight_gradients(
 
     out = [jax.ShapeDtypeStruct((num_experts, d, n), t) for t in dtypes]
     out += [jax.ShapeDtypeStruct((num_experts, n), t) for t in bias_dtypes]
-    grads = sum_rows(groups, terms, tuple(out), x, d_pre_activations)
+    grads = sum_rows(groups, terms, tuple(out), x, d_pre_activations, sums=sums)
     return grads[: len(dtypes)], grads[len(dtypes) :]
 
 
@@ -236,9 +240,14 @@ def down_weight_gradients(
     *,
     dtype,
     bias_dtype,
+    sums: Sums | None = None,
 ) -> tuple[Float[Array, "E n d"], Float[Array, "E d"] | None]:
-    """`(weights · A)ᵀ · dy_g`, and the down bias gradient `Σ weights · dy_g` where `bias_dtype` is not None."""
+    """`(weights · A)ᵀ · dy_g`, and the down bias gradient `Σ weights · dy_g` where `bias_dtype` is not None.
+
+    With `sums`, of one array, the first is those with this gradient added, as in `up_weight_gradients`.
+    """
     dy = _joined(dy)
+    dtype = sums.dtypes[0] if sums else dtype
     num_experts, (n, d) = groups.num_experts, (weighted_hidden.shape[1], dy.shape[1])
 
     def terms(tile):
@@ -251,7 +260,7 @@ def down_weight_gradients(
 
     out = [jax.ShapeDtypeStruct((num_experts, n, d), dtype)]
     out += [] if bias_dtype is None else [jax.ShapeDtypeStruct((num_experts, d), bias_dtype)]
-    grads = sum_rows(groups, terms, tuple(out), weighted_hidden, dy, row_weights)
+    grads = sum_rows(groups, terms, tuple(out), weighted_hidden, dy, row_weights, sums=sums)
     return grads[0], grads[1] if bias_dtype is not None else None
 
 

@@ -21,7 +21,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.compat import vary_over, varying_axes
-from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.contract import Dispatch, Sums, accumulator_dtype
 
 type Arrays = tuple[Array, ...]
 
@@ -264,7 +264,13 @@ def map_rows(
     return _on_platform(groups, sum(weights[0].shape[1:]), run)
 
 
-def sum_rows(groups: Dispatch, terms: Callable[[Tile], Arrays], out: tuple[jax.ShapeDtypeStruct, ...], *like) -> Arrays:
+def sum_rows(
+    groups: Dispatch,
+    terms: Callable[[Tile], Arrays],
+    out: tuple[jax.ShapeDtypeStruct, ...],
+    *like,
+    sums: Sums | None = None,
+) -> Arrays:
     """Per expert, the sum of `terms(tile)` over its tiles: accumulated wide, rounded once, zeros for an empty expert.
 
     Args:
@@ -272,19 +278,27 @@ def sum_rows(groups: Dispatch, terms: Callable[[Tile], Arrays], out: tuple[jax.S
       terms: the tile's contribution, one array `(B, ...)` per entry of `out`.
       out: shape `(E, ...)` and dtype of every result, a matrix for each expert first.
       *like: the arrays `terms` reads.
+      sums: what the first results are added to, and then are.
     """
+    known, first = sums or ((), None)
     read = [a.dtype for a in jax.tree.leaves(like)]
 
     def run(turn: Turn) -> Arrays:
         def visit(experts, for_each_tile, results):
-            def add(tile, sums):
-                return tuple(s + t.astype(s.dtype) for s, t in zip(sums, terms(tile), strict=True))
+            def add(tile, totals):
+                return tuple(s + t.astype(s.dtype) for s, t in zip(totals, terms(tile), strict=True))
 
             start = (zeros((turn.experts, *o.shape[1:]), accumulator_dtype(o.dtype, *read), groups, like) for o in out)
-            sums = for_each_tile(add, tuple(start))
-            return tuple(_replace(r, s.astype(r.dtype), experts) for r, s in zip(results, sums, strict=True))
+            totals = list(for_each_tile(add, tuple(start)))
+            places = [experts] * len(out)
+            for i, result in enumerate(results[: len(known)]):
+                if first is not None:  # an id past the last must not become a place of another expert
+                    places[i] = jnp.where(experts < groups.num_experts, first + experts, result.shape[0] + experts)
+                totals[i] += _own(result, places[i]).astype(totals[i].dtype)
+            return tuple(_replace(r, s.astype(r.dtype), p) for r, s, p in zip(results, totals, places, strict=True))
 
-        return _for_each_batch(groups, turn, visit, tuple(zeros(o.shape, o.dtype, groups, like) for o in out))
+        new = (zeros(o.shape, o.dtype, groups, like) for o in out[len(known) :])
+        return _for_each_batch(groups, turn, visit, (*vary_over(known, varying_axes(groups, like)), *new))
 
     return _on_platform(groups, sum(out[0].shape[1:]), run)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hopper
+from pallas_kernels.contract import Sums
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits
 from tests.pallas_kernels.rows import (
     ACTIVATIONS,
@@ -211,3 +212,37 @@ def test_sums_are_accumulated_wide_and_rounded_once(kernels):
     )
     assert_close(sums, rows.sum_by_expert(outer_products(rows.gather(x), wide(d_pre))), TOLERANCE["float32"])
     assert_same_bits(rounded, sums.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("sum_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("at", [None, 2])
+@pytest.mark.default_cases("*-2-float32", "*-None-bfloat16")
+def test_gradients_are_added_to_running_sums_in_their_place(kernels, at, sum_dtype):
+    """Of other matrices nothing changes. Float32 sums are of gradients that were never rounded."""
+    rows = Rows(kernels, "first_expert_empty" if at else "whole_tiles_and_a_tail")  # whose last one is
+    x, rows_n = rows.normal(rows.num_tokens, D, dtype="bfloat16"), rows.of_rows(N, dtype="bfloat16")
+    matrices, place = rows.num_experts + 3 * bool(at), slice(at or 0, (at or 0) + rows.num_experts)
+    up, down = ([rows.normal(matrices, *shape, dtype=sum_dtype) for _ in range(2)] for shape in ((D, N), (N, D)))
+
+    @partial(jax.jit, static_argnames="adding")
+    def gradients(x, rows_n, up, down, first, adding=True):
+        to = [Sums(tuple(arrays), first) if adding else None for arrays in (up, down[:1])]
+        options = {"dtypes": ("float32",) * 2, "bias_dtypes": ()}
+        ups, _ = kernels.up_weight_gradients(x, (rows_n, -rows_n), rows.groups, **options, sums=to[0])
+        options = {"dtype": "float32", "bias_dtype": None}
+        down, _ = kernels.down_weight_gradients(rows_n, x, jnp.ones(rows.num_rows), rows.groups, **options, sums=to[1])
+        return *ups, down
+
+    before = *up, down[0]
+    added = gradients(x, rows_n, up, down, at)
+    of_up = rows.sum_by_expert(outer_products(rows.gather(x), wide(rows_n)))
+    for total, array, gradient in zip(added, before, (of_up, -of_up, of_up.swapaxes(1, 2)), strict=True):
+        assert total.dtype == sum_dtype
+        expected = wide(array)
+        expected[place] += gradient
+        assert_close(total, expected, TOLERANCE[sum_dtype] / (4 if sum_dtype == "float32" else 1))
+        others = np.setdiff1d(np.arange(matrices), np.arange(matrices)[place])
+        assert_same_bits(total[others], array[others])
+    outside = gradients(x, rows_n, up, down, at, adding=False)
+    if sum_dtype == "float32":
+        assert_same_bits(added, tuple(a.at[place].add(g) for a, g in zip(before, outside, strict=True)))
