@@ -43,12 +43,18 @@ RESIDUAL_NAMES = (*PRE_ACTIVATION_NAMES, INDEX_NAME)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def experts_output(plan: Plan, token, chunks: tuple[Tokens, ...], shards: Parameters) -> tuple[Array, ...]:
-    """The layer's output `(T, d)` for each chunk; `token` raises where it is differentiated in forward mode."""
-    return tuple(y for y, *_ in _outputs(plan, chunks, shards, _hidden_only))
+def experts_output(
+    plan: Plan, token, chunks: tuple[Tokens, ...], shards: Parameters, sums: GradientSums | None = None
+) -> tuple[tuple[Array, ...], Parameters | None]:
+    """The layer's output `(T, d)` for each chunk; `token` raises where it is differentiated in forward mode.
+
+    And the arrays of `sums` as they are: to their gradients, which are running sums, those of the weights are added in
+    place. The weights' own are zero then.
+    """
+    return tuple(y for y, *_ in _outputs(plan, chunks, shards, _hidden_only)), sums and sums.arrays
 
 
-def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters):
+def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters, sums: GradientSums | None = None):
     up_projection = _pre_activations_and_hidden if plan.save == "pre_activations" else _hidden_only
     outputs, pre_activations, gathered = zip(*_outputs(plan, chunks, shards, up_projection), strict=True)
     kept = None
@@ -58,7 +64,8 @@ def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters):
             outputs, pre_activations = lax.optimization_barrier((outputs, pre_activations))
         kept = tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)
     chunks = tuple(chunk._replace(experts=None) for chunk in chunks)  # pyright: ignore[reportArgumentType]  (of no use)
-    return outputs, (chunks, shards, kept, gathered if plan.transport.keep else None)
+    residuals = chunks, shards, kept, gathered if plan.transport.keep else None, sums and sums.first
+    return (outputs, sums and sums.arrays), residuals
 
 
 def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, up_projection: Callable):
@@ -73,8 +80,9 @@ def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, up_proj
         yield y, pre_activations, (xs, params)
 
 
-def _backward(plan: Plan, residuals, d_outputs):
-    chunks, shards, kept, gathered = residuals
+def _backward(plan: Plan, residuals, gradients):
+    (chunks, shards, kept, gathered, first), (d_outputs, sums) = residuals, gradients
+    sums = None if first is None else GradientSums(*one_example(d_outputs, sums), first)
     transport = plan.transport
     xs = [chunk.x for chunk in chunks] if gathered is None else [xs for xs, _ in gathered]
     if kept is None or gathered is None:  # or XLA would see that what follows was computed before, and keep it
@@ -87,12 +95,16 @@ def _backward(plan: Plan, residuals, d_outputs):
         if gathered is None and (kept is None or not transport.own_first):
             x = transport.arrivals(chunk.trips, after(x, dy[-1]))  # or both would travel, and take memory, at once
         gradients_of = partial(_gradients_in_ranges, plan.ranges) if plan.ranges else _gradients
-        dx, d_params_here, d_weights_here = gradients_of(plan, params, chunk, x, dy, kept and kept[i])
+        dx, d_params_here, d_weights_here = gradients_of(plan, params, chunk, x, dy, kept and kept[i], sums)
         dxs.append(dx)
         d_weights.append(d_weights_here)
         d_params = d_params_here if d_params is None else _sum(d_params, d_params_here)
     d_chunks = tuple(Tokens(dx, dw, None, None) for dx, dw in zip(dxs, d_weights, strict=True))  # pyright: ignore[reportArgumentType]
-    return None, d_chunks, scatter_params(d_params)[0]
+    if sums is None or d_params is None:
+        return None, d_chunks, scatter_params(d_params)[0], None
+    biases = jax.tree.map(lambda pair: pair._replace(weight=None), d_params, is_leaf=lambda pair: hasattr(pair, "bias"))
+    weights = jax.tree.map(lambda pair: pair._replace(bias=None), d_params, is_leaf=lambda pair: hasattr(pair, "bias"))
+    return None, d_chunks, biases, GradientSums(weights, None)
 
 
 experts_output.defvjp(_forward, _backward)
@@ -131,10 +143,10 @@ def _output(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tok
 def _output_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, up_projection: Callable, tokens: Tokens):
     """`_output`, a range of the tokens at a time; pre-activations are stacked."""
 
-    def step(start, dispatch):
+    def step(start, sums, dispatch):
         weights, experts = (ranges.of(array, start) for array in (tokens.weights, tokens.experts))
         y, pre_activations, _ = _output(plan, params, up_projection, Tokens(tokens.x, weights, experts, dispatch))
-        return y, (), pre_activations
+        return y, sums, pre_activations
 
     y, _, pre_activations = one_by_one(ranges, step, (), tokens.dispatch)
     return y, pre_activations, (tokens.x,)

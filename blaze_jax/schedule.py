@@ -88,18 +88,18 @@ def with_turns(turns: Int[Array, ""] | None, begin: Callable):
 
 
 def one_by_one(ranges: TokenRanges, step: Callable, sums, *stacks):
-    """`step(start, *own) -> (by_token, terms, others)` for each range, where its first token is `start`.
+    """`step(start, sums, *own) -> (by_token, sums, others)` for each range, where its first token is `start`.
 
     Args:
       ranges: cuts of the tokens.
-      step: a function of the range's entries `own` in `stacks`.
-      sums: what the terms of the first range are added to.
+      step: a function of the range's entries `own` in `stacks`, which adds to the sums.
+      sums: those before the first range.
       *stacks: pytrees of arrays `(count, ...)`, or None.
 
     Returns:
       What is by token as arrays `(T, ...)`, the sums, and the others stacked.
     """
-    first = (jnp.int32(0), *jax.tree.map(lambda array: array[0], stacks))
+    first = (jnp.int32(0), sums, *jax.tree.map(lambda array: array[0], stacks))
     by_token, _, others = jax.eval_shape(step, *first)
     like = sums, stacks
     whole = jax.tree.map(lambda a: empty((ranges.num_tokens, *a.shape[1:]), a.dtype, like), by_token)
@@ -109,11 +109,11 @@ def one_by_one(ranges: TokenRanges, step: Callable, sums, *stacks):
         whole, sums, stacked = carry
         start = ranges.start(i)
         own = jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, i, keepdims=False), stacks)
-        by_token, terms, others = step(start, *own)
+        by_token, sums, others = step(start, sums, *own)
         # XLA lets the kernels write there, if nothing is between the two.
         whole = jax.tree.map(lambda a, own: lax.dynamic_update_slice_in_dim(a, own, start, 0), whole, by_token)
         stacked = jax.tree.map(lambda a, own: lax.dynamic_update_index_in_dim(a, own, i, 0), stacked, others)
-        return whole, jax.tree.map(jnp.add, sums, terms), stacked
+        return whole, sums, stacked
 
     return lax.fori_loop(0, ranges.count, turn, (whole, vary_over(sums, varying_axes(like)), stacked))
 
