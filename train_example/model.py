@@ -77,7 +77,9 @@ class Decoder(nn.Module):
         """`length` blocks, one after the other, each variable stacked on a leading axis of layers."""
         config, dtype, block = self.config, self.dtype, Block
         qk_norm = config.qk_norm, config.norm_epsilon
-        attention = partial(Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm)
+        attention = partial(
+            Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm, self.parallel is not None
+        )
         if name.startswith("moe") and self.dense_twin is None:
             options = {"experts": self.experts, "parallel": self.parallel, "train": train}
             feed_forward = partial(MoE, self.moe, dtype=dtype, **options, name="moe")
