@@ -20,6 +20,7 @@ from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_ex
 from blaze_jax.exchange import HERE, Transport, gathered
 from blaze_jax.experts_vjp import INDEX_NAME, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
+from blaze_jax.gradient_sums import GradientSums, sums_on_offer
 from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
@@ -228,8 +229,9 @@ def _compute(
     token = reverse_mode_token(REVERSE_MODE_ONLY, *jax.tree.leaves((x, shards, weights)))
     experts = int32_experts(experts, num_experts * transport.expert_devices)
 
-    ranges = None
+    ranges = offered = None
     if transport is HERE:
+        offered = sums_on_offer()
         experts = when_lowered_unsplit(_warn_of_unsplit, experts)
         ranges = token_ranges(experts.shape[0], math.ceil(expected), num_experts, width * x.dtype.itemsize)
     transport = _as_they_arrive(transport, kernels, num_experts)
@@ -257,7 +259,14 @@ def _compute(
     plan = Plan(activation, save, kernels, transport, rows, ranges)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     chunked, shards = vary_over((chunked, shards), varying_axes(chunked, shards))
-    outputs = experts_output(plan, token, chunked, shards)
+    if offered is None:
+        outputs, _ = experts_output(plan, token, chunked, shards)
+    else:
+        like = _in_order(activation, offered.arrays)
+        flat = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), like)
+        sums = GradientSums(flat, offered.layer * num_experts)
+        outputs, flat = experts_output(plan, token, chunked, shards, sums)
+        offered.give_back(jax.tree.map(lambda array, given: array.reshape(given.shape), flat, like))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
 
 

@@ -27,10 +27,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from blaze_jax.gradient_sums import NO_SUMS, GradientSums, one_example
 from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, token_sums, with_turns
 from blaze_jax.transformations import differentiated_once
-from pallas_kernels.contract import EMPTY_SLOT, Dispatch, accumulator_dtype, place_values
+from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Sums, accumulator_dtype, place_values
 
 PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")
 """Names of the saved pre-activations, for `jax.checkpoint_policies.save_only_these_names`."""
@@ -44,17 +45,17 @@ RESIDUAL_NAMES = (*PRE_ACTIVATION_NAMES, INDEX_NAME)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def experts_output(
-    plan: Plan, token, chunks: tuple[Tokens, ...], shards: Parameters, sums: GradientSums | None = None
+    plan: Plan, token, chunks: tuple[Tokens, ...], shards: Parameters, sums: GradientSums = NO_SUMS
 ) -> tuple[tuple[Array, ...], Parameters | None]:
     """The layer's output `(T, d)` for each chunk; `token` raises where it is differentiated in forward mode.
 
     And the arrays of `sums` as they are: to their gradients, which are running sums, those of the weights are added in
-    place. The weights' own are zero then.
+    place, and the weights' own are zero.
     """
-    return tuple(y for y, *_ in _outputs(plan, chunks, shards, _hidden_only)), sums and sums.arrays
+    return tuple(y for y, *_ in _outputs(plan, chunks, shards, _hidden_only)), sums.arrays
 
 
-def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters, sums: GradientSums | None = None):
+def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters, sums: GradientSums = NO_SUMS):
     up_projection = _pre_activations_and_hidden if plan.save == "pre_activations" else _hidden_only
     outputs, pre_activations, gathered = zip(*_outputs(plan, chunks, shards, up_projection), strict=True)
     kept = None
@@ -64,8 +65,8 @@ def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters, sums
             outputs, pre_activations = lax.optimization_barrier((outputs, pre_activations))
         kept = tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)
     chunks = tuple(chunk._replace(experts=None) for chunk in chunks)  # pyright: ignore[reportArgumentType]  (of no use)
-    residuals = chunks, shards, kept, gathered if plan.transport.keep else None, sums and sums.first
-    return (outputs, sums and sums.arrays), residuals
+    residuals = chunks, shards, kept, gathered if plan.transport.keep else None, sums.first
+    return (outputs, sums.arrays), residuals
 
 
 def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, up_projection: Callable):
@@ -82,7 +83,8 @@ def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, up_proj
 
 def _backward(plan: Plan, residuals, gradients):
     (chunks, shards, kept, gathered, first), (d_outputs, sums) = residuals, gradients
-    sums = None if first is None else GradientSums(*one_example(d_outputs, sums), first)
+    if sums is not None:
+        d_outputs, sums = one_example((d_outputs, sums))
     transport = plan.transport
     xs = [chunk.x for chunk in chunks] if gathered is None else [xs for xs, _ in gathered]
     if kept is None or gathered is None:  # or XLA would see that what follows was computed before, and keep it
@@ -95,16 +97,17 @@ def _backward(plan: Plan, residuals, gradients):
         if gathered is None and (kept is None or not transport.own_first):
             x = transport.arrivals(chunk.trips, after(x, dy[-1]))  # or both would travel, and take memory, at once
         gradients_of = partial(_gradients_in_ranges, plan.ranges) if plan.ranges else _gradients
-        dx, d_params_here, d_weights_here = gradients_of(plan, params, chunk, x, dy, kept and kept[i], sums)
+        dx, d_params_here, d_weights_here = gradients_of(
+            plan, params, chunk, x, dy, kept and kept[i], GradientSums(sums, first)
+        )
         dxs.append(dx)
         d_weights.append(d_weights_here)
         d_params = d_params_here if d_params is None else _sum(d_params, d_params_here)
     d_chunks = tuple(Tokens(dx, dw, None, None) for dx, dw in zip(dxs, d_weights, strict=True))  # pyright: ignore[reportArgumentType]
-    if sums is None or d_params is None:
-        return None, d_chunks, scatter_params(d_params)[0], None
-    biases = jax.tree.map(lambda pair: pair._replace(weight=None), d_params, is_leaf=lambda pair: hasattr(pair, "bias"))
-    weights = jax.tree.map(lambda pair: pair._replace(bias=None), d_params, is_leaf=lambda pair: hasattr(pair, "bias"))
-    return None, d_chunks, biases, GradientSums(weights, None)
+    if sums is None:
+        return None, d_chunks, scatter_params(d_params)[0], NO_SUMS
+    assert d_params is not None  # of one device, which is all that there are sums for
+    return None, d_chunks, d_params.without("weight"), GradientSums(d_params.without("bias"), None)
 
 
 experts_output.defvjp(_forward, _backward)
@@ -199,27 +202,31 @@ def _weights_of_parts(tokens: Tokens, num_experts: int, parts: int) -> tuple[Arr
 # Backward
 
 
-def _gradients(plan: Plan, params: Parameters, tokens: Tokens, xs, dys, pre_activations):
-    """Gradients of a chunk of tokens, of the parameters, and of the group's routing weights.
+def _gradients(plan: Plan, params: Parameters, tokens: Tokens, xs, dys, pre_activations, sums: GradientSums):
+    """Gradients of a chunk of tokens, of the parameters, added to `sums`, and of the group's routing weights.
 
     `xs` come in as many parts as `dys`, or are this device's tokens and have to travel again.
     """
     rows, turns = plan.turns(tokens)
     if pre_activations is None:
         pre_activations, _ = _pre_activations_and_hidden(plan, xs, params, rows)
-    return _gradients_of_turns(plan, xs, params, tokens, rows, turns, pre_activations, dys)
+    return _gradients_of_turns(plan, xs, params, tokens, rows, turns, pre_activations, dys, sums)
 
 
-def _gradients_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, tokens: Tokens, xs, dys, kept):
-    """`_gradients`, a range of the tokens at a time. The sums of the parameters are rounded once."""
+def _gradients_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, tokens: Tokens, xs, dys, kept, given):
+    """`_gradients`, a range of the tokens at a time. The sums of the parameters, unless `given`, are rounded once."""
 
-    def step(start, dispatch, kept):
+    def step(start, sums, dispatch, kept):
         of_range = tokens._replace(weights=ranges.of(tokens.weights, start), dispatch=dispatch)
-        dx, d_params, d_weights = _gradients(plan, params, of_range, xs, dys, kept)
-        return (dx, d_weights), d_params, ()
+        dx, sums, d_weights = _gradients(plan, params, of_range, xs, dys, kept, GradientSums(sums, given.first))
+        return (dx, d_weights), sums, ()
 
     sums = jax.tree.map(lambda array, dtype: jnp.zeros(array.shape, dtype), params, _dtypes(plan, params))
+    if given.arrays is not None:
+        sums = given.arrays.with_biases_of(sums)
     (dx, d_weights), sums, _ = one_by_one(ranges, step, sums, tokens.dispatch, kept)
+    if given.arrays is not None:
+        return dx, sums, d_weights
     return dx, jax.tree.map(lambda total, array: total.astype(array.dtype), sums, params), d_weights
 
 
@@ -229,21 +236,26 @@ def _dtypes(plan: Plan, params: Parameters) -> Parameters:
 
 
 @differentiated_once
-def _gradients_of_turns(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: Rows, turns, pre_activations, dys):
+def _gradients_of_turns(
+    plan: Plan, xs, params: Parameters, tokens: Tokens, rows: Rows, turns, pre_activations, dys, sums: GradientSums
+):
     down = _down_backward(plan, dys, params, tokens.weights, rows, pre_activations)
 
     def begin():
         x = xs
         if not isinstance(x, tuple):  # or x and dy would travel, and take memory, at once
             x = plan.transport.arrivals(tokens.trips, after(x, down.d_row_weights[-1]))
-        return _other_gradients(plan, x, params, tokens, rows, dys, down), partial(further, x)
+        before = None, sums, None
+        return _other_gradients(plan, x, params, tokens, rows, dys, down, before), partial(further, x)
 
     def further(xs):
         def turn(number, gradients):
             rows = plan.turn(tokens, number)
             pre_activations, _ = _pre_activations_and_hidden(plan, xs, params, rows)
             down = _down_backward(plan, dys, params, tokens.weights, rows, pre_activations, further=True)
-            return _other_gradients(plan, xs, params, tokens, rows, dys, down, gradients)
+            dx, d_params, d_weights = gradients
+            before = dx, GradientSums(d_params, sums.first), d_weights
+            return _other_gradients(plan, xs, params, tokens, rows, dys, down, before)
 
         return turn
 
@@ -290,11 +302,9 @@ def _down_backward(
     return _Down(pre_activations, options["into"], row_weights, d_row_weights, journeys)
 
 
-def _other_gradients(
-    plan: Plan, xs, params: Parameters, tokens: Tokens, rows: Rows, dys, down: _Down, before=(None, None, None)
-):
+def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: Rows, dys, down: _Down, before: tuple):
     """Gradients of the tokens, the parameters and the routing weights, added to those of `before`."""
-    dx, d_params, d_weights = before
+    dx, sums, d_weights = before
     token_index_map, blocks = rows.all.token_index_map, plan.transport.blocks
     of_slots = reduce(jnp.add, down.d_row_weights).at[token_index_map].get(mode="fill", fill_value=0)
     of_slots = of_slots.astype(tokens.weights.dtype)
@@ -306,7 +316,7 @@ def _other_gradients(
         return _by_block(partial(plan.kernels.up_backward, d_pre_activations), ups, rows.units[part])
 
     def weight_gradients(operands):
-        d_params_here, operands, arrived = _weight_gradients(plan, params, xs, dys, rows, operands[:2], down, d_params)
+        d_params_here, operands, arrived = _weight_gradients(plan, params, xs, dys, rows, operands[:2], down, sums)
         return d_params_here, (*operands, arrived[blocks - 1 :][: (blocks - 1) * len(params.ups)])
 
     operands = down.d_pre_activations, down.weighted_hidden, down.journeys.arrived[blocks - 1 :]
@@ -315,35 +325,40 @@ def _other_gradients(
     return dx, d_params, d_weights
 
 
-def _weight_gradients(plan: Plan, params: Parameters, xs, dys, rows: Rows, operands, down: _Down, before=None):
+def _weight_gradients(plan: Plan, params: Parameters, xs, dys, rows: Rows, operands, down: _Down, before: GradientSums):
     """Gradients of this device's parameters, `operands` once they are computed, and all arrays that have travelled.
 
     `operands` are `dP` and `g · H`. Other devices' blocks come first: their gradients leave while others are computed.
-    With those of `before`, to which they are added, one matrix is computed at a time: then no others take memory.
+    The kernels add the own matrices to those of `before`, which may have no biases.
     """
     transport, kernels, journeys, dtypes = plan.transport, plan.kernels, down.journeys, _dtypes(plan, params)
-    ups = [slice(None)] if before is None else [slice(i, i + 1) for i in range(len(dtypes.ups))]
+    known = None if before.arrays is None else in_place(before.arrays, 2)  # or XLA might hand over one of a stack
     x, dy = _joined(xs), _joined(dys)
 
-    def of_down(operands, rows: Dispatch) -> list[Projection]:
+    def added(projections: Sequence[Projection]) -> dict[str, Sums]:
+        return {"sums": Sums(weights_and_biases(projections)[0], before.first)}
+
+    def of_down(operands, rows: Dispatch, known: Parameters | None) -> list[Projection]:
         options = {"dtype": dtypes.down.weight, "bias_dtype": dtypes.down.bias}
+        options |= added([known.down]) if known else {}
         return [Projection(*kernels.down_weight_gradients(operands[1], dy, down.row_weights, rows, **options))]
 
-    def of_ups(some: slice, operands, rows: Dispatch) -> list[Projection]:
-        of_weights, of_biases = weights_and_biases(dtypes.ups[some])
-        options = {"dtypes": of_weights, "bias_dtypes": of_biases}
-        gradients, biases = kernels.up_weight_gradients(x, operands[0][some], rows, **options)
+    def of_ups(operands, rows: Dispatch, known: Parameters | None) -> list[Projection]:
+        of_weights, of_biases = weights_and_biases(dtypes.ups)
+        options = {"dtypes": of_weights, "bias_dtypes": of_biases, **(added(known.ups) if known else {})}
+        gradients, biases = kernels.up_weight_gradients(x, operands[0], rows, **options)
         return list(map(Projection, gradients, biases or (None,) * len(gradients)))
 
     own: list[Projection] = []
     for block, of_block in reversed(list(enumerate(rows.blocks))):
         own = []
-        for matrices in (of_down, *(partial(of_ups, some) for some in ups)):
+        for matrices in (of_down, of_ups):
             operands, journeys = journeys.start(operands)
-            gradients = matrices(operands, of_block)
-            if before is not None and block == 0:
-                gradients = _sum(gradients, [before.down, *before.ups][len(own) :][: len(gradients)])
-            if before is not None or transport.blocks > 1:  # or XLA would compute several at a time
+            gradients = matrices(operands, of_block, None if block else known)
+            if known and block == 0:
+                others = [known.down, *known.ups][len(own) :][: len(gradients)]
+                gradients = [g.with_bias_added(other) for g, other in zip(gradients, others, strict=True)]
+            if known or transport.blocks > 1:  # or XLA would compute several at a time
                 gradients, operands = lax.optimization_barrier((gradients, operands))
             if block:
                 leave = (partial(transport.block_departs, pair, block) for pair in gradients)

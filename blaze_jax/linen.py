@@ -16,6 +16,7 @@ from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig
 from blaze_jax.exchange import Axes
 from blaze_jax.experts import expert_ffn
+from blaze_jax.gradient_sums import gradient_sums_on_offer
 from blaze_jax.layer import NewParameter, as_tokens, new_parameters, statistics
 from blaze_jax.modules import (
     call_atomic_layer,
@@ -67,6 +68,12 @@ class MoE(nn.Module):
     last call of an `apply` leaves its choice there; where it is given and not mutable, that choice is taken again, and
     only weighed anew: `y, recorded = apply(variables, x, mutable=["routing"])`, and then
     `apply({**variables, **recorded}, x)`. In `nn.scan`, `variable_axes={"routing": 0}`.
+
+    The collection "gradient_sums" has running sums `(layers, E, d, n)` of the gradients of "w_gate" and "w_up", and
+    `(layers, E, n, d)` of "w_down", and this one's number "layer", int32, which it leaves one higher: in `nn.scan`,
+    `variable_carry="gradient_sums"`. Sums flow backward, as gradients of arrays that nobody reads: what `apply` returns
+    of the collection gets the sums so far as its cotangents, and what it is given has the sums with this layer's
+    gradients as its own. They are added in place, on one device; the matrices' own gradients are then zero.
 
     A router with jitter takes a key of the stream "jitter" in training, `apply(..., rngs={"jitter": key})`; in
     `nn.scan`, `split_rngs={"jitter": True}`.
@@ -149,7 +156,16 @@ class MoE(nn.Module):
         key = self.make_rng("jitter") if train and self.config.router.jitter and not skip else None
         given = {"mask": mask, "expert_ids": expert_ids, "segment_ids": segment_ids, "key": key}
         options = {"train": train, "skip": skip, **given}
-        y, routing, moved = call_layer(self, params, x, bias, lasts=self, **options)
+        if self.has_variable("gradient_sums", "w_down") and not skip:
+            names = [name for name in ("w_gate", "w_up", "w_down") if name in params]
+            sums = {name: self.get_variable("gradient_sums", name) for name in names}
+            layer = jnp.asarray(self.get_variable("gradient_sums", "layer"))
+            with gradient_sums_on_offer(sums, layer) as offered:
+                y, routing, moved = call_layer(self, params, x, bias, lasts=self, **options)
+            for name, array in {**offered.arrays, "layer": layer + 1}.items():
+                self.put_variable("gradient_sums", name, array)
+        else:
+            y, routing, moved = call_layer(self, params, x, bias, lasts=self, **options)
 
         if self.is_initializing():  # or the first losses would stay in the variables that init returns
             return y

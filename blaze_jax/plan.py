@@ -62,12 +62,25 @@ class Projection(NamedTuple):
     weight: Array
     bias: Array | None
 
+    def with_bias_added(self, other: "Projection") -> "Projection":
+        """The same weight, and the sum of the biases, if the other has one."""
+        return self if other.bias is None else self._replace(bias=jnp.add(self.bias, other.bias))
+
 
 class Parameters(NamedTuple):
     """Projections of the experts: gate and up (or up alone), and down; their gradients, and their dtypes."""
 
     ups: tuple[Projection, ...]
     down: Projection
+
+    def without(self, field: Literal["weight", "bias"]) -> "Parameters":
+        """These with None in the place of all weights, or of all biases."""
+        return Parameters(tuple(up._replace(**{field: None}) for up in self.ups), self.down._replace(**{field: None}))
+
+    def with_biases_of(self, other: "Parameters") -> "Parameters":
+        """These weights, and the other's biases."""
+        ups = (up._replace(bias=own.bias) for up, own in zip(self.ups, other.ups, strict=True))
+        return Parameters(tuple(ups), self.down._replace(bias=other.down.bias))
 
 
 def weights_and_biases(projections: Sequence[Projection]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:

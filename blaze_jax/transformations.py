@@ -9,6 +9,7 @@ from functools import partial
 
 from jax.custom_batching import sequential_vmap
 
+from blaze_jax.gradient_sums import sums_on_offer
 from blaze_jax.implementation import family_in_demand
 from blaze_jax.layer_observer import are_observers
 from pallas_kernels.compat import computed_if_used, undifferentiable
@@ -18,8 +19,8 @@ from pallas_kernels.xla.loops import forced_turn
 
 
 def _surroundings() -> tuple | None:
-    """All that the layer looks at besides its arguments; None under observers, who have to be told of each call."""
-    return None if are_observers() else (family_in_demand(), forced_turn())
+    """All that the layer looks at besides its arguments; None if it tells or takes what belongs to one call alone."""
+    return None if are_observers() or sums_on_offer() else (family_in_demand(), forced_turn())
 
 
 compiled_once = partial(traced_once, inline=True, surroundings=_surroundings)

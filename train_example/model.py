@@ -93,6 +93,7 @@ class Decoder(nn.Module):
             block = nn.remat(Block, policy=policy, prevent_cse=self.unroll)
         scanned = nn.scan(
             block,
+            variable_carry="gradient_sums",
             variable_axes={"params": 0, "losses": 0, "intermediates": 0, "router_state": 0, "cache": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]

@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
+from blaze_jax import expert_ffn
 from train_example.config import TrainConfig
 from train_example.model import Decoder, Tree, layers_apart, stacked
 
@@ -21,6 +22,7 @@ type Batch = UInt8[Array, "A M S+1"] | UInt8[np.ndarray, "A M S+1"]
 _WARMUP_SHARE = 0.05
 _FINAL_SHARE = 0.1
 _CLIP_NORM = 1.0
+_EXPERT_MATRICES = ("w_gate", "w_up", "w_down")
 _FLOAT32_PARAMETERS = ("scale", "w_router", "b_router")
 
 
@@ -89,8 +91,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 def experts_only(params: optax.Params) -> optax.Params:
     """Marks the experts' matrices."""
-    names = ("w_gate", "w_up", "w_down")
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in names, params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in _EXPERT_MATRICES, params)
 
 
 def matrices(params: optax.Params) -> optax.Params:
@@ -129,7 +130,11 @@ def make_train_step(
 
 
 def make_evaluation(model: Decoder) -> Callable[[TrainState, Batch], Float[Array, ""]]:
-    """Cross entropy in nats per byte, the mean over all windows, a microbatch at a time."""
+    """Cross entropy in nats per byte, the mean over all windows, a microbatch at a time.
+
+    Its blocks are a loop also where the step's are not: it runs seldom, and compiles in a fraction of the time.
+    """
+    model = model.clone(unroll=False)
 
     def evaluate(state: TrainState, batches: Batch) -> Float[Array, ""]:
         variables = {"params": stacked(state.params), "router_state": state.router_state}
@@ -149,23 +154,62 @@ def cross_entropy(logits: Float[Array, "M S V"], windows: UInt8[Array, "M S+1"])
 def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, tuple[Tree, Report]]:
     """Mean gradients, the router state after the last microbatch and what all of them report.
 
-    One microbatch's gradients have the dtype of the working copy; the mean of several is summed in float32.
+    One microbatch's gradients have the dtype of the working copy; the mean of several is summed in float32. Those of
+    the experts' matrices are added to their sums where they are computed, on one device.
     """
-    microbatch = jax.grad(_loss, argnums=1, has_aux=True)
     params = working_copy(state.params, model.dtype)
     if batch.shape[0] == 1:  # needs no second copy of the gradients to add to
-        return microbatch(model, params, state.router_state, batch[0])
+        return jax.grad(_loss, argnums=1, has_aux=True)(model, params, state.router_state, batch[0])
 
-    def add(carry: tuple[Tree, Tree], windows: UInt8[Array, "M S+1"]) -> tuple[tuple[Tree, Tree], Report]:
-        total, router_state = carry
-        grads, (router_state, report) = microbatch(model, params, router_state, windows)
-        return (jax.tree.map(jnp.add, total, grads), router_state), report
+    def add(carry: tuple[Tree, Tree, Tree], windows: UInt8[Array, "M S+1"]) -> tuple[tuple[Tree, Tree, Tree], Report]:
+        total, sums, router_state = carry
 
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
-    (total, router_state), reports = lax.scan(add, (zeros, state.router_state), jnp.asarray(batch))
-    grads = jax.tree.map(lambda gradient: gradient / batch.shape[0], total)
+        def loss(others: Tree, unread: Tree) -> tuple[tuple[Array, Tree], tuple[Tree, Report]]:
+            return _loss_and_sums(model, _joined(others, params), router_state, windows, unread)
+
+        unread = jax.tree.map(lambda array: lax.empty(array.shape, array.dtype), sums)
+        (value, _), gradients, (router_state, report) = jax.vjp(loss, _without(params, sums), unread, has_aux=True)
+        grads, sums = gradients((jnp.ones_like(value), sums))  # the sums come in as gradients, and go out as such
+        return (jax.tree.map(jnp.add, total, grads), sums, router_state), report
+
+    sums = _no_sums(model, state.params)
+    zeros = jax.tree.map(jnp.zeros_like, _without(state.params, sums))
+    (total, sums, router_state), reports = lax.scan(add, (zeros, sums, state.router_state), jnp.asarray(batch))
+    sums = layers_apart(model.config, sums) if model.unroll else sums
+    grads = jax.tree.map(lambda gradient: gradient / batch.shape[0], _joined(total, sums))
     loads = reports.pop("tokens_per_expert").sum(0)
     return grads, (router_state, jax.tree.map(jnp.mean, reports) | {"tokens_per_expert": loads})
+
+
+def _no_sums(model: Decoder, params: Tree) -> Tree:
+    """Zeros for the collection "gradient_sums" of `blaze_jax.MoE`; nothing where gradients are added up outside of it.
+
+    That is over a mesh, where other devices' gradients have to be added first, and for other experts.
+    """
+    if model.parallel is not None or model.dense_twin is not None or model.experts is not expert_ffn:
+        return {}
+    stacks = jax.eval_shape(stacked, params)
+    names = [name for name in model.config.stacks() if name.startswith("moe")]
+    experts = {name: {"moe": {n: stacks[name]["moe"][n] for n in _EXPERT_MATRICES}} for name in names}
+    return jax.tree.map(lambda stack: jnp.zeros(stack.shape, stack.dtype), experts)
+
+
+def _without(tree: Tree, part: Tree) -> Tree:
+    """The tree, of which each layer may be apart, with None in the place of what `part` has."""
+    if isinstance(tree, tuple):
+        return tuple(_without(layer, part) for layer in tree)
+    if not isinstance(tree, dict):
+        return None
+    return {name: _without(branch, part[name]) if name in part else branch for name, branch in tree.items()}
+
+
+def _joined(tree: Tree, part: Tree) -> Tree:
+    """Undoes `_without`: None becomes what `part` has there."""
+    if isinstance(tree, tuple):
+        return tuple(_joined(layer, of_layer) for layer, of_layer in zip(tree, part, strict=True))
+    if not isinstance(tree, dict):
+        return part if tree is None else tree
+    return {name: _joined(branch, part[name]) if name in part else branch for name, branch in tree.items()}
 
 
 def working_copy(params: Tree, dtype: DTypeLike) -> Tree:
@@ -186,8 +230,19 @@ def _loss(
     model: Decoder, params: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"]
 ) -> tuple[Float[Array, ""], tuple[Tree, Report]]:
     """The training loss, cross entropy plus the layers' auxiliary losses, and the new router state."""
+    (loss, _), aux = _loss_and_sums(model, params, router_state, windows, {})
+    return loss, aux
+
+
+def _loss_and_sums(
+    model: Decoder, params: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"], sums: Tree
+) -> tuple[tuple[Float[Array, ""], Tree], tuple[Tree, Report]]:
+    """`_loss`, and the collection "gradient_sums", whose gradients flow through the layers."""
     variables = {"params": stacked(params), "router_state": router_state}
     collections = ["losses", "intermediates", "router_state"]
+    if sums:
+        variables["gradient_sums"] = {n: {"moe": stack["moe"] | {"layer": jnp.int32(0)}} for n, stack in sums.items()}
+        collections.append("gradient_sums")
     logits, sown = model.apply(variables, windows[:, :-1], train=True, mutable=collections)
     loss = cross_entropy(logits, windows)
     auxiliary_loss = sum((leaf.sum() for leaf in jax.tree.leaves(sown.get("losses", {}))), jnp.float32(0))
@@ -198,4 +253,5 @@ def _loss(
     else:
         load = jnp.full((sum(map(len, stacks.values())), 1), windows[:, 1:].size, jnp.int32)
     report = {"loss": loss, "auxiliary_loss": auxiliary_loss, "tokens_per_expert": load}
-    return loss + auxiliary_loss, (sown.get("router_state", {}), report)
+    flown = {name: {"moe": {n: sown["gradient_sums"][name]["moe"][n] for n in _EXPERT_MATRICES}} for name in sums}
+    return (loss + auxiliary_loss, flown), (sown.get("router_state", {}), report)
