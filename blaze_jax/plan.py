@@ -241,7 +241,7 @@ class Plan:
 
     @property
     def _turn_rows(self) -> int:
-        """Rows of a further turn: fewer than the budget, for it has one matrix's gradient twice, which it adds to."""
+        """Rows of a further turn: an eighth of the budget, which as a rule is all that there are beyond it."""
         assert self.row_budget is not None
         return -(-self.row_budget // (8 * ROW_MULTIPLE)) * ROW_MULTIPLE
 

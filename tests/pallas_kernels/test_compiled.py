@@ -11,6 +11,7 @@ import pytest
 from blaze_jax.activations import get_activation
 from pallas_kernels import ampere, hopper
 from pallas_kernels.compile_only import absent, compile_for_gpu, on_gpu
+from pallas_kernels.contract import Sums
 from pallas_kernels.mosaic.row_groups import sum_in_order
 from pallas_kernels.tuning.parameters import KINDS, TileTuning
 from tests.numerics import assert_same_bits
@@ -69,6 +70,28 @@ def test_ampere_tiles_by_rules_and_table_spill_nothing_at_the_sizes_that_were_tu
     assert {kernel.name for kernel in program.kernels} >= EXPERT_KERNELS
     assert program.spill_bytes == {}
     assert_xla_adds_up_nothing(program.executable)
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("sum_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernels", [hopper, ampere])
+def test_gradients_added_to_sums_spill_nothing_and_take_their_memory(kernels, sum_dtype):
+    """Those of the second of three layers."""
+
+    def add(ids, x, ups, down):
+        groups = kernels.dispatch(ids, 64)
+        rows, weights = jnp.ones((groups.num_rows, 256), x.dtype), jnp.ones(groups.num_rows)
+        first = ids[0, 0]
+        ups, _ = kernels.up_weight_gradients(x, (rows, rows), groups, dtypes=(), bias_dtypes=(), sums=Sums(ups, first))
+        options = {"dtype": None, "bias_dtype": None, "sums": Sums((down,), first)}
+        return ups, kernels.down_weight_gradients(rows, x, weights, groups, **options)[0]
+
+    up, down = (array(192, *shape, dtype=sum_dtype) for shape in ((1024, 256), (256, 1024)))
+    given = array(2048, 8, dtype="int32"), array(2048, 1024), (up, up), down
+    program = compile_for_gpu(add, *given, gpu="h200", donate_argnums=(2, 3))
+    assert program.spill_bytes == {}
+    assert program.memory.alias_size_in_bytes == 3 * up.size * up.dtype.itemsize
+    assert re.findall(r"= \w+\[192,\S* (?:copy|copy-start|add)\(", program.executable.as_text()) == []
 
 
 def test_sums_from_the_first_to_the_last():

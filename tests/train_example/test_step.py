@@ -128,6 +128,13 @@ def test_16_bit_arithmetic_and_momentum_learn_what_float32_learns():
 
 
 @pytest.mark.slow
+def test_evaluation_of_unrolled_blocks_is_a_loop_over_them():
+    loop, unrolled = decoder(), decoder(unroll=True)
+    state = jax.eval_shape(partial(init_state, CONFIG, loop))
+    program, other = (jax.make_jaxpr(make_evaluation(model))(state, windows(2, 2, 17)) for model in (loop, unrolled))
+    assert str(program) == str(other)
+
+
 def test_evaluation_is_the_mean_cross_entropy_whatever_the_microbatches():
     model = decoder(FULL_MODEL)
     _, state = train_step(CONFIG, model)
