@@ -13,13 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.contract import Dispatch
-
 E4M3 = jnp.float8_e4m3fn
 
 _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127  # of float32
-_LARGEST_EXPONENT = 8  # of e4m3, whose largest number is 448
-_SMALLEST_FIELD, _INFINITE_FIELD = 1 + _LARGEST_EXPONENT - 1, 255
+_LARGEST_EXPONENT = 7  # that a row's largest number comes to have; e4m3's largest is 448
+SMALLEST_FIELD, INFINITE_FIELD = _LARGEST_EXPONENT + 1, 255
 
 
 class Scaled(NamedTuple):
@@ -37,14 +35,13 @@ class Scaled(NamedTuple):
 def quantize(*arrays: Float[Array, "..."], axis: int = -1) -> list[Scaled]:
     """The arrays in 8 bits, a scale for each row along `axis`, which they share.
 
-    The largest number of a row comes to lie in [128, 256). An infinite number, or none, makes its place NaN, and leaves
-    its row with what e4m3 has at a scale of about 2^120: nothing infinite passes for a number.
+    The largest number of a row comes to lie in [128, 256). A row with an infinite number, or NaN, has the scale NaN:
+    what e4m3 cannot hold does not pass for a number.
     """
     largest = reduce(jnp.maximum, (jnp.max(jnp.abs(array), axis) for array in arrays)).astype(jnp.float32)
-    field = lax.bitcast_convert_type(largest, jnp.int32) >> _MANTISSA_BITS
-    field = jnp.maximum(field, _SMALLEST_FIELD) - (_LARGEST_EXPONENT - 1)
-    scales = lax.bitcast_convert_type(field << _MANTISSA_BITS, jnp.float32)
-    inverse = lax.bitcast_convert_type((2 * _EXPONENT_BIAS - field) << _MANTISSA_BITS, jnp.float32)
+    largest = lax.bitcast_convert_type(largest, jnp.int32)
+    scales, inverse = (lax.bitcast_convert_type(b, jnp.float32) for b in scale_field(largest, jnp.maximum))
+    scales = jnp.where(largest >= INFINITE_FIELD << _MANTISSA_BITS, jnp.nan, scales)
 
     def encode(array):
         return (array.astype(jnp.float32) * jnp.expand_dims(inverse, axis)).astype(E4M3)
@@ -52,10 +49,17 @@ def quantize(*arrays: Float[Array, "..."], axis: int = -1) -> list[Scaled]:
     return [Scaled(encode(array), scales) for array in arrays]
 
 
+def scale_field(largest, maximum):
+    """The bits of a row's scale, and of its inverse, from those of its largest number, all as of float32."""
+    field = maximum(largest >> _MANTISSA_BITS, SMALLEST_FIELD) - _LARGEST_EXPONENT
+    return field << _MANTISSA_BITS, ((field ^ -1) + (2 * _EXPONENT_BIAS + 1)) << _MANTISSA_BITS
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def rounded(axis: int, *arrays: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
     """What `quantize` makes of the arrays, decoded, in their dtypes. Its derivative is that of the identity."""
-    scaled = quantize(*arrays, axis=axis)
+    # Behind a barrier, or XLA would take two conversions for none.
+    scaled = lax.optimization_barrier(quantize(*arrays, axis=axis))
     decoded = (s.values.astype(jnp.float32) * jnp.expand_dims(s.scales, axis) for s in scaled)
     return tuple(value.astype(array.dtype) for value, array in zip(decoded, arrays, strict=True))
 
@@ -68,13 +72,6 @@ def _rounded_jvp(axis, primals, tangents):
 def packed(values: Float[Array, "... k"], dtype) -> Float[Array, "... k/2"]:
     """Pairs of 8-bit numbers along the last axis as numbers of a 16-bit `dtype`, of the same bytes."""
     return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 2), dtype)
-
-
-def packed_tokens(tokens: Float[Array, "T k"], groups: Dispatch) -> tuple[Array, Float[Array, " R"]]:
-    """`packed` tokens, for rows to gather, and the scale of each row's token; 0 for rows without one."""
-    (scaled,) = quantize(tokens)
-    of_rows = scaled.scales.at[groups.expert_token_indices].get(mode="fill", fill_value=0)
-    return packed(scaled.values, tokens.dtype), of_rows
 
 
 class Family(SimpleNamespace):

@@ -11,10 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Dispatch
-from pallas_kernels.fp8 import packed, packed_tokens, quantize
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, load_columns, store_columns
+from pallas_kernels.hopper.quantize import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, by_tiles, of_own_columns, of_own_rows, ragged_copy
 from pallas_kernels.hopper.tile_kernel import PANELS
 from pallas_kernels.mosaic.row_groups import (
@@ -62,9 +62,9 @@ def down_backward(
     tuning = find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
     tokens, scales = dy, None
     if fp8:
-        (scaled,) = quantize(w_down)
-        tokens, of_tokens = packed_tokens(dy, groups)
-        w_down, scales = packed(scaled.values, dtype), (of_tokens, by_tiles([scaled.scales], column_tiles))
+        (scaled,) = quantize_weights(w_down, axis=2, dtype=dtype)
+        tokens, of_tokens = quantize_tokens(dy, groups)
+        w_down, scales = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
     w_down = w_down.astype(dtype)
 
     def load(refs, tile, k, slot):

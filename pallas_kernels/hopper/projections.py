@@ -13,10 +13,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.contract import Dispatch
-from pallas_kernels.fp8 import packed, packed_tokens, quantize
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL
+from pallas_kernels.hopper.quantize import quantize, quantize_tokens, quantize_weights
 from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, by_tiles, store_rows, tile_panel
 from pallas_kernels.hopper.tile_kernel import PANELS, in_panels
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
@@ -86,10 +86,10 @@ def up_projection(
 
     scales, copies = None, len(weights)
     if fp8:
-        scaled = [quantize(weight, axis=1)[0] for weight in weights]
-        x, of_tokens = packed_tokens(x, groups)
+        scaled = [quantize_weights(weight, axis=1, dtype=dtype)[0] for weight in weights]
+        x, of_tokens = quantize_tokens(x, groups)
         scales = of_tokens, by_tiles([weight.scales for weight in scaled], column_tiles)
-        weights = tuple(packed(weight.values.swapaxes(1, 2), dtype) for weight in scaled)
+        weights = tuple(weight.values for weight in scaled)
     else:
         weights, copies = in_panels(tuple(weight.astype(dtype) for weight in weights))
     bias = by_tiles(biases, column_tiles) if biases else None
@@ -113,7 +113,7 @@ def up_projection(
         results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
         in_place={"into": "written"},
         copies=copies,
-        registers=(88, 208),
+        registers=(72, 216) if fp8 else (88, 208),
     ).written
 
 
@@ -172,11 +172,10 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     if fp8 or pairs[0][1].dtype != dtype:  # converted for the block's columns alone
         blocks = [lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs]
         if fp8:
-            rows, weights = quantize(*(rows for rows, _ in pairs)), quantize(*blocks, axis=3 - columns_at)
-            scales = rows[0].scales, by_tiles([weights[0].scales], column_tiles)
-            blocks = [w.values if transposed else w.values.swapaxes(1, 2) for w in weights]
-            pairs = [(packed(r.values, dtype), packed(b, dtype)) for r, b in zip(rows, blocks, strict=True)]
-            transposed = True
+            rows = quantize(*(rows for rows, _ in pairs))
+            weights = quantize_weights(*blocks, axis=3 - columns_at, dtype=dtype)
+            scales, transposed = (rows[0].scales, by_tiles([weights[0].scales], column_tiles)), True
+            pairs = [(r.values, w.values) for r, w in zip(rows, weights, strict=True)]
         else:
             pairs = [(rows, block.astype(dtype)) for (rows, _), block in zip(pairs, blocks, strict=True)]
         first_column = jnp.zeros_like(first_column)

@@ -402,6 +402,9 @@ class Numpy:
         pair = np.stack(np.broadcast_arrays(low, high), 1).astype(kind)
         return pair.view(np.int32)[:, 0]
 
+    def pack_bytes(self, numbers):
+        return np.stack(np.broadcast_arrays(*numbers), 1).astype("float8_e4m3fn").view(np.int32)[:, 0]
+
     def unpack(self, word, kind):
         pairs = np.ascontiguousarray(word).view(kind).reshape(-1, 2).astype(np.float32)
         return [np.ascontiguousarray(pairs[:, i]) for i in range(2)]
