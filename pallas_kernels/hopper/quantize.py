@@ -1,5 +1,7 @@
 """Rows in 8 bits, in one pass over device memory: XLA reads them twice, and converts by arithmetic on bits."""
 
+from contextlib import nullcontext
+from functools import reduce
 from itertools import chain
 
 import jax
@@ -11,8 +13,8 @@ from pallas_kernels.contract import Dispatch
 from pallas_kernels.fp8 import INFINITE_FIELD, Scaled, scale_field
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.simt.matrices import pack_bytes
-from pallas_kernels.simt.threads import indices, warp_maximum, when
-from pallas_kernels.simt.values import WARP, Int, Long, maximum, minimum, select
+from pallas_kernels.simt.threads import loop, warp_maximum, when
+from pallas_kernels.simt.values import WARP, Long, maximum, minimum, select
 from pallas_kernels.traced_once import traced_once
 
 THREADS, WARPS = 128, 4
@@ -33,32 +35,33 @@ def quantize_rows(arrays: tuple[Float[Array, "R k"], ...]) -> list[Scaled]:
     def body(arrays, outputs, scales, largest):
         thread, warp = simt.thread(), simt.warp()
         columns = [(thread + first) * COLUMNS for first in range(0, -(-width // COLUMNS), THREADS)]
-        for row in indices(simt.block(), num_rows, blocks):
-            # Past the end, the last numbers once more: they change nothing, and are not stored.
-            loaded = [
-                [array.load_vector(Long(row) * width + minimum(c, width - COLUMNS), COLUMNS).wide() for c in columns]
-                for array in arrays
-            ]
-            most = Int(0)
-            for vector in chain(*loaded):
-                for element in vector.elements():
-                    most = maximum(most, element.bits() & MAGNITUDE)
+
+        def load(row):
+            """The thread's part of a row; past the end the last numbers once more, which change nothing."""
+            start = Long(minimum(row, num_rows - 1)) * width
+            return [a.load_vector(start + minimum(c, width - COLUMNS), COLUMNS) for a in arrays for c in columns]
+
+        def quantize_row(row, *loaded):
+            following = load(row + blocks)  # under way while this one is worked on
+            numbers = [vector.wide().elements() for vector in loaded]
+            most = warp_maximum(reduce(maximum, (number.bits() & MAGNITUDE for number in chain(*numbers))))
             turn = row // blocks % 2 * WARPS  # words of the turn before may still be read
-            most = warp_maximum(most)
             with when((thread % WARP).equals(0)):
                 largest[turn + warp] = most
             simt.block_barrier()
-            for other in range(WARPS):
-                most = maximum(most, largest[turn + other])
-            field, inverse = scale_field(most, maximum)
-            for vectors, output in zip(loaded, outputs, strict=True):
-                for column, vector in zip(columns, vectors, strict=True):
-                    numbers = [element * inverse.as_float() for element in vector.elements()]
-                    words = [pack_bytes(numbers[:4]), pack_bytes(numbers[4:])]
-                    with when(column < width):
-                        output.store_words(Long(row) * (width // 2) + column // 2, words)
+            most = reduce(maximum, (largest[turn + other] for other in range(WARPS)))
+            scale, inverse = (bits.as_float() for bits in scale_field(most, maximum))
+            targets = [(output, column) for output in outputs for column in columns]
+            for (output, column), own in zip(targets, numbers, strict=True):
+                scaled = [number * inverse for number in own]
+                with when(column < width) if width % (THREADS * COLUMNS) else nullcontext():
+                    words = [pack_bytes(scaled[:4]), pack_bytes(scaled[4:])]
+                    output.store_words(Long(row) * (width // 2) + column // 2, words)
             with when(thread.equals(0)):
-                scales[row] = select(most >= INFINITE_FIELD << 23, float("nan"), field.as_float())
+                scales[row] = select(most >= INFINITE_FIELD << 23, float("nan"), scale)
+            return following
+
+        loop(simt.block(), num_rows, blocks, quantize_row, load(simt.block()))
 
     packed = (jax.ShapeDtypeStruct((num_rows, width // 2), dtype),) * len(arrays)
     results = [packed, jax.ShapeDtypeStruct((num_rows,), jnp.float32)]

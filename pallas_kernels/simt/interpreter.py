@@ -303,9 +303,9 @@ class Numpy:
             i = np.where(i < stop, i + step, i)
 
     def loop(self, start, stop, step, body, carry):
-        carry = [np.broadcast_to(c, self.index.shape) for c in carry]
+        carry = [np.broadcast_to(c, (self.index.size, *c.shape[1:])) for c in carry]
         for i in self.indices(start, stop, step):
-            carry = [np.where(self.active, a, b) for a, b in zip(body(i, *carry), carry, strict=True)]
+            carry = [self.select(self.active, a, b) for a, b in zip(body(i, *carry), carry, strict=True)]
         return carry
 
     def thread(self):
