@@ -5,7 +5,6 @@ A scale is a power of two, so that a decoded number has no more digits than the 
 """
 
 from functools import partial, reduce
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -74,22 +73,23 @@ def packed(values: Float[Array, "... k"], dtype) -> Float[Array, "... k/2"]:
     return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 2), dtype)
 
 
-class Family(SimpleNamespace):
-    """A family of kernels made from another; equal to itself alone, as a module is."""
+class _Family:
+    """A family of kernels made from another."""
 
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    def __init__(self, operations):
+        vars(self).update(operations)
 
 
-def in_8_bits(kernels: Any) -> Family:
+def in_8_bits(kernels: Any) -> Any:
     """The family with its row products in 8 bits: up and down projection, and the gradients of rows.
 
     Weight gradients take what is not rounded.
     """
     own = (kernels.up_projection, kernels.down_projection, kernels.down_backward, kernels.up_backward)
-    return Family(**vars(kernels) | {operation.__name__: partial(operation, fp8=True) for operation in own})
+    return _Family(vars(kernels) | {operation.__name__: partial(operation, fp8=True) for operation in own})
 
 
-def rounding_operands(kernels: Any) -> Family:
+def rounding_operands(kernels: Any) -> Any:
     """`in_8_bits` for a family that has no such products: operands are rounded, and the arithmetic stays what it is."""
 
     def up_projection(x, weights, *args, **options):
@@ -106,4 +106,4 @@ def rounding_operands(kernels: Any) -> Family:
         return kernels.up_backward(rounded(-1, *d_pre_activations), rounded(2, *weights), *args, **options)
 
     own = (up_projection, down_projection, down_backward, up_backward)
-    return Family(**vars(kernels) | {operation.__name__: operation for operation in own})
+    return _Family(vars(kernels) | {operation.__name__: operation for operation in own})

@@ -59,7 +59,7 @@ def down_backward(
     num_rows, n = pre_activations[0].shape
     dtype = pre_activations[0].dtype
     row_weights, column_tiles = row_weights.astype(jnp.float32), -(-n // TILE_COLUMNS)
-    tuning = find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
+    tile_tuning = find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
     tokens, scales = dy, None
     if fp8:
         (scaled,) = quantize_weights(w_down, axis=2, dtype=dtype)
@@ -119,7 +119,7 @@ def down_backward(
         load=load,
         load_panel=load_panel,
         begin=begin,
-        tuning=tuning,
+        tuning=tile_tuning,
         transposed_weights=True,
         packed=fp8,
     )
