@@ -10,8 +10,13 @@ import pytest
 
 from blaze_jax import LoRA, MoEConfig, Router, adapter_mask, join_adapters, merge, moe, split_adapters
 from blaze_jax.adapters import added
+from blaze_jax.experts import compute_experts
+from blaze_jax.oracle import dense_expert_ffn
+from tests.expert_problems import ON_GPUS, apply, make_problem, on
 from tests.layers import WIDTH, random_parameters, random_tokens
 from tests.numerics import assert_close
+from tests.pallas_kernels.rows import needs_interpreter
+from tests.routings import random_experts
 
 BASE = MoEConfig(num_experts=6, experts_per_token=2, expert_width=8, shared_width=8, z_loss_weight=0.1)
 CONFIGS = {
@@ -60,3 +65,37 @@ def test_output_and_gradients_are_those_of_summed_weights(config):
         out = step(*jax.tree.map(lambda a: a.astype("float32"), (adapters, x, others)), config)
     assert_close(out[1], ref[1], 1e-5)
 
+
+
+@on("xla", "xla_batched", pytest.param("hopper", marks=needs_interpreter), "ampere", *ON_GPUS)
+@pytest.mark.parametrize(("rank", "dtype"), [(8, "bfloat16"), (16, "float32"), (128, "bfloat16")])
+@pytest.mark.default_cases("16-float32-xla_batched", "8-bfloat16-ampere", "8-bfloat16-hopper", "*-bfloat16-*_on_gpu")
+def test_every_family_of_kernels_computes_them(kernels, rank, dtype):
+    """Beside weights of its own dtype, adapters in float32. Rows of the experts are ragged, and one has none."""
+    num_experts, sizes = 5, {"d": 24, "n": 40, "biases": True} | kernels.suits
+    d, n = sizes["d"], sizes["n"]
+    implementation = kernels.function.keywords["implementation"]
+    problem = make_problem(random_experts(37, 2, range(4)), num_experts, **{**sizes, "dtype": dtype})
+    rng = np.random.default_rng(3)
+    widths = {"w_gate": (d, n), "w_up": (d, n), "w_down": (n, d)}
+    adapters = {}
+    for name, (inputs, outputs) in widths.items():
+        for end, shape in (("_lora_a", (inputs, rank)), ("_lora_b", (rank, outputs))):
+            values = rng.standard_normal((num_experts, *shape)) / np.sqrt(shape[0])
+            adapters[name + end] = jnp.asarray(values, "float32")
+    options = {"activation": "swiglu", "save": "pre_activations", "implementation": implementation, "frozen": True}
+
+    @jax.jit
+    def out(adapters, x, weights):
+        return compute_experts(x, problem.params | adapters, weights, problem.experts, **options)
+
+    def definition(adapters, x, weights):
+        params = added(problem.cast(jnp.float32).params | adapters, LoRA(rank=rank, alpha=rank))
+        return apply(dense_expert_ffn, x, params, weights, problem.experts, activation="swiglu")
+
+    def both(function, problem):
+        with jax.default_matmul_precision("highest"):
+            y, vjp = jax.vjp(function, adapters, problem.x, problem.weights)
+            return y, vjp(problem.dy)
+
+    assert_close(both(out, problem), both(definition, problem.cast(jnp.float32)), kernels.tolerance[dtype])
