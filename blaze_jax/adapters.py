@@ -108,9 +108,14 @@ def split_adapters(params: Any) -> tuple[Any, Any]:
     """Adapters and all other parameters, as two trees with None in the places of those of the other.
 
     Differentiate with respect to the first, and give an optimizer only that: there is nothing of frozen parameters then.
+
+    Raises:
+      ValueError: there are no adapters.
     """
     mask = adapter_mask(params)
-    return tuple(jax.tree.map(lambda p, own, kind=kind: p if own is kind else None, params, mask) for kind in (True, False))
+    if not any(jax.tree.leaves(mask)):
+        raise ValueError("params has no adapters, and nothing would be trained: make them by MoEConfig(adapter=LoRA(...))")
+    return tuple(jax.tree.map(lambda p, own: p if own is kind else None, params, mask) for kind in (True, False))
 
 
 def join_adapters(adapters: Any, others: Any) -> Any:
