@@ -55,7 +55,7 @@ def test_adapters_are_trained(folder):
     assert names["history"][-1] < 0.95 * names["history"][0]
     assert names["merged"].keys() == names["base"].keys()
     frozen = [name for name in names["params"] if "lora" not in name]
-    assert all(names["linen_gradient"]["block"][name] is None for name in frozen)
+    assert not any(jax.tree.leaves(names["linen_gradient"]["block"][name]) for name in frozen)
 
 
 def test_the_platforms_export_for_a_gpu_and_a_cpu(folder):
