@@ -114,7 +114,9 @@ def split_adapters(params: Any) -> tuple[Any, Any]:
     """
     mask = adapter_mask(params)
     if not any(jax.tree.leaves(mask)):
-        raise ValueError("params has no adapters, and nothing would be trained: make them by MoEConfig(adapter=LoRA(...))")
+        raise ValueError(
+            "params has no adapters, and nothing would be trained: make them by MoEConfig(adapter=LoRA(...))"
+        )
     return tuple(jax.tree.map(lambda p, own: p if own is kind else None, params, mask) for kind in (True, False))
 
 

@@ -80,6 +80,7 @@ def _backward(plan: Plan, residuals, d_outputs):
     xs = [chunk.x for chunk in chunks] if gathered is None else [xs for xs, _ in gathered]
     if kept is None or gathered is None:  # or XLA would see that what follows was computed before, and keep it
         xs, shards, d_outputs = lax.optimization_barrier((xs, shards, d_outputs))
+
     def arrive(own):
         params = transport.parameters(with_frozen(own, shards), chunks[0].x.dtype)
         return plan.trained(params), params
@@ -295,7 +296,9 @@ def _down_backward(
                 dy, w_down, b_down, pre_activations, row_weights, unit, **options
             )
             d_row_weights.append(d_weights)
-    if transport.devices > 1 or further or plan.frozen:  # token sums, and not weight gradients, come next, and take all parameters
+    if (
+        transport.devices > 1 or further or plan.frozen
+    ):  # token sums, and not weight gradients, come next, and take all parameters
         journeys = journeys.start_all(d_row_weights[-1])
     if v is not None:
         pre_activations = _sum(pre_activations, added)

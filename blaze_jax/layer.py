@@ -219,7 +219,9 @@ def _check_key(key, config: MoEConfig) -> None:
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == (0 if typed else 1) and (typed or key.dtype == jnp.uint32):
             return
-    raise ValueError(f"key={shown(key)} must be a key of jax.random, because {config} has {config.random_stream} in training")
+    raise ValueError(
+        f"key={shown(key)} must be a key of jax.random, because {config} has {config.random_stream} in training"
+    )
 
 
 def statistics(routing: Routing) -> dict[str, Array]:

@@ -58,9 +58,7 @@ def reduced(
     own = tuple(up.a for up in ups if up.a is not None)
     if not own:
         return [None] * len(ups)
-    found, hidden = kernels.up_projection(
-        x, own, (), groups, activation=_first, keep_pre_activations=len(own) > 1
-    )
+    found, hidden = kernels.up_projection(x, own, (), groups, activation=_first, keep_pre_activations=len(own) > 1)
     rows = iter(found or (hidden,))
     return [None if up.a is None else next(rows) for up in ups]
 

@@ -85,7 +85,6 @@ def test_output_and_gradients_are_those_of_summed_weights(config):
     assert_close(out[1], ref[1], 1e-5)
 
 
-
 @on("xla", "xla_batched", pytest.param("hopper", marks=needs_interpreter), "ampere", *ON_GPUS)
 @pytest.mark.parametrize(("rank", "dtype"), [(8, "bfloat16"), (16, "float32"), (128, "bfloat16")])
 @pytest.mark.default_cases("16-float32-xla_batched", "8-bfloat16-ampere", "*-bfloat16-*_on_gpu")
@@ -276,7 +275,10 @@ def test_dropout_leaves_out_inputs_of_adapters_in_training():
         (lambda: LoRA(dropout=1), "dropout=1 must be from 0 to below 1"),
         (lambda: LoRA(shared=1), "shared=1 must be True or False"),
         (lambda: LoRA(dtype=int), "must be a floating dtype"),
-        (lambda: LoRA(targets=("q",)), "targets=('q',) must be None, or a tuple of different ones of gate, up, down, r"),
+        (
+            lambda: LoRA(targets=("q",)),
+            "targets=('q',) must be None, or a tuple of different ones of gate, up, down, r",
+        ),
         (lambda: LoRA(targets="up"), "targets='up' must be None, or a tuple of"),
         (lambda: LoRA(targets=()), "targets=() must be None, or a tuple of"),
         (lambda: replace(BASE, adapter=16), "adapter=16 must be a LoRA or None"),
@@ -287,7 +289,10 @@ def test_dropout_leaves_out_inputs_of_adapters_in_training():
         (lambda: merge({}, BASE), "config.adapter=None has nothing to merge"),
         (lambda: merge({}, CONFIGS["up"]), "params lacks w_up_lora_a, which LoRA(rank=8"),
         (lambda: split_adapters({"w_up": jnp.zeros(1)}), "params has no adapters, and nothing would be trained"),
-        (lambda: moe(random_tokens(4), random_parameters(BASE), CONFIGS["up"]), "params lacks w_up_lora_a, w_up_lora_b"),
+        (
+            lambda: moe(random_tokens(4), random_parameters(BASE), CONFIGS["up"]),
+            "params lacks w_up_lora_a, w_up_lora_b",
+        ),
         (lambda: moe(random_tokens(4), random_parameters(CONFIGS["up"]), BASE), "params has w_up_lora_a, w_up_lora_b"),
         (
             lambda: moe(random_tokens(4), random_parameters(CONFIGS["rank4_inputs"]), CONFIGS["up"]),
