@@ -107,7 +107,7 @@ def adapter_mask(params: Any) -> Any:
 def split_adapters(params: Any) -> tuple[Any, Any]:
     """Adapters and all other parameters, as two trees with None in the places of those of the other.
 
-    Differentiate with respect to the first, and give an optimizer only that: there is nothing of frozen parameters then.
+    Differentiate with respect to the first, and give an optimizer only that: there is nothing of frozen ones then.
 
     Raises:
       ValueError: there are no adapters.
@@ -117,7 +117,8 @@ def split_adapters(params: Any) -> tuple[Any, Any]:
         raise ValueError(
             "params has no adapters, and nothing would be trained: make them by MoEConfig(adapter=LoRA(...))"
         )
-    return tuple(jax.tree.map(lambda p, own: p if own is kind else None, params, mask) for kind in (True, False))
+    adapters = jax.tree.map(lambda p, own: p if own else None, params, mask)
+    return adapters, jax.tree.map(lambda p, own: None if own else p, params, mask)
 
 
 def join_adapters(adapters: Any, others: Any) -> Any:
@@ -134,9 +135,9 @@ def with_dropout(params: Mapping[str, Array], adapter: LoRA, key: Array) -> dict
     """The parameters in a training step: rows of each A that are left out are zeros."""
     params = dict(params)
     names = sorted(name for name in params if name.endswith(A))
-    for name, key in zip(names, jax.random.split(key, len(names)), strict=True):
+    for name, own_key in zip(names, jax.random.split(key, len(names)), strict=True):
         a = params[name]
-        stays = jax.random.bernoulli(key, 1 - adapter.dropout, (*a.shape[:-1], 1))
+        stays = jax.random.bernoulli(own_key, 1 - adapter.dropout, (*a.shape[:-1], 1))
         params[name] = jnp.where(stays, a / (1 - adapter.dropout), 0)
     return params
 
@@ -144,7 +145,7 @@ def with_dropout(params: Mapping[str, Array], adapter: LoRA, key: Array) -> dict
 def for_kernels(
     params: Mapping[str, Array], specs: Mapping[str, P], adapter: LoRA
 ) -> tuple[dict[str, Array], dict[str, P]]:
-    """The experts' adapters with their scale, each expert's own, of a rank that all kernels take; and how they are split.
+    """The experts' adapters with their scale, each expert's own, of a rank that kernels take; and how they are split.
 
     Args:
       params: a layer's, or inside `jax.shard_map` one device's part of them, but a shared A whole.

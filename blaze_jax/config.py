@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from blaze_jax.activations import Activation, get_activation
-from blaze_jax.adapters import LoRA, A, B
+from blaze_jax.adapters import A, B, LoRA
 from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
 from blaze_jax.huggingface import read_public_model
 from blaze_jax.implementation import Implementation, check_implementation
@@ -245,9 +245,8 @@ class MoEConfig:
         *experts, inputs, outputs = zip(weight.shape, weight.axes, strict=True)
         rank = self.adapter.rank, "lora_rank"
         of_a = [inputs, rank] if self.adapter.shared else [*experts, inputs, rank]
-        shapes = {A: of_a, B: [*experts, rank, outputs]}
-        kinds: dict[str, ParameterKind] = {A: "lora_a", B: "lora_b"}
-        return {name + end: Parameter(*zip(*shapes[end], strict=True), kinds[end]) for end in (A, B)}
+        a, b = (tuple(zip(*of, strict=True)) for of in (of_a, [*experts, rank, outputs]))
+        return {name + A: Parameter(a[0], a[1], "lora_a"), name + B: Parameter(b[0], b[1], "lora_b")}
 
     def dense_twin(self, model_width: int) -> DenseTwin:
         """The dense layer of the same active arithmetic: a token's K experts, shared experts and latent projections.

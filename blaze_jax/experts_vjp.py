@@ -283,10 +283,11 @@ def _down_backward(
     journeys = Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))
     options: dict[str, Any] = {"activation": plan.activation.function}
     d_row_weights = []
-    v = low_rank.reduced_gradient(plan.kernels, dys[0], params.down, rows.all)
+    v, added = low_rank.reduced_gradient(plan.kernels, dys[0], params.down, rows.all), None
     if v is not None:
         of_rows = params.down, pre_activations, row_weights, rows.all
-        added, of_adapter = low_rank.down_backward(plan.kernels, v, *of_rows, activation=plan.activation.function)
+        added, d_weights = low_rank.down_backward(plan.kernels, v, *of_rows, activation=plan.activation.function)
+        d_row_weights.append(d_weights)
         pre_activations = after(pre_activations, added)  # or XLA would keep a copy of what the kernel writes over
     for dy, units in zip(dys, rows.units, strict=True):
         for block, unit in enumerate(units):
@@ -296,13 +297,11 @@ def _down_backward(
                 dy, w_down, b_down, pre_activations, row_weights, unit, **options
             )
             d_row_weights.append(d_weights)
-    if (
-        transport.devices > 1 or further or plan.frozen
-    ):  # token sums, and not weight gradients, come next, and take all parameters
+    # Token sums, and not weight gradients, may come next, and take all parameters.
+    if transport.devices > 1 or further or plan.frozen:
         journeys = journeys.start_all(d_row_weights[-1])
-    if v is not None:
+    if added is not None:
         pre_activations = _sum(pre_activations, added)
-        d_row_weights.append(of_adapter)
     return _Down(pre_activations, options["into"], row_weights, d_row_weights, journeys, v)
 
 

@@ -72,7 +72,8 @@ def init_adapters(key: Array, config: MoEConfig, width: int) -> dict[str, Array]
     Returns:
       Arrays named and shaped as `config.parameters(width)` says; none where the configuration has no adapter.
     """
-    parameters = new_parameters(config, width, use_bias=False, dtype=jnp.float32, initializers={})
+    of_others: dict[str, Callable] = dict.fromkeys(["router", "kernel", "bias"], jax.nn.initializers.zeros)
+    parameters = new_parameters(config, width, use_bias=False, dtype=jnp.float32, initializers=of_others)
     keys = jax.random.split(key, len(config.adapter_names))
     return {name: parameters[name].draw(key) for name, key in zip(config.adapter_names, keys, strict=True)}
 
@@ -108,7 +109,11 @@ def new_parameters(
     parameters = check_config(config).parameters(width, use_bias=use_bias)
     inside = parallel is not None and is_inside_shard_map(parallel)
     like_torch = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-    of_kinds = {"gain": jax.nn.initializers.ones, "lora_a": like_torch, "lora_b": jax.nn.initializers.zeros}
+    of_kinds: dict[str, Callable] = {
+        "gain": jax.nn.initializers.ones,
+        "lora_a": like_torch,
+        "lora_b": jax.nn.initializers.zeros,
+    }
     initializers, specs = of_kinds | dict(initializers), {}
     if parallel is not None and (inside or mesh_of(parallel)):
         specs = parallel.specs(config, width, use_bias=use_bias)
@@ -116,7 +121,7 @@ def new_parameters(
     for name, parameter in parameters.items():
         spec, part = (None, specs[name]) if inside else (specs.get(name), P())
         own_dtype = config.adapter.dtype if config.adapter and is_adapter(name) else dtype
-        draw = partial(initial_value, initializers.get(parameter.kind), parameter=parameter, dtype=own_dtype, part=part)
+        draw = partial(initial_value, initializers[parameter.kind], parameter=parameter, dtype=own_dtype, part=part)
         new[name] = NewParameter(parameter.axes, spec, draw)
     return new
 
@@ -185,10 +190,10 @@ def moe(
     if train and axis_name is None and parallel is None:
         warn_inside_shard_map()
     if train and config.random_stream:
-        _check_key(key, config)
+        key = _checked_key(key, config)
     if config.adapter is not None:
         params = frozen(params)
-        if train and config.adapter.dropout:
+        if train and config.adapter.dropout and key is not None:
             params = with_dropout(params, config.adapter, jax.random.fold_in(key, 1))
     run = run_layer if layer_form(experts) is None else _run_compiled
     options = {"axis_name": axis_name, "parallel": parallel, "experts": experts}
@@ -213,12 +218,12 @@ def _check_selection_bias(selection_bias, config: MoEConfig) -> None:
         )
 
 
-def _check_key(key, config: MoEConfig) -> None:
-    """Raises ValueError unless it is one key, of either kind."""
+def _checked_key(key, config: MoEConfig) -> Array:
+    """The key; raises ValueError unless it is one, of either kind."""
     if isinstance(key, jax.Array):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == (0 if typed else 1) and (typed or key.dtype == jnp.uint32):
-            return
+            return key
     raise ValueError(
         f"key={shown(key)} must be a key of jax.random, because {config} has {config.random_stream} in training"
     )
@@ -250,7 +255,7 @@ def warn_inside_shard_map() -> None:
         )
 
 
-def initial_value(initializer: Callable | None, key: Array, parameter: Parameter, dtype, part: P = P()) -> Array:
+def initial_value(initializer: Callable, key: Array, parameter: Parameter, dtype, part: P = P()) -> Array:
     """`initializer(key, shape, dtype)`, called for each expert of a stack, so that its fan-in is that of one expert.
 
     With a `part`, inside `jax.shard_map`, this device's part of the same numbers. Where devices share an expert, each

@@ -16,6 +16,7 @@ added to rows of y and dx, a block of columns at a time, as they do. Nothing is 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,21 +40,19 @@ def up_projection(
     activation: Callable[..., Array],
     keep_pre_activations: bool,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
-    """What the kernel of that name returns, of weights with adapters. P is rounded before an adapter's part is added."""
+    """What the kernel of that name returns, of weights with adapters, whose part is added to P once that is rounded."""
     weights, biases = weights_and_biases(ups)
     pre_activations, _ = kernels.up_projection(x, weights, biases, groups, activation=_first)
     width, added = weights[0].shape[2], []
     for pre_activation, z, up in zip(pre_activations, reduced(kernels, x, ups, groups), ups, strict=True):
-        rows = 0 if z is None else kernels.down_projection(z, up.b, None, groups, 0, width)
-        added.append(pre_activation + rows)
+        rows = None if up.b is None else kernels.down_projection(z, up.b, None, groups, 0, width)
+        added.append(pre_activation if rows is None else pre_activation + rows)
     wide = accumulator_dtype(x.dtype)
     hidden = activation(*(p.astype(wide) for p in added)).astype(x.dtype)
     return tuple(added) if keep_pre_activations else (), hidden
 
 
-def reduced(
-    kernels: Kernels, x: Float[Array, "T d"], ups: Sequence[Projection], groups: Dispatch
-) -> list[Float[Array, "R r"] | None]:
+def reduced(kernels: Kernels, x: Float[Array, "T d"], ups: Sequence[Projection], groups: Dispatch) -> list[Any]:
     """`Z = x · A` of every row, for each projection; None for one without an adapter."""
     own = tuple(up.a for up in ups if up.a is not None)
     if not own:
@@ -63,12 +62,12 @@ def reduced(
     return [None if up.a is None else next(rows) for up in ups]
 
 
-def reduced_hidden(kernels: Kernels, hidden: Float[Array, "R n"], down: Projection, groups: Dispatch):
+def reduced_hidden(kernels: Kernels, hidden: Float[Array, "R n"], down: Projection, groups: Dispatch) -> Any:
     """`Z' = H · A_down` of every row; None without an adapter."""
     return None if down.a is None else kernels.down_projection(hidden, down.a, None, groups, 0, down.a.shape[2])
 
 
-def reduced_gradient(kernels: Kernels, dy: Float[Array, "T d"], down: Projection, groups: Dispatch):
+def reduced_gradient(kernels: Kernels, dy: Float[Array, "T d"], down: Projection, groups: Dispatch) -> Any:
     """`V = dy · B_downᵀ` of every row; None without an adapter."""
     if down.b is None:
         return None
@@ -77,7 +76,7 @@ def reduced_gradient(kernels: Kernels, dy: Float[Array, "T d"], down: Projection
 
 def reduced_gradients(
     kernels: Kernels, d_pre_activations: tuple[Float[Array, "R n"], ...], ups: Sequence[Projection], groups: Dispatch
-) -> list[Float[Array, "R r"] | None]:
+) -> list[Any]:
     """`dZ = dP · Bᵀ` of every row, for each projection; None for one without an adapter."""
     return [
         None if up.b is None else kernels.up_backward((d_pre,), (up.b,), groups, 0, up.b.shape[1])
@@ -115,7 +114,7 @@ def gradients(
     params: Parameters,
     dtypes: Parameters,
     groups: Dispatch,
-    of_ups: tuple[Float[Array, "T d"], tuple[Float[Array, "R n"], ...], Sequence[Float[Array, "R r"] | None]],
+    of_ups: tuple[Float[Array, "T d"], tuple[Float[Array, "R n"], ...], Sequence[Any]],
     of_down: tuple[Float[Array, "R n"], Float[Array, "T d"], Float[Array, " R"], Float[Array, "R r"] | None],
 ) -> Parameters:
     """Gradients of the adapters, of these dtypes.
@@ -123,7 +122,7 @@ def gradients(
     Args:
       kernels: the family that computes.
       params: the projections.
-      dtypes: in the places of their gradients.
+      dtypes: in the places of their gradients, None in those of frozen parameters.
       groups: the rows by expert.
       of_ups: `(x, dP, dZ)`.
       of_down: `(g · H, dy, g, V)`.
@@ -134,35 +133,25 @@ def gradients(
     own_row = jnp.where(groups.expert_token_indices < x.shape[0], jnp.arange(num_rows, dtype=jnp.int32), num_rows)
     by_row = groups._replace(expert_token_indices=own_row)  # products over rows gather the rows themselves
 
-    adapted = [i for i, up in enumerate(params.ups) if up.a is not None]
-    das, dbs = iter(()), iter(())
-    if adapted:
-        own = tuple(dzs[i] for i in adapted)
-        types = tuple(dtypes.ups[i].a for i in adapted)
-        das = iter(kernels.up_weight_gradients(x, own, groups, dtypes=types, bias_dtypes=())[0])
+    ups, down = list(dtypes.ups), dtypes.down
+    if adapted := [i for i, up in enumerate(params.ups) if up.a is not None]:
+        types: tuple = tuple(ups[i].a for i in adapted)
+        of_rows = tuple(dzs[i] for i in adapted)
+        das, _ = kernels.up_weight_gradients(x, of_rows, groups, dtypes=types, bias_dtypes=())
         zs = reduced(kernels, x, params.ups, groups)
-        dbs = iter(
-            kernels.up_weight_gradients(
-                zs[i], (d_pre_activations[i],), by_row, dtypes=(dtypes.ups[i].b,), bias_dtypes=()
-            )[0][0]
-            for i in adapted
-        )
-    ups = tuple(
-        Projection(None, None, *((next(das), next(dbs)) if i in adapted else (None, None)))
-        for i in range(len(params.ups))
-    )
-    down = Projection(None, None)
+        for i, da in zip(adapted, das, strict=True):
+            one = {"dtypes": (ups[i].b,), "bias_dtypes": ()}
+            (db,), _ = kernels.up_weight_gradients(zs[i], (d_pre_activations[i],), by_row, **one)
+            ups[i] = ups[i]._replace(a=da, b=db)
     if v is not None:
         z = reduced_hidden(kernels, weighted_hidden, params.down, groups)
+        operands = (weighted_hidden, v, by_row, down.a), (z, dy, groups, down.b)
         da, db = (
             kernels.down_weight_gradients(rows, tokens, row_weights, of, dtype=dtype, bias_dtype=None)[0]
-            for rows, tokens, of, dtype in (
-                (weighted_hidden, v, by_row, dtypes.down.a),
-                (z, dy, groups, dtypes.down.b),
-            )
+            for rows, tokens, of, dtype in operands
         )
-        down = Projection(None, None, da, db)
-    return Parameters(ups, down)
+        down = down._replace(a=da, b=db)
+    return Parameters(tuple(ups), down)
 
 
 def _first(*pre_activations: Array) -> Array:

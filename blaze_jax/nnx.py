@@ -68,7 +68,8 @@ class MoE(nnx.Module):
         and the selection bias are then the same on all devices.
       parallel: which axes of a mesh split tokens, experts and parameters, see `blaze_jax.moe`.
       rngs: its stream `params` initialises the parameters. Of a router with jitter, the module keeps a fork of its
-        stream `jitter`, of which a call in training takes a key; without jitter, for the dropout of adapters, of `dropout`.
+        stream `jitter`, of which a call in training takes a key; without jitter, and for adapters' dropout, of
+        `dropout`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Adapters in the format of PEFT, for models as transformers 5 holds them: `adapter_config.json` and one file of tensors.
+"""Adapters in the format of PEFT, for models as transformers 5 holds them: a configuration and a file of tensors.
 
-There the experts' gate and up projections are one parameter, `gate_up_proj`, with one adapter. Two adapters (A, B) of rank
-r are one of rank 2r, with both A side by side and both B as blocks on a diagonal. One adapter of rank r, as PEFT trains
-it, is two with the same A. Tensors have all experts, A as `(E·R, inputs)` and B as `(outputs, R·E)`, whose columns go
-through the experts faster than through the ranks.
+There the experts' gate and up projections are one parameter, `gate_up_proj`, with one adapter. Two adapters (A, B) of
+rank r are one of rank 2r, with both A side by side and both B as blocks on a diagonal. One adapter of rank r, as PEFT
+trains it, is two with the same A. Tensors have all experts, A as `(E·R, inputs)` and B as `(outputs, R·E)`, whose
+columns go through the experts faster than through the ranks.
 """
 
 import json
@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from blaze_jax.adapters import LoRA, A, B
+from blaze_jax.adapters import A, B, LoRA
 from blaze_jax.checkpoints.folder import DTYPES, TensorFile, copied
 from blaze_jax.checkpoints.writing import NewTensor, file_content, rename, written
 from blaze_jax.checks import check_integers, check_numbers, shown
@@ -51,7 +51,7 @@ def save_adapters(
       folder: to write into; made where it is missing.
       layers: parameters by the layers' numbers in the model, of which the adapters are written.
       config: the layers' configuration, with an adapter.
-      layout: that of `checkpoints.Layer`, of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or gpt-oss: it says how gate and up lie.
+      layout: that of `checkpoints.Layer`, of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or gpt-oss: how gate and up lie.
       base_model: the folder or name of the base model, where PEFT is to find it; None leaves that to the reader.
 
     Returns:
@@ -105,7 +105,7 @@ def save_adapters(
 
 
 def read_adapter(folder: str | Path) -> LoRA:
-    """What `adapter_config.json` says, for `MoEConfig(adapter=...)`; what it targets outside of such layers is left out.
+    """What `adapter_config.json` says, for `MoEConfig(adapter=...)`, without what it targets outside of such layers.
 
     Raises:
       CheckpointError: the file is broken, of another kind, targets nothing of the layer, or asks for what a LoRA lacks.
@@ -149,7 +149,7 @@ def load_adapters(
     check_integers(layer=layer)
     path = Path(folder) / CONFIG
     fields, file = _fields(path), TensorFile(Path(folder) / TENSORS)
-    params: dict[str, Array] = {}
+    params: dict[str, np.ndarray] = {}
     for name, module, target in _places(config, layer, router):
         rank = _of_pattern(fields["rank_pattern"], target, fields["r"])
         alpha = _of_pattern(fields["alpha_pattern"], target, fields["lora_alpha"])
@@ -217,15 +217,12 @@ def _joined(name: str, params: Mapping[str, Array], config: MoEConfig, layout: s
     if name == "gate_up":
         own = {part: pair(part) for part in ("gate", "up") if part in _names(config)}
         a = np.concatenate([a for a, _ in own.values()], axis=2)
-        bs, first = [], 0
-        for part in ("gate", "up"):
-            b = np.zeros((config.num_experts, a.shape[2], config.expert_width), a.dtype)
-            if part in own:
-                b[:, first : first + own[part][1].shape[1]] = own[part][1]
-                first += own[part][1].shape[1]
-            bs.append(b)
-        alternating = layout == "gpt_oss"
-        b = np.stack(bs, -1).reshape(*b.shape[:2], -1) if alternating else np.concatenate(bs, -1)
+        gate, up = (
+            np.concatenate([b if other == part else np.zeros_like(b) for other, (_, b) in own.items()], axis=1)
+            for part in ("gate", "up")
+        )
+        alternating = np.stack([gate, up], -1).reshape(*gate.shape[:2], -1)
+        b = alternating if layout == "gpt_oss" else np.concatenate([gate, up], -1)
     else:
         a, b = pair(name)
     return a.transpose(0, 2, 1).reshape(-1, a.shape[1]), b.transpose(2, 1, 0).reshape(b.shape[2], -1)
@@ -259,7 +256,8 @@ def _apart(
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    fields = {"rank_pattern": None, "alpha_pattern": None, "target_parameters": None} | read_json(path)
+    empty: dict[str, Any] = {"rank_pattern": None, "alpha_pattern": None, "target_parameters": None}
+    fields = empty | read_json(path)
     if fields.get("peft_type") != "LORA":
         raise CheckpointError(f"{path}: peft_type={shown(fields.get('peft_type'))} must be 'LORA'")
     for name in UNSUPPORTED:

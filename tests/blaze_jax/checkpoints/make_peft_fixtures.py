@@ -1,13 +1,15 @@
 """Writes adapters beside the fixtures of this folder, as PEFT saves them, and what PEFT and transformers compute.
 
 Run it with torch, transformers 5.24 and peft 0.21 on a CPU, in an environment of its own, after `make_fixtures.py`:
-`python tests/blaze_jax/checkpoints/make_peft_fixtures.py`. No test runs it, and none needs these libraries. With a folder,
-`... make_peft_fixtures.py FOLDER`, it writes nothing: it loads the adapters in `FOLDER/family` into the model, and compares
-the output of its last layer with `FOLDER/family/y.safetensors`, which `python -m tests.blaze_jax.checkpoints.write_adapters
-FOLDER` has computed and written in the project's environment.
+`python tests/blaze_jax/checkpoints/make_peft_fixtures.py`. No test runs it, and none needs these libraries.
 
-A folder `family-peft` has the two files of an adapter, and in `expected.safetensors` output, gradient of the tokens and of
-each of the adapter's tensors of the last layer's block, for x and dy of the family's fixture.
+With a folder, `python tests/blaze_jax/checkpoints/make_peft_fixtures.py FOLDER`, it writes nothing. It loads the
+adapters in `FOLDER/family` into the model, and compares the output of its last layer with that in
+`FOLDER/family/y.safetensors`. `python -m tests.blaze_jax.checkpoints.write_adapters FOLDER` writes both before, in the
+project's environment.
+
+A folder `family-peft` has the two files of an adapter, and in `expected.safetensors` output, gradient of the tokens and
+of each of the adapter's tensors of the last layer's block, for x and dy of the family's fixture.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`python -m tests.blaze_jax.checkpoints.write_adapters FOLDER`: random adapters of the fixtures' last layers, for PEFT.
+"""Random adapters of the fixtures' last layers for PEFT: `python -m tests.blaze_jax.checkpoints.write_adapters FOLDER`.
 
 In `FOLDER/family` are the two files that PEFT reads, and `y.safetensors`, the layer's output with these adapters.
 `make_peft_fixtures.py FOLDER` compares that with PEFT's.
