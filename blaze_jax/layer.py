@@ -224,8 +224,9 @@ def _checked_key(key, config: MoEConfig) -> Array:
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == (0 if typed else 1) and (typed or key.dtype == jnp.uint32):
             return key
+    who = config.router if config.router.jitter else config.adapter
     raise ValueError(
-        f"key={shown(key)} must be a key of jax.random, because {config} has {config.random_stream} in training"
+        f"key={shown(key)} must be a key of jax.random, because {who} has {config.random_stream} in training"
     )
 
 
