@@ -274,6 +274,8 @@ def test_merged_parameters_are_those_of_a_layer_without_adapters(config):
     }
     assert_close(layer(x, merged, plain)[0], layer(x, params, config)[0])
     base = {name: a for name, a in params.items() if "lora" not in name}
+    gradient = jax.grad(lambda params: layer(x, params, config)[0].sum())(params)
+    assert {name for name, d in gradient.items() if np.any(d)} == set(config.adapter_names)
     assert_close(layer(x, base | init_adapters(jax.random.key(0), config, WIDTH), config)[0], layer(x, base, plain)[0])
 
 

@@ -54,6 +54,7 @@ def test_adapters_are_trained(folder):
     names = run("adapters", folder)
     assert names["history"][-1] < 0.95 * names["history"][0]
     assert names["merged"].keys() == names["base"].keys()
+    assert_same_bits(names["again"], names["adapters"])
     frozen = [name for name in names["params"] if "lora" not in name]
     assert not any(jax.tree.leaves(names["linen_gradient"]["block"][name]) for name in frozen)
 
