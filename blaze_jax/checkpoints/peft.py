@@ -165,8 +165,10 @@ def load_adapters(
                 raise CheckpointError(f"{file.path}: tensor {key!r} is missing, which {adapter} asks for")
             tensors.append(file.tensors[key])
         experts = 1 if name == "router" else config.num_experts
-        inputs = tensors[0].shape[-1] if name != "down" else config.expert_width
-        outputs = {"gate_up": 2 * config.expert_width, "router": config.num_experts}.get(name, tensors[1].shape[0])
+        has_width, axis = (tensors[1], 0) if name == "down" else (tensors[0], 1)
+        width = (*has_width.shape, 0, 0)[axis]  # of the model, which only the file says
+        n = config.expert_width
+        inputs, outputs = {"gate_up": (width, 2 * n), "down": (n, width), "router": (width, config.num_experts)}[name]
         tensors[0].require(("F32", "F16", "BF16"), (experts * rank, inputs))
         tensors[1].require(("F32", "F16", "BF16"), (outputs, rank * experts))
         a, b = (copied(tensor.mapped()) for tensor in tensors)
