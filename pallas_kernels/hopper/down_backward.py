@@ -10,10 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.contract import Dispatch
+from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, load_columns, store_columns
+from pallas_kernels.hopper.quantization import BLOCK, as_dtype, load_quantized
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, ragged_copy
 from pallas_kernels.hopper.tile_kernel import PANELS
 from pallas_kernels.mosaic.row_groups import (
@@ -39,23 +40,27 @@ def down_backward(
     dy: Float[Array, "T d"],
     w_down: Float[Array, "E n d"],
     b_down: Float[Array, "E d"] | None,
-    pre_activations: tuple[Float[Array, "R n"], ...],
+    pre_activations: tuple[Float[Array, "R n"] | Quantized, ...],
     row_weights: Float[Array, " R"],
     groups: Dispatch[TileSchedule],
     *,
     activation: Callable[..., Array],
-    into: Float[Array, "R n"] | None = None,
+    into: Float[Array, "R n"] | tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
 
     At the end of a tile its pre-activations come through the ring of operand slots, 64 columns a slot, and the results
-    leave from there: the ring runs on over the end of a tile, as deep as for the products. `into` is the weighted
-    activation of other groups, whose rows are kept.
+    leave from there: the ring runs on over the end of a tile, as deep as for the products. A panel of quantized ones
+    comes twice, for one half of its numbers and for the other. `into` is the weighted activation of other groups, whose
+    rows are kept; with quantized pre-activations, which keep their place, their gradients and then that.
     """
-    num_pre = len(pre_activations)
-    num_rows, n = pre_activations[0].shape
-    dtype = pre_activations[0].dtype
+    num_pre, num_rows = len(pre_activations), groups.num_rows
+    n, dtype = w_down.shape[1], dy.dtype
+    quantized, d_pre_into = isinstance(pre_activations[0], Quantized), None
+    if quantized:
+        pre_activations = as_dtype(pre_activations, dtype)
+        d_pre_into, into = into or (None, None)
     w_down, row_weights = w_down.astype(dtype), row_weights.astype(jnp.float32)
     column_tiles = -(-n // TILE_COLUMNS)
 
@@ -66,15 +71,24 @@ def down_backward(
             slot.fetch(block, slot.rhs.at[pl.ds(first, TILE_ROWS)])
 
     def load_panel(refs, tile, panel, slot):
-        columns = pl.ds(tile.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
+        first = tile.column_tile * TILE_COLUMNS + panel * PANEL
+        columns = pl.ds(first // BLOCK * PANEL if quantized else first, PANEL)
         for i, pre in enumerate((refs.pre[0], refs.pre[-1])):  # an ungated one twice
+            pre = pre.values if quantized else pre
             slot.fetch(pre.at[pl.ds(tile.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
 
     def begin(refs, part):
         row_weight = plgpu.load(refs.row_weights.at[pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
-        return partial(end_panel, refs, part, row_weight)
+        scales = None
+        if quantized:
+            scales = [[scale(refs, part, pre, block) for pre in refs.pre] for block in range(TILE_COLUMNS // BLOCK)]
+        return partial(end_panel, refs, part, row_weight, scales)
 
-    def end_panel(refs, part, row_weight, accumulator, panel, slot):
+    def scale(refs, part, pre, block):
+        line = jnp.minimum(part.column_tile * (TILE_COLUMNS // BLOCK) + block, pre.scales.shape[0] - 1)
+        return plgpu.load(pre.scales.at[line, pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
+
+    def end_panel(refs, part, row_weight, scales, accumulator, panel, slot):
         own = [slot.rhs.at[pl.ds(i * TILE_ROWS + refs.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
         # The results leave from where the pre-activations were, and from the left operand's part of the slot.
         leaving = (*own, slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)])
@@ -83,7 +97,11 @@ def down_backward(
         for first in range(0, PANEL, PIECE):
             column = panel * PANEL + first
             d_hidden = accumulator[:, column : column + PIECE]
-            pre = [load_columns(b, first) for b in own]
+            if quantized:
+                block, half = divmod(panel, 2)
+                pre = [load_quantized(b, first, half, s) for b, s in zip(own, scales[block], strict=True)]
+            else:
+                pre = [load_columns(b, first) for b in own]
             hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
             d_weight += (d_hidden * hidden).sum(axis=1)
             for buffer, result in zip(leaving, (*d_pre, weight * hidden), strict=True):
@@ -101,7 +119,8 @@ def down_backward(
     gathered = {"tokens": (dy,), "row_chunks": row_chunks(groups.expert_token_indices, (dy,))}
     kernel = PanelRowMatmul(
         schedule=groups.tiles,
-        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
+        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into}
+        | ({"d_pre_into": d_pre_into} if quantized else {}),
         column_tiles=column_tiles,
         k_steps=-(-dy.shape[1] // K_STEP),
         load=load,
@@ -114,7 +133,7 @@ def down_backward(
         "moe_down_backward",
         results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
         # A tile has read its pre-activations before it writes their gradients.
-        in_place={"pre": "d_pre", "into": "weighted_hidden"},
+        in_place={"d_pre_into" if quantized else "pre": "d_pre", "into": "weighted_hidden"},
         copies=COPIES,
         registers=(88, 208),
     )
