@@ -147,8 +147,8 @@ def down_backward(
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
 
-    At the end of a tile its pre-activations come through the ring of operand slots, unless they are quantized. The gradient of a row weight is the
-    sum of 32 columns at a time, which are then added up in order.
+    At the end of a tile its pre-activations come through the ring of operand slots, unless they are quantized. The
+    gradient of a row weight is the sum of 32 columns at a time, which are then added up in order.
     """
     num_rows, n, num_pre, dtype = groups.num_rows, w_down.shape[1], len(pre_activations), dy.dtype
     derivative = with_gradients(activation, num_pre)
@@ -157,7 +157,7 @@ def down_backward(
     def end(extra, results, where, sums, pieces):
         row_weights, pre_activations = extra if quantized else (extra, ())
         if quantized:
-            pieces = [partial(load, pre_activations, where, piece) for piece in range(2 * len(sums))]
+            pieces = [partial(load_piece, pre_activations, where, piece) for piece in range(2 * len(sums))]
         rows = [where.row + where.lane // 4 + i for i in range(0, 16 * len(sums), 8)]
         row_weights = [row_weights[minimum(row, num_rows - 1)] for row in rows]
         for piece, load in enumerate(pieces):
@@ -169,7 +169,7 @@ def down_backward(
                     pre, weight = load(8 * i), row_weights[2 * of_rows + i]
                     finish_rows(results, where, first_row, where.halves[half][1], d_hidden, pre, weight)
 
-    def load(pre_activations, where, piece, first_row):
+    def load_piece(pre_activations, where, piece, first_row):
         of_rows, half = divmod(piece, 2)
         first_row, column = 16 * of_rows + first_row, where.halves[half][1]
         return [load_quantized(p, where, first_row, column, n, num_rows) for p in pre_activations]

@@ -41,7 +41,7 @@ def store_quantized(
         own = [select(column + e * CHUNK < n, x, 0.0) for e, v in enumerate(values) for x in v[2 * i : 2 * i + 2]]
         largest = combine_lanes(maximum, reduce(maximum, (x.bits() & 0x7FFFFFFF for x in own)), 4)
         scale = largest.as_float() * (1 / 127)
-        scale = select(Float(np.finfo(np.float32).tiny) > scale, 1.0, scale)
+        scale = select(Float(float(np.finfo(np.float32).tiny)) > scale, 1.0, scale)
         scale = select(largest < 0x7F800000, scale, float("nan"))  # as `contract.quantization_scales` has it
         factor = reciprocal(scale)
         numbers = [multiply_add(x, factor, BYTE_OFFSET).bits() & 255 for x in own]
