@@ -104,7 +104,9 @@ QUANTIZED_BLOCK = 128
 def quantized(pre_activations: Float[Array, "*rows n"]) -> Quantized:
     """The numbers and their scales, `(*rows, n)` int8 and `(*rows, blocks)`."""
     blocks = _in_blocks(pre_activations)
-    scales = quantization_scales(jnp.abs(blocks).max(-1))
+    # By their bits, of which NaN has the most: XLA for CPUs loses one among others in some programs (jax 0.12).
+    bits = lax.bitcast_convert_type(jnp.abs(blocks), jnp.int64 if blocks.dtype == jnp.float64 else jnp.int32)
+    scales = quantization_scales(lax.bitcast_convert_type(bits.max(-1), blocks.dtype))
     numbers = jnp.round(blocks / scales[..., None]).astype(jnp.int8)
     return Quantized(numbers.reshape(*numbers.shape[:-2], -1)[..., : pre_activations.shape[-1]], scales)
 

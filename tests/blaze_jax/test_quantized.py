@@ -1,6 +1,5 @@
 """Pre-activations kept in 8 bits: how far the gradients are from float32's beside bfloat16's, and everywhere alike."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +49,8 @@ def test_wide_layers_are_as_near_as_8_bits_are(kernels, dtype):
         assert_close(ours, truth, 0.012)
 
 
+@over_families
+@pytest.mark.default_cases("xla", "xla_batched", "*_on_gpu")
 def test_a_number_that_is_not_finite_is_seen_in_the_gradients_of_its_row_and_block(kernels):
     """And in no others: of the weights, in those of its expert and block alone."""
     experts = np.arange(8)[:, None] % 4
