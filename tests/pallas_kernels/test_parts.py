@@ -58,7 +58,7 @@ def forth_and_back(kernels, quantize, xs, dys, matrices, row_weights, firsts, pi
         d_pre, into, of_piece = kernels.down_backward(dy, *own, given, row_weights, groups, **options)
         d_row_weights += of_piece
         back = kernels.up_backward(up[0], tuple(w[first:] for w in weights), groups, 0, WIDTH, into=back)
-    return up, down, d_pre, into, d_row_weights, back
+    return None if quantize else up, down, d_pre, into, d_row_weights, back
 
 
 @over_families
