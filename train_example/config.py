@@ -9,7 +9,7 @@ from blaze_jax import MoEConfig, Router
 VOCABULARY = 256
 """How many values a byte has."""
 
-AttentionKernel = Literal["cudnn", "xla"]
+AttentionKernel = Literal["cudnn", "tokamax", "xla"]
 """The kernel of the attention: cuDNN's flash attention, which keeps no scores, or plain XLA, which runs everywhere."""
 
 QKNorm = Literal["head", "token"]

@@ -1,7 +1,9 @@
 """The layers of a block beside its experts: RMSNorm, rotary attention with grouped keys, a dense feed-forward layer."""
 
+import importlib
+import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -15,6 +17,7 @@ from train_example.config import AttentionKernel, QKNorm
 
 _CUDNN_CAPABILITY = (8, 0)
 _CUDNN_MAX_WIDTH = 128
+_TOKAMAX_CAPABILITY, _TOKAMAX_WIDTHS, _TOKAMAX_LENGTHS = (9, 0), (64, 128), 128
 
 
 class RMSNorm(nn.Module):
@@ -106,6 +109,7 @@ class Attention(nn.Module):
       kernel: what computes the attention; None for the best that can run here.
       qk_norm: what the norms of queries and keys take together; None for no norms.
       norm_epsilon: ε of these norms.
+      over_devices: whether the tokens are split over devices.
     """
 
     num_heads: int
@@ -114,6 +118,7 @@ class Attention(nn.Module):
     kernel: AttentionKernel | None = None
     qk_norm: QKNorm | None = None
     norm_epsilon: float = 1e-6
+    over_devices: bool = False
 
     @nn.compact
     def __call__(
@@ -128,13 +133,14 @@ class Attention(nn.Module):
         key = rotate(self._normed(project(self.num_kv_heads, "key"), "key_norm"), rotation)
         value = project(self.num_kv_heads, "value")
         if context is None:
-            kernel = self.kernel or best_kernel(query)
-            y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
+            kernel = self.kernel or best_kernel(query, over_devices=self.over_devices)
+            y = causal_attention(query, key, value, kernel)
         else:
             positions = context.positions(x.shape[1])
             key, value = self._cached("key", key, positions), self._cached("value", value, positions)
             visible = (jnp.arange(key.shape[1]) <= positions[..., None])[:, None]
-            y = jax.nn.dot_product_attention(query, key, value, mask=visible, implementation=self.kernel)
+            kernel = None if self.kernel == "tokamax" else self.kernel  # which has none for so few queries
+            y = jax.nn.dot_product_attention(query, key, value, mask=visible, implementation=kernel)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=False, dtype=self.dtype, name="out")(y)
 
     def _cached(
@@ -157,15 +163,41 @@ class Attention(nn.Module):
         return norm(x) if self.qk_norm == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
 
-def best_kernel(query: Float[Array, "B S heads h"]) -> AttentionKernel:
-    """CuDNN's where it can run: 16-bit types on an NVIDIA GPU since Ampere, heads of a width that it takes."""
+def causal_attention(query: Array, key: Array, value: Array, kernel: AttentionKernel) -> Float[Array, "B S heads h"]:
+    """Each token's attention to itself and those before it, by that kernel."""
+    if kernel != "tokamax":
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
+    attention = tokamax_attention()
+    if attention is None:
+        raise NotImplementedError("attention='tokamax' needs the package: pip install tokamax")
+    return attention(query, key, value, is_causal=True, implementation="mosaic_gpu")
+
+
+@cache
+def tokamax_attention() -> Callable[..., Array] | None:
+    """`tokamax.dot_product_attention`, without its warnings that nobody tuned it; None where it cannot be imported."""
+    logging.getLogger("absl").addFilter(lambda record: "Autotuning cache miss" not in record.getMessage())
+    try:
+        return importlib.import_module("tokamax").dot_product_attention
+    except ImportError:
+        return None
+
+
+def best_kernel(query: Float[Array, "B S heads h"], *, over_devices: bool = False) -> AttentionKernel:
+    """The fastest that can run for 16-bit types on an NVIDIA GPU, XLA's elsewhere.
+
+    On Hopper that is tokamax's where it is installed and the tokens are on one device, otherwise cuDNN's since Ampere.
+    """
     device = jax.devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version:
         return "xla"
     capability = tuple(int(number) for number in device.compute_capability.split("."))
     _, length, _, width = query.shape
     fits = length % 2 == 0 and width % 8 == 0 and width <= _CUDNN_MAX_WIDTH
-    return "cudnn" if fits and query.dtype.itemsize == 2 and capability >= _CUDNN_CAPABILITY else "xla"
+    if not fits or query.dtype.itemsize != 2 or capability < _CUDNN_CAPABILITY:
+        return "xla"
+    measured = capability == _TOKAMAX_CAPABILITY and width in _TOKAMAX_WIDTHS and length % _TOKAMAX_LENGTHS == 0
+    return "tokamax" if measured and not over_devices and tokamax_attention() else "cudnn"
 
 
 class DenseFeedForward(nn.Module):

@@ -2,16 +2,20 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from blaze_jax import RESIDUAL_NAMES, DenseTwin, MoE, MoEConfig, Parallelism, expert_ffn
 from train_example.config import AttentionKernel, ModelConfig, Remat
 from train_example.layers import Attention, Context, DenseFeedForward, RMSNorm, Rotation, rotation
+
+type Tree = Any
 
 
 class Decoder(nn.Module):
@@ -25,7 +29,7 @@ class Decoder(nn.Module):
       experts: what computes the experts, see `blaze_jax.MoE`.
       attention: what computes the attention; None for the best that can run here.
       unroll: whether the program has every block by itself, instead of a loop over one: the compiler takes longer, and
-        the program copies less.
+        the program copies less, nothing if it is given the parameters as `layers_apart` has them.
       parallel: how the Mixture-of-Experts layers are split over devices.
       dense_twin: the dense layer that takes the place of each Mixture-of-Experts layer; None for none.
     """
@@ -73,7 +77,9 @@ class Decoder(nn.Module):
         """`length` blocks, one after the other, each variable stacked on a leading axis of layers."""
         config, dtype, block = self.config, self.dtype, Block
         qk_norm = config.qk_norm, config.norm_epsilon
-        attention = partial(Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm)
+        attention = partial(
+            Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm, self.parallel is not None
+        )
         if name.startswith("moe") and self.dense_twin is None:
             options = {"experts": self.experts, "parallel": self.parallel, "train": train}
             feed_forward = partial(MoE, self.moe, dtype=dtype, **options, name="moe")
@@ -95,6 +101,28 @@ class Decoder(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         return scanned(norm, attention, feed_forward, name=name)
+
+
+def layers_apart(config: ModelConfig, variables: Tree) -> Tree:
+    """Variables of a decoder with a tuple of each layer's in the place of each stack, which may be one already."""
+
+    def apart(tree: Tree, layers: int) -> Tree:
+        def layer(at: int) -> Tree:
+            return jax.tree.map(lambda stack: lax.index_in_dim(stack, at, keepdims=False), tree)
+
+        return tree if isinstance(tree, tuple) else tuple(map(layer, range(layers)))
+
+    stacks = config.stacks()
+    return {name: apart(tree, len(stacks[name])) if name in stacks else tree for name, tree in variables.items()}
+
+
+def stacked(variables: Tree) -> Tree:
+    """Undoes `layers_apart`, for `nn.scan`. In an unrolled program XLA finds each layer's arrays and stacks none."""
+
+    def stack(tree: Tree) -> Tree:
+        return jax.tree.map(lambda *layers: jnp.stack(layers), *tree) if isinstance(tree, tuple) else tree
+
+    return {name: stack(tree) for name, tree in variables.items()}
 
 
 class Block(nn.Module):

@@ -1,7 +1,7 @@
 """The optimizer, the training step and the evaluation, as functions of arrays."""
 
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -13,9 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from train_example.config import TrainConfig
-from train_example.model import Decoder
+from train_example.model import Decoder, Tree, layers_apart, stacked
 
-type Tree = Any
 type Report = dict[str, Array]
 type Batch = UInt8[Array, "A M S+1"] | UInt8[np.ndarray, "A M S+1"]
 
@@ -30,7 +29,7 @@ class TrainState(NamedTuple):
 
     Attributes:
       step: int32, optimizer steps done.
-      params: float32 parameters.
+      params: float32 parameters; those of unrolled blocks as `layers_apart` has them.
       router_state: the routers' selection biases, empty where there are none.
       optimizer_state: moments of the optimizer.
     """
@@ -103,7 +102,7 @@ def init_state(config: TrainConfig, model: Decoder) -> TrainState:
     """The state before the first step."""
     looped = model.clone(unroll=False)  # the same numbers, from a program that compiles in a tenth of the time
     variables = nn.unbox(looped.init(jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)))
-    params = variables["params"]
+    params = layers_apart(model.config, variables["params"]) if model.unroll else variables["params"]
     return TrainState(jnp.int32(0), params, variables.get("router_state", {}), make_optimizer(config).init(params))
 
 
@@ -115,9 +114,6 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         grads, (router_state, report) = _gradients(model, state, batch)
-        if config.unroll:
-            # Otherwise XLA puts the blocks' gradients together three times, for each of the moments and the update.
-            grads = jax.tree.map(lax.optimization_barrier, grads)
         with jax.named_scope("optimizer"):
             # Where the optimizer reads them, for no float32 gradients in memory.
             grads = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), grads, state.params)
@@ -136,7 +132,7 @@ def make_evaluation(model: Decoder) -> Callable[[TrainState, Batch], Float[Array
     """Cross entropy in nats per byte, the mean over all windows, a microbatch at a time."""
 
     def evaluate(state: TrainState, batches: Batch) -> Float[Array, ""]:
-        variables = {"params": state.params, "router_state": state.router_state}
+        variables = {"params": stacked(state.params), "router_state": state.router_state}
         means = lax.map(lambda w: cross_entropy(jnp.asarray(model.apply(variables, w[:, :-1])), w), batches)
         return means.mean()
 
@@ -156,7 +152,7 @@ def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, t
     One microbatch's gradients have the dtype of the working copy; the mean of several is summed in float32.
     """
     microbatch = jax.grad(_loss, argnums=1, has_aux=True)
-    params = working_copy(state.params, model.dtype, model.config.stacks() if model.unroll else ())
+    params = working_copy(state.params, model.dtype)
     if batch.shape[0] == 1:  # needs no second copy of the gradients to add to
         return microbatch(model, params, state.router_state, batch[0])
 
@@ -172,21 +168,15 @@ def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, t
     return grads, (router_state, jax.tree.map(jnp.mean, reports) | {"tokens_per_expert": loads})
 
 
-def working_copy(params: Tree, dtype: DTypeLike, unrolled: Collection[str] = ()) -> Tree:
+def working_copy(params: Tree, dtype: DTypeLike) -> Tree:
     """The parameters with all matrices of experts, attention and vocabulary in `dtype`, in which products use them.
 
     Cast once a step, instead of in the forward pass, in the backward pass and for every microbatch; the gradients come
-    in `dtype`, too. Routers and norms compute in float32. The blocks of stacks `unrolled` are cast one by one: from a
-    copy of the stack XLA would copy them once more, for kernels that run in loops.
+    in `dtype`, too. Routers and norms compute in float32.
     """
 
     def copy(path: tuple, param: Array) -> Array:
-        if path[-1].key in _FLOAT32_PARAMETERS:
-            return param
-        if path[0].key not in unrolled:
-            return param.astype(dtype)
-        blocks = (lax.index_in_dim(param, block, keepdims=False) for block in range(param.shape[0]))
-        return jnp.stack([lax.optimization_barrier(block.astype(dtype)) for block in blocks])
+        return param if path[-1].key in _FLOAT32_PARAMETERS else param.astype(dtype)
 
     with jax.named_scope("working_copy"):
         return jax.tree_util.tree_map_with_path(copy, params)
@@ -196,7 +186,7 @@ def _loss(
     model: Decoder, params: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"]
 ) -> tuple[Float[Array, ""], tuple[Tree, Report]]:
     """The training loss, cross entropy plus the layers' auxiliary losses, and the new router state."""
-    variables = {"params": params, "router_state": router_state}
+    variables = {"params": stacked(params), "router_state": router_state}
     collections = ["losses", "intermediates", "router_state"]
     logits, sown = model.apply(variables, windows[:, :-1], train=True, mutable=collections)
     loss = cross_entropy(logits, windows)

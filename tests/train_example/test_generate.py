@@ -17,11 +17,11 @@ from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.config import UserError
 from train_example.generate import decoding
 from train_example.generate.__main__ import main
-from train_example.generate.decoding import Generator, layers_apart
+from train_example.generate.decoding import Generator
 from train_example.generate.files import Results
 from train_example.generate.sampling import Sampling, candidates, choose
 from train_example.layers import Context
-from train_example.model import Decoder
+from train_example.model import Decoder, layers_apart
 from train_example.public_models.config import public_config
 from train_example.public_models.weights import load_params
 
@@ -51,9 +51,13 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(decoding, "_CHUNK", 8)
 
 
+def apart(model, variables):
+    return {kind: layers_apart(model.config, of_kind) for kind, of_kind in variables.items()}
+
+
 def generator(name="own", sampling=GREEDY, **options):
     model, variables = model_and_variables(name)
-    return Generator(model, layers_apart(model, variables), 4, 32, sampling, NOTHING, **options)
+    return Generator(model, apart(model, variables), 4, 32, sampling, NOTHING, **options)
 
 
 def whole_context(model, variables, tokens):
@@ -142,7 +146,7 @@ def test_no_weights_are_stacked_and_the_cache_stays_in_its_place():
 def test_bfloat16_is_float32_within_rounding():
     model, variables = model_and_variables("own")
     expected = generator().prefilled(PROMPTS, 1).logits[:3]
-    half = Generator(model.clone(dtype=jnp.bfloat16), layers_apart(model, variables), 4, 32)
+    half = Generator(model.clone(dtype=jnp.bfloat16), apart(model, variables), 4, 32)
     assert_close(half.prefilled(PROMPTS, 1).logits[:3], expected, 0.03)
 
 

@@ -1,5 +1,6 @@
 """The norm against Flax's, rotary attention against a definition in NumPy, and cuDNN's attention against XLA's."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 
 from train_example import layers
-from train_example.layers import Attention, RMSNorm, best_kernel, rms_norm, rotate, rotation
+from train_example.layers import (
+    Attention,
+    RMSNorm,
+    best_kernel,
+    causal_attention,
+    rms_norm,
+    rotate,
+    rotation,
+    tokamax_attention,
+)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.02)])
@@ -64,7 +74,9 @@ def test_attention_is_its_definition():
     ("capability", "version", "dtype", "width", "length", "expected"),
     [
         ("9.0", "cuda 13000", jnp.bfloat16, 64, 8, "cudnn"),
-        ("8.0", "cuda 12090", jnp.float16, 128, 8, "cudnn"),
+        ("9.0", "cuda 13000", jnp.bfloat16, 64, 256, "tokamax"),
+        ("9.0", "cuda 13000", jnp.bfloat16, 96, 256, "cudnn"),
+        ("8.0", "cuda 12090", jnp.float16, 128, 256, "cudnn"),
         ("10.0", "cuda 13000", jnp.bfloat16, 64, 8, "cudnn"),
         ("7.5", "cuda 12090", jnp.float16, 64, 8, "xla"),
         ("9.0", "cuda 13000", jnp.float32, 64, 8, "xla"),
@@ -76,12 +88,16 @@ def test_attention_is_its_definition():
         ("gfx942", "rocm 60200", jnp.bfloat16, 64, 8, "xla"),
     ],
 )
-def test_the_kernel_is_cudnns_where_that_can_run(monkeypatch, capability, version, dtype, width, length, expected):
+def test_the_kernel_is_the_fastest_that_can_run(monkeypatch, capability, version, dtype, width, length, expected):
     client = SimpleNamespace(platform_version=version)
     device = SimpleNamespace(platform="gpu", compute_capability=capability, client=client)
     monkeypatch.setattr(layers.jax, "devices", lambda: [device])
+    monkeypatch.setattr(layers, "tokamax_attention", lambda: jax.nn.dot_product_attention)
     query = jax.ShapeDtypeStruct((2, length, 4, width), dtype)
     assert best_kernel(query) == expected
+    assert best_kernel(query, over_devices=True) == expected.replace("tokamax", "cudnn")
+    monkeypatch.setattr(layers, "tokamax_attention", lambda: None)
+    assert best_kernel(query) == expected.replace("tokamax", "cudnn")
     device.platform = "cpu"
     assert best_kernel(query) == "xla"
 
@@ -90,23 +106,23 @@ def test_the_kernel_is_cudnns_where_that_can_run(monkeypatch, capability, versio
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "length"), [(16, 16, 64, 1024), (16, 4, 128, 512), (4, 4, 64, 38)]
 )
-def test_cudnn_computes_what_xla_computes(heads, kv_heads, width, length):
+@pytest.mark.parametrize("kernel", ["cudnn", "tokamax"])
+def test_kernels_compute_what_xla_computes(kernel, heads, kv_heads, width, length):
+    if kernel == "tokamax" and (length % 128 or tokamax_attention() is None):
+        pytest.skip("tokamax is not installed, or not for this length")
     keys = jax.random.split(jax.random.key(0), 4)
     counts = (heads, kv_heads, kv_heads, heads)
     *inputs, dy = (jax.random.normal(k, (2, length, n, width), jnp.bfloat16) for k, n in zip(keys, counts, strict=True))
 
     def run(kernel):
-        def attend(query, key, value):
-            return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
-
-        y, backward = jax.vjp(attend, *inputs)
+        y, backward = jax.vjp(partial(causal_attention, kernel=kernel), *inputs)
         return y, *backward(dy)
 
-    assert best_kernel(inputs[0]) == "cudnn"
+    assert best_kernel(inputs[0], over_devices=True) == "cudnn"
     # Without this option cuDNN adds up the gradients of queries in any order; `compile_step` asks for it, too.
     equal_bits = {"xla_gpu_exclude_nondeterministic_ops": True}
-    cudnn = jax.jit(run, static_argnums=0, compiler_options=equal_bits)
-    found, again, expected = cudnn("cudnn"), cudnn("cudnn"), run("xla")
+    compiled = jax.jit(run, static_argnums=0, compiler_options=equal_bits)
+    found, again, expected = compiled(kernel), compiled(kernel), run("xla")
     for ours, twice, theirs in zip(found, again, expected, strict=True):
         np.testing.assert_array_equal(ours, twice)
         error = jnp.linalg.norm((ours - theirs).astype(jnp.float32)) / jnp.linalg.norm(theirs.astype(jnp.float32))

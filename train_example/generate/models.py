@@ -15,8 +15,7 @@ from jaxtyping import Array
 from train_example.compile_step import jit_once
 from train_example.config import TrainConfig, UserError
 from train_example.data import Stream
-from train_example.generate.decoding import Tree, layers_apart
-from train_example.model import Decoder
+from train_example.model import Decoder, Tree, layers_apart
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints
 from train_example.program.model import generating_model
@@ -87,7 +86,7 @@ def open_model(run: Path | None, checkpoint: Path | None, options: dict[str, Any
     if checkpoint is not None:
         config = new_config({"checkpoint": str(checkpoint), **options})
         model, text = generating_model(config), public_text(checkpoint, config.model.vocabulary)
-        params = load_params(checkpoint, model, dtype=model.dtype, stacked=False)
+        params = load_params(checkpoint, model.clone(unroll=True), dtype=model.dtype)
         limit = config.model.max_positions
         return Source(str(checkpoint), model, {"params": params}, text, limit or config.sequence_length, limit)
     assert run is not None
@@ -99,9 +98,8 @@ def open_model(run: Path | None, checkpoint: Path | None, options: dict[str, Any
         model = generating_model(config)
         text = public_text(Path(config.checkpoint), config.model.vocabulary) if config.checkpoint else BYTES
         variables = saved.restore_variables(step, jax.eval_shape(partial(init_state, config, model)))
-    cast = partial(working_copy, dtype=model.dtype)
-    variables = {"params": jit_once(cast)(variables["params"]), "router_state": variables["router_state"]}
-    variables = layers_apart(model, variables)
+    variables["params"] = jit_once(partial(working_copy, dtype=model.dtype))(variables["params"])
+    variables = {kind: layers_apart(model.config, of_kind) for kind, of_kind in variables.items()}
     limit = config.model.max_positions
     return Source(f"{run}, step {step}", model, variables, text, limit or config.sequence_length, limit)
 
@@ -110,7 +108,8 @@ def random_variables(config: TrainConfig, model: Decoder) -> Tree:
     """Parameters of a model that has not been read, each layer's by itself: for timing."""
     variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     params = jax.eval_shape(partial(working_copy, dtype=model.dtype), variables["params"])
-    like = jax.eval_shape(partial(layers_apart, model), {**variables, "params": params})
+    apart = partial(jax.eval_shape, partial(layers_apart, model.config))
+    like = {kind: apart(of_kind) for kind, of_kind in {**variables, "params": params}.items()}
     leaves, structure = jax.tree.flatten(like)
 
     @partial(jax.jit, static_argnums=(1, 2))

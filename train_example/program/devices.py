@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.tree_util import SequenceKey
 
 from blaze_jax import MoEConfig, Parallelism
 from train_example.config import UserError
@@ -87,14 +88,15 @@ def state_shardings(parallel: Parallelism | None, state: Any, moe: MoEConfig, wi
 
     def one(path: tuple, array: jax.ShapeDtypeStruct) -> NamedSharding:
         names = [getattr(key, "key", None) for key in path]
+        stack = next((at for at, name in enumerate(names) if str(name).startswith(_STACKS)), None)
+        # Of a layer by itself, a number follows the stack's name; otherwise its arrays have an axis of layers.
+        leading = () if stack is None or isinstance(path[stack + 1], SequenceKey) else (None,)
         if not array.ndim or names[-1] == "selection_bias":
             spec = P()
         elif "moe" in names and names[-1] in specs:
-            spec = P(None, *specs[names[-1]])
-        elif any(str(name).startswith(_STACKS) for name in names):
-            spec = P(None, *parallel.dense_spec(array.shape[1:]))
+            spec = P(*leading, *specs[names[-1]])
         else:
-            spec = parallel.dense_spec(array.shape)
+            spec = P(*leading, *parallel.dense_spec(array.shape[len(leading) :]))
         return NamedSharding(mesh_of(parallel), spec)
 
     return jax.tree_util.tree_map_with_path(one, state)

@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,16 +93,14 @@ def load_params(
     shardings: Params | None = None,
     *,
     dtype: DTypeLike = jnp.float32,
-    stacked: bool = True,
 ) -> Params:
-    """The parameters of a public model, as the decoder has them.
+    """The parameters of a public model, as the decoder has them; those of unrolled blocks as `layers_apart` has them.
 
     Args:
       folder: where it is.
       model: the decoder.
       shardings: where each parameter goes, by `NamedSharding`; None for the first device.
       dtype: type of the matrices; what `working_copy` leaves in float32 is float32.
-      stacked: whether the layers' parameters are stacked; or a tuple of layers is in the place of each stack.
 
     Raises:
       UserError: a tensor is missing, unknown or of another shape or type; the message names it and its file.
@@ -114,7 +113,7 @@ def load_params(
         for stack, layers in model.config.stacks().items():
             of_stack = {path[1:]: leaf for path, leaf in like.items() if path[0] == stack}
             one_by_one = _load_layers(files, model, layers, of_stack)
-            params[stack] = _stack(one_by_one, of_stack) if stacked else tuple(map(unflatten_dict, one_by_one))
+            params[stack] = tuple(map(unflatten_dict, one_by_one)) if model.unroll else _stack(one_by_one, of_stack)
     except checkpoints.CheckpointError as error:
         raise UserError(f"--checkpoint {folder}: {error}") from error
     return params
@@ -130,18 +129,18 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
     """
     origin = Path(origin)
     files = checkpoints.Folder(origin)
-    flat: dict[Names, Any] = dict(flatten_dict(params))
     unfinished = out.with_name(out.name + ".unfinished")
     if out.exists():
         raise UserError(f"the model cannot be saved: {out} is there already")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        write_tensors(unfinished, _new_tensors(files, "", _OF_MODEL, flat), "embedding")
+        write_tensors(unfinished, _new_tensors(files, "", _OF_MODEL, dict(flatten_dict(params))), "embedding")
         for stack, layers in model.config.stacks().items():
-            of_stack = {path[1:]: value for path, value in flat.items() if path[0] == stack}
             for at, layer in enumerate(layers):
-                one = {path: value[at] for path, value in of_stack.items()}
-                write_tensors(unfinished, _of_layer(files, model.moe, layer, one), f"layer-{layer:05}")
+                of_stack = params[stack]
+                one = of_stack[at] if isinstance(of_stack, tuple) else jax.tree.map(itemgetter(at), of_stack)
+                one = _of_layer(files, model.moe, layer, dict(flatten_dict(one)))
+                write_tensors(unfinished, one, f"layer-{layer:05}")
         for path in origin.iterdir():
             weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
             if path.is_file() and not weights:
@@ -220,8 +219,17 @@ def _like(model: Decoder, shardings: Params | None, dtype: DTypeLike) -> dict[Na
     params = jax.eval_shape(partial(working_copy, dtype=dtype), variables["params"])
     shapes: dict[Names, Any] = dict(flatten_dict(params))
     places: dict[Names, Any] = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
-    places |= flatten_dict(shardings or {})
+    places |= flatten_dict({name: _of_stack(of_name) for name, of_name in (shardings or {}).items()})
     return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]) for path, leaf in shapes.items()}
+
+
+def _of_stack(shardings: Any) -> Any:
+    """The shardings of a stack, also from those of its layers, which are alike."""
+
+    def one(of_layer: NamedSharding) -> NamedSharding:
+        return NamedSharding(of_layer.mesh, P(None, *of_layer.spec))
+
+    return jax.tree.map(one, shardings[0]) if isinstance(shardings, tuple) else shardings
 
 
 def _of_one_layer(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
