@@ -31,7 +31,7 @@ from blaze_jax import low_rank
 from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases, with_frozen
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, token_sums, with_turns
 from blaze_jax.transformations import differentiated_once
-from pallas_kernels.contract import EMPTY_SLOT, Dispatch, accumulator_dtype, place_values
+from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Quantized, accumulator_dtype, place_values
 
 PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")
 """Names of the saved pre-activations, for `jax.checkpoint_policies.save_only_these_names`."""
@@ -50,10 +50,10 @@ def experts_output(plan: Plan, token, chunks: tuple[Tokens, ...], shards: Parame
 
 
 def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters):
-    up_projection = _pre_activations_and_hidden if plan.save == "pre_activations" else _hidden_only
+    up_projection = _hidden_only if plan.save == "inputs" else _pre_activations_and_hidden
     outputs, pre_activations, gathered = zip(*_outputs(plan, chunks, shards, up_projection), strict=True)
     kept = None
-    if plan.save == "pre_activations":
+    if plan.save != "inputs":
         names = PRE_ACTIVATION_NAMES[-len(pre_activations[0]) :]
         if plan.transport.keep and plan.transport.group:  # or both passes would mix where dy does not depend on y
             outputs, pre_activations = lax.optimization_barrier((outputs, pre_activations))
@@ -154,6 +154,7 @@ def _up_projection(keep: bool, plan: Plan, xs: tuple[Array, ...], params: Parame
     if low_rank.has_adapters(ups):
         pre_activations, hidden = low_rank.up_projection(plan.kernels, xs[0], ups, rows.all, **options)
         return pre_activations, (hidden, ())
+    options["quantize"] = keep and plan.save == "int8"
     into: dict[str, Any] = {}
     for x, part in zip(xs, rows.parts, strict=True):
         for block, pieces in enumerate(plan.pieces(part, len(ups))):
@@ -258,7 +259,7 @@ class _Down(NamedTuple):
     """Results of the down projection's backward pass, which the other kernels take.
 
     Attributes:
-      d_pre_activations: `dP`, in the place of `P`.
+      d_pre_activations: `dP`, in the place of `P` unless that is `Quantized`.
       weighted_hidden: `g · H`.
       row_weights: `g` of each row.
       d_row_weights: `dg` of each unit's rows, zero elsewhere.
@@ -282,7 +283,7 @@ def _down_backward(
     pre_activations = in_place(pre_activations, len(dys) * transport.blocks)
     journeys = Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))
     options: dict[str, Any] = {"activation": plan.activation.function}
-    d_row_weights = []
+    d_row_weights, d_pre, hidden = [], None, None
     v, added = low_rank.reduced_gradient(plan.kernels, dys[0], params.down, rows.all), None
     if v is not None:
         of_rows = params.down, pre_activations, row_weights, rows.all
@@ -293,16 +294,20 @@ def _down_backward(
         for block, unit in enumerate(units):
             w_down, b_down, *_ = (params.down, *journeys.arrived)[block]
             dy, journeys = journeys.start(dy, d_row_weights[-1:])
-            pre_activations, options["into"], d_weights = plan.kernels.down_backward(
+            d_pre, hidden, d_weights = plan.kernels.down_backward(
                 dy, w_down, b_down, pre_activations, row_weights, unit, **options
             )
+            if isinstance(pre_activations[0], Quantized):
+                options["into"] = d_pre, hidden
+            else:
+                pre_activations, options["into"] = d_pre, hidden
             d_row_weights.append(d_weights)
     # Token sums, and not weight gradients, may come next, and take all parameters.
     if transport.devices > 1 or further or plan.frozen:
         journeys = journeys.start_all(d_row_weights[-1])
     if added is not None:
-        pre_activations = _sum(pre_activations, added)
-    return _Down(pre_activations, options["into"], row_weights, d_row_weights, journeys, v)
+        d_pre = _sum(d_pre, added)
+    return _Down(d_pre, hidden, row_weights, d_row_weights, journeys, v)
 
 
 def _other_gradients(

@@ -40,7 +40,7 @@ ROW_BUDGET = 1.25
 FEWEST = 4
 """Ranges, at least: fewer would save little."""
 
-Save = Literal["pre_activations", "inputs"]
+Save = Literal["pre_activations", "int8", "inputs"]
 
 
 def check_mean_experts(mean_experts: float | None, slots: int) -> None:

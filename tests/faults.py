@@ -107,8 +107,11 @@ FAULTS = [Fault(*fault) for fault in [
     ("combine", "weights[:, slot, None].astype(wide) * row", "row", "combine experts"),
     ("combine_columns", "carry[0] < width, turn,", "carry[0] <= width - block, turn,", "experts"),
     ("_weights_of_parts", "jnp.where(tokens.experts < num_experts, tokens.weights, jnp.nan)", "tokens.weights", "experts_errors experts"),
-    ("_forward", 'if plan.save == "pre_activations":', "if True:", "experts_memory"),
+    ("_forward", 'if plan.save != "inputs":', "if True:", "experts_memory"),
     ("_pre_activations_and_hidden", "partial(_up_projection, True), partial(_up_projection, False))", "partial(_up_projection, True))", "experts_memory"),
+    # pre-activations in 8 bits
+    ("quantization_scales", "jnp.where(largest < jnp.inf, scales, jnp.full_like(scales, jnp.nan))", "scales", "quantized"),
+    ("_up_projection", 'keep and plan.save == "int8"', "False", "experts_memory"),
     ("_forward", "tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)", "tuple(pre_activations)", "experts_memory"),
     ("_compute", "checkpoint_name((dispatch, most_pairs), INDEX_NAME)", "(dispatch, most_pairs)", "experts_memory"),
     # the Hopper kernels, interpreted
