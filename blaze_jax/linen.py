@@ -76,7 +76,7 @@ class MoE(nn.Module):
     gradients as its own. They are added in place, on one device; the matrices' own gradients are then zero.
 
     A router with jitter takes a key of the stream "jitter" in training, `apply(..., rngs={"jitter": key})`; in
-    `nn.scan`, `split_rngs={"jitter": True}`.
+    `nn.scan`, `split_rngs={"jitter": True}`. Without jitter, the dropout of adapters takes one of the stream "dropout".
 
     Attributes:
       config: the layer.
@@ -153,7 +153,8 @@ class MoE(nn.Module):
         records = self.is_mutable_collection("routing") and not self.is_initializing()
         if expert_ids is None and not records and self.has_variable("routing", "experts"):
             expert_ids = self.get_variable("routing", "experts")
-        key = self.make_rng("jitter") if train and self.config.router.jitter and not skip else None
+        stream = self.config.random_stream
+        key = self.make_rng(stream) if train and stream and not skip else None
         given = {"mask": mask, "expert_ids": expert_ids, "segment_ids": segment_ids, "key": key}
         options = {"train": train, "skip": skip, **given}
         if self.has_variable("gradient_sums", "w_down") and not skip:
