@@ -134,10 +134,11 @@ def make_evaluation(model: Decoder) -> Callable[[TrainState, Batch], Float[Array
 
     Its blocks are a loop also where the step's are not: it runs seldom, and compiles in a fraction of the time.
     """
-    model = model.clone(unroll=False)
+    apart, model = model.unroll, model.clone(unroll=False)
 
     def evaluate(state: TrainState, batches: Batch) -> Float[Array, ""]:
-        variables = {"params": stacked(state.params), "router_state": state.router_state}
+        params = stacked(working_copy(state.params, model.dtype)) if apart else state.params  # no float32 stacks
+        variables = {"params": params, "router_state": state.router_state}
         means = lax.map(lambda w: cross_entropy(jnp.asarray(model.apply(variables, w[:, :-1])), w), batches)
         return means.mean()
 
