@@ -50,7 +50,11 @@ def route_open_ended(
     if router.weight_norm == "rms":
         weights *= jax.lax.rsqrt(jnp.square(values).mean(-1, keepdims=True) + _RMS_EPSILON)
         weights = weights if gain is None else weights * gain.astype(weights.dtype)[None]
-    weights = _of_slots(jnp.where(jnp.isnan(total), jnp.nan, router.weight_scale * weights), experts)
+    weights = jnp.where(jnp.isnan(total), jnp.nan, router.weight_scale * weights)
+    if given is None and _all_in_order(experts_per_token, router):  # a gather would keep two ids a slot
+        weights = jnp.where(experts == EMPTY_SLOT, 0, weights)
+    else:
+        weights = _of_slots(weights, experts)
     if router.normalize_weights:
         chosen = weights.sum(-1, keepdims=True)
         weights = router.weight_scale * weights / jnp.where(chosen == 0, 1, chosen)
@@ -113,6 +117,11 @@ def number_of_pairs(demand: Int[Array, " E"], dtype) -> Float[Array, ""]:
     return jnp.maximum(demand.sum(), 1).astype(dtype)
 
 
+def _all_in_order(experts_per_token: int | None, router: Router) -> bool:
+    """Whether nothing is selected: expert e is in slot e."""
+    return router.train == "dense" or (experts_per_token is None and router.top_p is None)
+
+
 def _choice(logits, values, experts_per_token: int | None, router: Router):
     """The experts of each slot, and how many tokens want each expert."""
     num_experts = logits.shape[1]
@@ -122,11 +131,11 @@ def _choice(logits, values, experts_per_token: int | None, router: Router):
         if router.scoring == "relu":
             active = ~(ranking <= 0)
         elif router.train == "dense":
-            active, experts_per_token = ranking != -jnp.inf, None
+            active = ranking != -jnp.inf
         else:
             active = ~(values < router.threshold) & (ranking != -jnp.inf)
         demand = active.sum(0, dtype=jnp.int32)
-        if experts_per_token is None:
+        if _all_in_order(experts_per_token, router):
             experts = jnp.broadcast_to(jnp.arange(num_experts, dtype=jnp.int32)[None], active.shape)
             return jnp.where(active, experts, EMPTY_SLOT), demand
         ranking = jnp.where(ranking == 0, 0, ranking)  # -0 ties with +0

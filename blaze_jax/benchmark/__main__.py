@@ -21,6 +21,7 @@ from blaze_jax.benchmark.own_process import ProcessError, run_apart
 from blaze_jax.benchmark.peers import PEERS, SONICMOE
 from blaze_jax.benchmark.rates import measure_kernels
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment, read_results, succeeded
+from blaze_jax.benchmark.routers import measure_routers
 from blaze_jax.benchmark.sizes import GPU_SIZES, PRESETS, Sizes
 from blaze_jax.benchmark.studies import (
     Routed,
@@ -84,6 +85,11 @@ STUDIES = {
         [Sizes(16384, 1024, 1, e, k) for e, k in ((4096, 16), (16384, 64), (2**20, 64))],
         [Sizes(256, 64, 1, 1024, 16)],
         ("config", "dtype", "family"),
+    ),
+    "routers": Study(  # the largest BlockFFN, of which a token takes a fifth
+        measure_routers,
+        [Sizes(24576, 1792, 128, 56, 11), Sizes(32768, 4096, 1024, 128, 8)],
+        [Sizes(1024, 64, 32, 16, 3)],
     ),
     "memory": Study(measure_memory, GPU_SIZES, absent=True),
     "compile-time": Study(measure_compile_time, GPU_SIZES[:1], absent=True),

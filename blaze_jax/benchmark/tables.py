@@ -246,6 +246,18 @@ def _atomic(record: Record) -> Iterator[Row]:
         yield name, time, f"{row['ns_per_pair']:.2f}", "yes" if name == record["chosen"] else ""
 
 
+@_rows(
+    "routers",
+    "layer | forward+backward, ms | of K experts | back to back | pairs | temporaries, MiB | of K experts"
+    " | with results, MiB | of K experts",
+)
+def _routers(record: Record) -> Iterator[Row]:
+    for name, row in record["layers"].items():
+        times = milliseconds(row["us"]), cell(row, "us_ratio", ".3f"), milliseconds(row["sustained"]["us"])
+        planned = [(cell(row, n, ",.0f"), cell(row, f"{n}_ratio", ".3f")) for n in ("temporaries_mib", "peak_mib")]
+        yield name, *times, f"{row['pairs']:,}", *planned[0], *planned[1]
+
+
 @_rows("expected", "GPUs | communication, ms | of linear, exposed | hidden")
 def _expected(record: Record) -> Iterator[Row]:
     for devices, (ms, exposed, hidden) in record["devices"].items():

@@ -11,7 +11,11 @@ from jax import P
 
 from blaze_jax import EMPTY_SLOT, MoEConfig, Parallelism, Router, init, moe, route
 from blaze_jax.activations import get_activation
+from blaze_jax.benchmark.memory import plan_of
+from blaze_jax.benchmark.routers import router_layers
+from blaze_jax.benchmark.sizes import Sizes, forward_and_backward
 from blaze_jax.layer import skipped
+from pallas_kernels.compile_only import compile_for_gpu
 from tests.layers import DOORS, WIDTH, created, random_parameters, random_tokens, unboxed
 from tests.numerics import assert_close, assert_same_bits
 
@@ -128,6 +132,25 @@ def test_memory_follows_the_pairs_and_not_the_slots(save):
     all_slots, few = temporary(replace(config, mean_experts=32)), temporary(replace(config, mean_experts=2))
     row = 64 * 4
     assert all_slots - few > 2 * 1024 * 28 * row  # of the activation and its gradient, at least
+
+
+@pytest.mark.compile_only
+@pytest.mark.slow
+def test_memory_is_that_of_as_many_pairs_of_a_fixed_number():
+    """The largest BlockFFN on an H200: with results, at most 1.25 times that of K experts for each token."""
+    layers: Any = {}
+
+    def arguments():
+        layers.update(router_layers(Sizes(24576, 1792, 128, 56, 11), jnp.bfloat16, "mosaic_gpu"))
+        return {name: arguments for name, (_, arguments, _) in layers.items()}
+
+    def plan(name: str) -> Any:
+        return plan_of(compile_for_gpu(forward_and_backward(layers[name][0]), *given[name]).memory)
+
+    given = jax.eval_shape(arguments)
+    fixed, relu = plan("K experts"), plan("ReLU, rows for K")
+    assert relu.peak <= 1.25 * fixed.peak
+    assert relu.temporaries <= 1.32 * fixed.temporaries
 
 
 def test_slots_are_by_id_without_a_number_and_best_first_with_one():

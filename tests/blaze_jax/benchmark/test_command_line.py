@@ -103,6 +103,7 @@ def test_presets_and_no_peers():
         ("scaling", [Sizes(t, 16, 8, 4, 2) for t in (64, 128)], "scaling", "ns per token"),
         ("rounding", [Sizes(64, 16, 8, 4, 2)], "token_rounding", "rounded nearest"),
         ("atomic", [Sizes(64, 16, 1, 64, 4)], "atomic", "whole layer"),
+        ("routers", [Sizes(64, 16, 8, 8, 2)], "routers", "half masked"),
         ("reading", [Sizes(1, 16, 8, 4, 2)], "reading", "layer at the file's speed"),
     ],
 )
