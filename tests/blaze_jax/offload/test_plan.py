@@ -48,7 +48,9 @@ def test_what_memory_goes_to():
     assert make_plan(SIZES, RATES, 23 * GB, 1000, 10**6).resident == ()
     less = make_plan(SIZES, RATES, 21 * GB, 1000, 10**6)
     assert (less.resident, less.pass_tokens) == ((), 20_000)
-    with pytest.raises(GpuMemoryError, match=r"15\.0 GB of the GPU do not suffice, 20\.0 GB are needed: 3\.0 of weights"):
+    with pytest.raises(
+        GpuMemoryError, match=r"15\.0 GB of the GPU do not suffice, 20\.0 GB are needed: 3\.0 of weights"
+    ):
         make_plan(SIZES, RATES, 15 * GB, 1000, 10**6)
 
 
