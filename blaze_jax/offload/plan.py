@@ -1,7 +1,7 @@
 """A plan of generation with layers in host memory: what stays on the device, what limits the speed, and how fast it is.
 
-It is arithmetic on sizes and rates, and there before anything runs. Memory goes to what always stays, then to the layers
-on their way, to the cache of keys and values, to a pass over tokens, and what is left to layers of experts.
+It is arithmetic on sizes and rates, and there before anything runs. Memory goes to what always stays and the cache of
+keys and values, then to the layers on their way, to a pass over tokens, and what is left to layers of experts.
 """
 
 import time
@@ -79,6 +79,7 @@ class Sizes:
       other_bytes: of all other weights, which stay on the device.
       other_flops: of all other products, per token.
       cache_bytes: of keys and values, of all sequences.
+      work_bytes: that any pass takes, whatever its tokens.
       token_bytes: that a token of a pass takes while it is under way.
       used: the share of a layer's experts that a single token uses, K/E.
     """
@@ -90,6 +91,7 @@ class Sizes:
     other_bytes: int
     other_flops: float
     cache_bytes: int
+    work_bytes: int
     token_bytes: int
     used: float
 
@@ -211,7 +213,7 @@ def make_plan(sizes: Sizes, rates: Rates, gpu_bytes: int, batch: int, prompt_tok
     """
     decoded = sizes.decoded_bytes if sizes.compressed else 0  # the layer at work, decoded
     streaming = min(BUFFERS, sizes.layers) * sizes.layer_bytes + decoded
-    fixed = sizes.other_bytes + sizes.cache_bytes
+    fixed = sizes.other_bytes + sizes.cache_bytes + sizes.work_bytes
     least = min(LEAST_TOKENS, max(batch, prompt_tokens))
     plan = Plan(sizes, rates, gpu_bytes, batch, least, ())
     tokens = min(prompt_tokens, max(LEAST_TOKENS, batch, 2 * plan.hiding_tokens))
@@ -227,8 +229,9 @@ def make_plan(sizes: Sizes, rates: Rates, gpu_bytes: int, batch: int, prompt_tok
         needed = gpu_bytes - left
         raise GpuMemoryError(
             f"{gpu_bytes / 1e9:.1f} GB of the GPU do not suffice, {needed / 1e9:.1f} GB are needed: "
-            f"{sizes.other_bytes / 1e9:.1f} of weights beside the experts, {streaming / 1e9:.1f} of layers on their way, "
-            f"{sizes.cache_bytes / 1e9:.1f} of cache and {tokens * sizes.token_bytes / 1e9:.1f} of {tokens:,} tokens at "
+            f"{sizes.other_bytes / 1e9:.1f} of other weights, {streaming / 1e9:.1f} of layers on their way, "
+            f"{sizes.cache_bytes / 1e9:.1f} of cache and "
+            f"{(sizes.work_bytes + tokens * sizes.token_bytes) / 1e9:.1f} of {tokens:,} tokens at "
             "work; take fewer sequences or a shorter cache"
         )
     # Not the last one: with one streamed layer there is always one that comes.

@@ -98,11 +98,13 @@ class ExpertStore:
         dtype: DTypeLike | None = None,
         **options: Any,
     ) -> "ExpertStore":
-        """Reads the blocks of experts of these layers, without a copy on the device: as `blaze_jax.MoE` takes variables.
+        """Reads these layers as variables of `blaze_jax.MoE`, without a copy on the device.
 
         Args:
-          folder: see `blaze_jax.checkpoints.load`, as are `config` and `dtype`.
+          folder: see `blaze_jax.checkpoints.load`.
           layers: their numbers in the model.
+          config: what a layer is.
+          dtype: the parameters' type; None for the file's.
           **options: of the store.
         """
         files = checkpoints.Folder(folder)

@@ -197,7 +197,7 @@ def _decode(
 def next_tokens(
     sampling: Sampling, state: State, stops: Int[Array, " stops"]
 ) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
-    """The token that is chosen for each sequence, how many may come after it, and it, or -1 for one that had stopped."""
+    """The token chosen for each sequence, how many may come after it, and the token, or -1 for one that had stopped."""
     token = choose(state.logits, jax.vmap(jax.random.fold_in)(state.keys, state.filled), sampling)
     stopped = jnp.isin(token, stops)
     left = jnp.where(stopped, 0, jnp.maximum(state.left - 1, 0))

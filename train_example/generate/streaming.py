@@ -22,7 +22,7 @@ from train_example.generate.decoding import Generator, State, log_likelihood, ne
 from train_example.layers import Context, RMSNorm, rotation
 from train_example.model import Decoder, Tree
 
-_MICRO_TOKENS, _MICRO_LENGTH = 8192, 512
+MICRO_TOKENS, MICRO_LENGTH = 8192, 512
 """Tokens that the attention takes at a time, and those of them of one sequence."""
 
 
@@ -46,7 +46,7 @@ class StreamingGenerator(Generator):
         batch: int,
         slots: int,
         *,
-        pass_tokens: int = _MICRO_TOKENS,
+        pass_tokens: int = MICRO_TOKENS,
         **options: Any,
     ):
         super().__init__(model, variables, batch, slots, **options)
@@ -124,8 +124,8 @@ def _attend(
     config, (batch, length, _) = model.config, x.shape
     attention = model.parts(name)[0]()
     norm = RMSNorm(model.dtype, config.norm_epsilon)
-    width = min(length, _MICRO_LENGTH)
-    rows = min(batch, max(1, _MICRO_TOKENS // width))
+    width = min(length, MICRO_LENGTH)
+    rows = min(batch, max(1, MICRO_TOKENS // width))
 
     def micro_batch(x: Array, cache: Tree, context: Context) -> tuple[Array, Tree]:
         head_width = config.head_width or config.width // config.num_heads

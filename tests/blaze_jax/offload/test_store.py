@@ -79,7 +79,8 @@ def test_on_disk_as_in_memory(bits, tmp_path):
     store = ExpertStore(layers(), bits=bits)
     store.save(tmp_path)
     again = ExpertStore.open(tmp_path)
-    assert len(again) == 4 and again.layer_bytes == store.layer_bytes
+    assert len(again) == 4
+    assert again.layer_bytes == store.layer_bytes
     assert_same_bits(again.fold(step, X), resident_output())
 
 
