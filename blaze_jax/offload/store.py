@@ -10,6 +10,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,8 +206,8 @@ def check_host_memory(more: int, total: int, platform: str) -> None:
     available = _available()
     if available is not None and more > available:
         raise HostMemoryError(
-            f"the layers so far need {total / 1e9:.1f} GB of host memory, of which {available / 1e9:.1f} GB are left "
-            f"for the last {more / 1e9:.1f} GB: compress them (bits=4 or 3), or keep more of them on the GPU"
+            f"the layers need {total / 1e9:.1f} GB of host memory and more, and for {more / 1e9:.1f} GB of them only "
+            f"{available / 1e9:.1f} GB are left: compress them (bits=4 or 3), or keep more of them on the GPU"
         )
     limit = float(os.environ.get(POOL_LIMIT, 64)) * 2**30
     if platform == "gpu" and total > limit:
@@ -218,12 +219,20 @@ def check_host_memory(more: int, total: int, platform: str) -> None:
 
 
 def _available() -> int | None:
-    """Bytes that the host can still give; None where it does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
+    """Bytes that the host, or this container's share of it, can still give; None where neither tells."""
+    found = []
+    with suppress(OSError, KeyError, ValueError):
+        found.append(1024 * _numbers(Path("/proc/meminfo"))["MemAvailable:"])
+    with suppress(OSError, KeyError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(limit - used + _numbers(group / "memory.stat")["file"])  # what is cached of files gives way
+    return min(found, default=None)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first number of each line, by the word before it."""
+    return {words[0]: int(words[1]) for words in map(str.split, path.read_text().splitlines())}
 
 
 def _device_memory(device: Any) -> str:

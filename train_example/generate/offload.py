@@ -60,7 +60,8 @@ class Offload:
         try:
             sizes = _sizes(model, tree_bytes(variables), batch, slots, self.bits)
             plan = make_plan(sizes, rates_of(device), self.gpu_bytes, batch, prompt_tokens)
-            check_host_memory(0, plan.streamed * sizes.layer_bytes, device.platform)
+            from_host = plan.streamed * sizes.layer_bytes
+            check_host_memory(from_host, from_host, device.platform)
         except GpuMemoryError as error:
             raise UserError(f"--gpu-bytes: {error}") from error
         except HostMemoryError as error:

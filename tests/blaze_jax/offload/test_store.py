@@ -100,7 +100,7 @@ def test_host_memory_that_does_not_suffice(monkeypatch):
     with pytest.raises(ValueError, match="must be alike"):
         ExpertStore([{"a": jnp.ones(3)}, {"a": jnp.ones(4)}])
     monkeypatch.setattr(stores, "_available", lambda: 100)
-    with pytest.raises(HostMemoryError, match=r"0\.0 GB are left"):
+    with pytest.raises(HostMemoryError, match=r"0\.0 GB are left: compress"):
         ExpertStore(layers())
     monkeypatch.setattr(stores, "_available", lambda: None)
     monkeypatch.delenv(POOL_LIMIT, raising=False)
