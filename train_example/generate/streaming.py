@@ -62,7 +62,7 @@ class StreamingGenerator(Generator):
 
     def _after(self, state: State, tokens: Array, count: Array) -> State:
         x, state = self._through(state, tokens, count)
-        return _with_logits(self.model, self._ends, state, x, count)
+        return state._replace(logits=_last_logits(self.model, self._ends, state.logits, x, count))
 
     def _next(self, state: State) -> tuple[State, Int[Array, " B"]]:
         token, left, found, count = _chosen(self.sampling, state, self.stops)
@@ -177,10 +177,10 @@ def _feed_forward(
 
 
 @partial(jax.jit, static_argnums=0)
-def _with_logits(model: Decoder, ends: Tree, state: State, x: Array, count: Array) -> State:
+def _last_logits(model: Decoder, ends: Tree, logits: Array, x: Array, count: Array) -> Float[Array, "B V"]:
+    """Logits behind the last real token of each sequence; those that were where none is new."""
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-    logits = _logits(model, ends, last)[:, 0]
-    return state._replace(logits=jnp.where(count[:, None] > 0, logits, state.logits))
+    return jnp.where(count[:, None] > 0, _logits(model, ends, last)[:, 0], logits)
 
 
 @partial(jax.jit, static_argnums=0)
