@@ -27,6 +27,8 @@ _CHUNK = BLOCK << 12  # weights that the encoder looks at together
 
 Bits = Literal[3, 4]
 
+AnyArray = Array | np.ndarray
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -46,11 +48,11 @@ class Compressed:
       shape: the array's shape.
     """
 
-    sign_mantissa: UInt8[Array, " N"]
-    planes: UInt8[Array, "bits N/8"]
-    exponents: UInt8[Array, " 2**bits"]
-    first: Int[Array, " N/1024"]
-    escapes: UInt8[Array, " capacity"]
+    sign_mantissa: UInt8[AnyArray, " N"]
+    planes: UInt8[AnyArray, "bits N/8"]
+    exponents: UInt8[AnyArray, " 2**bits"]
+    first: Int[AnyArray, " N/1024"]
+    escapes: UInt8[AnyArray, " capacity"]
     shape: tuple[int, ...]
 
     @property

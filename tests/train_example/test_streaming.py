@@ -66,6 +66,7 @@ def checkpoint(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_the_same_texts(checkpoint, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("A list\nthe string\n")
     common = "--checkpoint", checkpoint, "--prompts", tmp_path / "prompts.txt", "--tokens", 4, "--temperature", 0

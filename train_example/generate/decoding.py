@@ -6,7 +6,7 @@ are padded behind. A later token overwrites the padding before any token sees it
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,13 +135,13 @@ class Generator:
         scores = np.concatenate([np.zeros((self.batch, 0), np.float32), *map(np.asarray, found)], axis=1)
         return [row[: max(len(text) - 1, 0)] for row, text in zip(scores, texts, strict=False)]
 
-    def _after(self, state: State, tokens: Array, count: Array) -> State:
+    def _after(self, state: State, tokens: Any, count: Any) -> State:
         return _prefill(self.model, self.variables, state, tokens, count)
 
     def _next(self, state: State) -> tuple[State, Int[Array, " B"]]:
         return _decode(self.model, self.sampling, self.variables, state, self.stops)
 
-    def _scores(self, state: State, tokens: Array, count: Array, targets: Array) -> tuple[State, Float[Array, "B S"]]:
+    def _scores(self, state: State, tokens: Any, count: Any, targets: Any) -> tuple[State, Float[Array, "B S"]]:
         return _score(self.model, self.variables, state, tokens, count, targets)
 
     def _chunk(self, tokens: int) -> int:

@@ -60,7 +60,7 @@ class StreamingGenerator(Generator):
     def _chunk(self, tokens: int) -> int:
         return min(self.slots, max(1, self.pass_tokens // self.batch))
 
-    def _after(self, state: State, tokens: Array, count: Array) -> State:
+    def _after(self, state: State, tokens: Any, count: Any) -> State:
         x, state = self._through(state, tokens, count)
         return state._replace(logits=_last_logits(self.model, self._ends, state.logits, x, count))
 
@@ -68,7 +68,7 @@ class StreamingGenerator(Generator):
         token, left, found, count = _chosen(self.sampling, state, self.stops)
         return self._after(state, token[:, None], count)._replace(left=left), found
 
-    def _scores(self, state: State, tokens: Array, count: Array, targets: Array) -> tuple[State, Float[Array, "B S"]]:
+    def _scores(self, state: State, tokens: Any, count: Any, targets: Any) -> tuple[State, Float[Array, "B S"]]:
         x, state = self._through(state, tokens, count)
         return state, _scored(self.model, self._ends, x, targets)
 
@@ -76,7 +76,7 @@ class StreamingGenerator(Generator):
     def _ends(self) -> Tree:
         return {name: of for name, of in self.variables["params"].items() if not isinstance(of, tuple)}
 
-    def _through(self, state: State, tokens: Array, count: Array) -> tuple[Float[Array, "B S d"], State]:
+    def _through(self, state: State, tokens: Any, count: Any) -> tuple[Float[Array, "B S d"], State]:
         """What comes out of the last block, and the state behind the tokens but for its logits."""
         context, params = Context(state.filled, jnp.asarray(count)), self.variables["params"]
         cache = {name: list(layers) for name, layers in state.cache.items()}
@@ -163,7 +163,7 @@ def _attend(
         if rest:
             carry = turn(batch - rest, column, rest, columns, carry)
     x, cache = carry
-    return x, norm.apply({"params": params["feed_forward_norm"]}, x), cache
+    return x, jnp.asarray(norm.apply({"params": params["feed_forward_norm"]}, x)), cache
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -172,8 +172,8 @@ def _feed_forward(
 ) -> Float[Array, "B S d"]:
     """The residual stream behind the feed-forward layer, all tokens at once."""
     layer = model.parts(name)[1]()
-    mask = {"mask": context.real(x.shape[1])} if isinstance(layer, MoE) else {}
-    return x + layer.apply(decompressed(variables), normed, **mask)
+    mask: Any = {"mask": context.real(x.shape[1])} if isinstance(layer, MoE) else {}
+    return x + jnp.asarray(layer.apply(decompressed(variables), normed, **mask))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -189,11 +189,11 @@ def _scored(model: Decoder, ends: Tree, x: Array, targets: Array) -> Float[Array
 
 
 def _logits(model: Decoder, ends: Tree, x: Float[Array, "B S d"]) -> Float[Array, "B S V"]:
-    x = RMSNorm(model.dtype, model.config.norm_epsilon).apply({"params": ends["final_norm"]}, x)
+    x = jnp.asarray(RMSNorm(model.dtype, model.config.norm_epsilon).apply({"params": ends["final_norm"]}, x))
     if model.config.tied_head:
         return (x @ ends["embedding"].astype(model.dtype).T).astype(jnp.float32)
     head = nn.Dense(model.config.vocabulary, use_bias=False, dtype=model.dtype)
-    return head.apply({"params": ends["head"]}, x).astype(jnp.float32)
+    return jnp.asarray(head.apply({"params": ends["head"]}, x), jnp.float32)
 
 
 def without_experts(variables: Tree) -> tuple[Tree, list[Tree]]:

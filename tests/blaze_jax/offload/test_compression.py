@@ -1,5 +1,7 @@
 """Compressed weights: all values of bfloat16, by their bits; and the bits that a weight takes."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -14,7 +16,7 @@ EVERY = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)  # NaN payloa
 decode = jax.jit(decompress)
 
 
-def assert_round_trip(weights, bits, decode=decode):
+def assert_round_trip(weights, bits, decode: Callable = decode):
     compressed = compress(weights, bits)
     found = np.asarray(decode(compressed))
     assert found.shape == weights.shape
@@ -58,6 +60,6 @@ def test_a_tree_is_decoded_where_it_is_compressed():
 
 def test_what_cannot_be_compressed():
     with pytest.raises(ValueError, match="bits=5 must be 3 or 4"):
-        compress(EVERY, 5)
+        compress(EVERY, 5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"weights are float32\[3\]"):
         compress(np.zeros(3, np.float32))
