@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
 from blaze_jax.huggingface import read_public_model
-from blaze_jax.implementation import Implementation, check_implementation
+from blaze_jax.implementation import Implementation, Precision, check_implementation, check_precision
 from blaze_jax.plan import Save, check_mean_experts
 from blaze_jax.router import Router, check_router
 
@@ -82,6 +82,7 @@ class MoEConfig:
       mean_experts: experts that a token has on average, where it may have fewer than slots: memory follows them, and
         not the slots, see `expert_ffn`. None for all K; without K, for a quarter of the experts.
       save: what the experts' backward pass keeps, see `expert_ffn`.
+      precision: "fp8" for products of 8 bits, see `expert_ffn`.
       implementation: which kernels to use, see `expert_ffn`.
 
     Raises:
@@ -108,12 +109,18 @@ class MoEConfig:
     router_bias: bool = False
     mean_experts: float | None = None
     save: Save = "pre_activations"
+    precision: Precision | None = None
     implementation: Implementation | None = None
 
     def __post_init__(self):
         get_activation(self.activation)
         check_router(self.router).check(self.num_experts, self.experts_per_token)
         check_implementation(self.implementation)
+        check_precision(self.precision)
+        if self.precision and self.router.train == "dense":
+            raise ValueError(
+                f"precision={self.precision!r} must be None with train='dense', which has no such products"
+            )
         if self.save not in get_args(Save):
             raise ValueError(f"save={self.save!r} must be one of {', '.join(get_args(Save))}")
         widths = ("shared_width", "latent_width")

@@ -294,6 +294,7 @@ class _Program:
             return vary_over(whole, varying_axes(tokens))
 
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
+        options |= {"precision": config.precision} if config.precision or layer_form(self.experts) else {}
         with jax.named_scope("router"):  # profilers show these names
             split = split_on_gpus(config.implementation, tokens)
             product = {"split": split, "jitter": config.router.jitter}
