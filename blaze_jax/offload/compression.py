@@ -27,8 +27,6 @@ _CHUNK = BLOCK << 12  # weights that the encoder looks at together
 
 Bits = Literal[3, 4]
 
-AnyArray = Array | np.ndarray
-
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -48,11 +46,11 @@ class Compressed:
       shape: the array's shape.
     """
 
-    sign_mantissa: UInt8[AnyArray, " N"]
-    planes: UInt8[AnyArray, "bits N/8"]
-    exponents: UInt8[AnyArray, " 2**bits"]
-    first: Int[AnyArray, " N/1024"]
-    escapes: UInt8[AnyArray, " capacity"]
+    sign_mantissa: UInt8[Any, " N"]
+    planes: UInt8[Any, "bits N/8"]
+    exponents: UInt8[Any, " 2**bits"]
+    first: Int[Any, " N/1024"]
+    escapes: UInt8[Any, " capacity"]
     shape: tuple[int, ...]
 
     @property
