@@ -23,7 +23,7 @@ Remat = Literal["none", "except-experts", "full"]
 """How much of a block the backward pass computes again: nothing; all but what the experts keep by their own `save`;
 everything."""
 
-Save = Literal["pre_activations", "inputs"]
+Save = Literal["pre_activations", "int8", "inputs"]
 Implementation = Literal["mosaic_gpu", "xla"]
 Precision = Literal["fp8"]
 Trained = Literal["all", "experts"]

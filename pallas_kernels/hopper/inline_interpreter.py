@@ -52,12 +52,28 @@ def arrive(gather, landed, slot):
     """Nothing: nobody waits for rows in a slot without any, and of Pallas barriers every completion must be seen."""
 
 
-def load_columns(panel, first_column):
-    return panel[...][:, first_column : first_column + 16].astype(jnp.float32)
+def load_columns(panel, first_column, byte=None):
+    columns = panel[...][:, first_column : first_column + 16]
+    if byte is None:
+        return columns.astype(jnp.float32)
+    words = lax.bitcast_convert_type(columns, jnp.uint16).astype(jnp.int32)
+    return ((words >> 8 * byte & 255) - 128).astype(jnp.float32)
+
+
+def pack_bytes(low, high, factor, dtype):
+    low, high = (jnp.round(x * factor).astype(jnp.int32) + 128 & 255 for x in (low, high))
+    return lax.bitcast_convert_type((low | high << 8).astype(jnp.uint16), dtype)
+
+
+def store_of_rows(array, line, first, values, rows):
+    @pl.loop(0, rows // 8)
+    def _(i):
+        array[line, pl.ds(first + i * 8, 8)] = lax.dynamic_slice_in_dim(values, i * 8, 8)
 
 
 def store_columns(panel, first_column, values):
-    panel[...] = panel[...].at[:, first_column : first_column + 16].set(values)
+    before, after = panel[...][:, :first_column], panel[...][:, first_column + 16 :]
+    panel[...] = jnp.concatenate([before, values, after], axis=1)  # a scatter would change bits that are a NaN's
 
 
 def store_panels(panels, values, *, transposed=False):

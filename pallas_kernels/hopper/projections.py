@@ -5,6 +5,7 @@ next one, so it never holds rows of full width.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.contract import Dispatch
+from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.hopper.elementwise import value
+from pallas_kernels.hopper.fp8 import quantize as quantize_rows
+from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.gather import row_chunks
-from pallas_kernels.hopper.inline import K_STEP, PANEL
-from pallas_kernels.hopper.quantize import quantize, quantize_tokens, quantize_weights
+from pallas_kernels.hopper.inline import K_STEP, PANEL, store_of_rows
+from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, quantize_panels
 from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, by_tiles, store_rows, tile_panel
 from pallas_kernels.hopper.tile_kernel import PANELS, in_panels
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
@@ -24,8 +27,10 @@ from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning import find_tuning
 from pallas_kernels.tuning.parameters import ColumnBlock, TileTuning
 
+TILE_BLOCKS = TILE_COLUMNS // BLOCK
 
-@traced_once("activation", "keep_pre_activations", "fp8", "tuning")
+
+@traced_once("activation", "keep_pre_activations", "quantize", "fp8", "tuning")
 def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
@@ -34,15 +39,17 @@ def up_projection(
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
-    into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
+    quantize: bool = False,
+    into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]] | None = None,
     fp8: bool = False,
     tuning: TileTuning | None = None,
-) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
+) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
 
     A tile holds `256 / len(weights)` columns of each projection side by side, so one wgmma multiplies a gathered tile
     with both. The activation is computed from the float32 accumulators and stored at the end of its tile; the packed
-    pre-activations follow under the next tile. Where they are not kept, the activation does.
+    pre-activations follow under the next tile. Where they are not kept, the activation does. Of those that are
+    quantized, two panels side by side become one; see `quantization`.
 
     `into` holds results of the same call for other groups, whose rows are kept. With `fp8`, tokens and weights are
     multiplied in 8 bits; see `pallas_kernels.fp8`.
@@ -66,21 +73,35 @@ def up_projection(
                 slot.fetch_panels(weight, (tile.expert, steps), first, i * panels, panels)
 
     def finish(refs, part, accumulator):
-        kept, activated = {}, []
+        packed, activated, kept = {}, [], {}
         for panel in range(panels):
             own = range(panel, PANELS, panels)  # of each projection
             pre = [tile_panel(refs, part, accumulator, p) for p in own]
             for p, values in zip(own, pre, strict=True):
-                kept[p] = values.astype(dtype)
+                kept[p] = values
+                packed[p] = None if quantize else values.astype(dtype)
             activated.append(value(activation, pre).astype(dtype))
             if keep_pre_activations:
                 column = place(panel, part.column_tile)[1]
                 store_rows(refs, part, panel, activated[-1], refs.written[1], column)
-        return lax.concatenate([kept[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
+        if quantize:
+            return lax.concatenate([quantized(refs, part, kept, block) for block in range(TILE_BLOCKS)], 1)
+        return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
+
+    def quantized(refs, part, pre, block):
+        projection, column = place(2 * block, part.column_tile)
+        numbers, scales = quantize_panels(*(pre[2 * block + i] for i in range(2)), dtype)
+        own, line = refs.written[0][projection].scales, column // BLOCK
+        store_of_rows(own, line, part.row, scales, jnp.where(line < own.shape[0], part.rows, 0))
+        return numbers
 
     def store(refs, part, panel, values):
-        projection, column = place(panel, part.column_tile)  # the activation's panels are those of the first
         pre_activations, hidden = refs.written
+        if quantize:
+            projection, column = place(2 * panel, part.column_tile)
+            store_rows(refs, part, panel, values, pre_activations[projection].values, column // 2)
+            return
+        projection, column = place(panel, part.column_tile)  # the activation's panels are those of the first
         output = pre_activations[projection] if keep_pre_activations else hidden
         store_rows(refs, part, panel, values, output, column)
 
@@ -94,6 +115,9 @@ def up_projection(
         weights, copies = in_panels(tuple(weight.astype(dtype) for weight in weights))
     bias = by_tiles(biases, column_tiles) if biases else None
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), dtype)
+    kept = jax.eval_shape(partial(empty_quantized, groups.num_rows, n, dtype)) if quantize else rows
+    if quantize and into is not None:
+        into = as_dtype(into[0], dtype), into[1]
     gathered = {"tokens": (x,), "row_chunks": row_chunks(groups.expert_token_indices, (x,))}
     kernel = HeldRowMatmul(
         schedule=groups.tiles,
@@ -103,18 +127,19 @@ def up_projection(
         load=load,
         finish=finish,
         store=store,
-        held_columns=TILE_COLUMNS if keep_pre_activations else width,
+        held_columns=TILE_BLOCKS * PANEL if quantize else TILE_COLUMNS if keep_pre_activations else width,
         transposed_weights=fp8,
         packed=fp8,
         tuning=find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts),
     )
-    return kernel.run(
+    pre_activations, hidden = kernel.run(
         "moe_up_projection",
-        results={"written": ((rows,) * len(weights) if keep_pre_activations else (), rows)},
+        results={"written": ((kept,) * len(weights) if keep_pre_activations else (), rows)},
         in_place={"into": "written"},
         copies=copies,
         registers=(72, 216) if fp8 else (88, 208),
     ).written
+    return as_dtype(pre_activations, jnp.int16) if quantize else pre_activations, hidden
 
 
 def column_block(num_rows: int, d: int, n: int, num_experts: int, dtype, *, tuning: ColumnBlock | None = None) -> int:
@@ -172,7 +197,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     if fp8 or pairs[0][1].dtype != dtype:  # converted for the block's columns alone
         blocks = [lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs]
         if fp8:
-            rows = quantize(*(rows for rows, _ in pairs))
+            rows = quantize_rows(*(rows for rows, _ in pairs))
             weights = quantize_weights(*blocks, axis=3 - columns_at, dtype=dtype)
             scales, transposed = (rows[0].scales, by_tiles([weights[0].scales], column_tiles)), True
             pairs = [(r.values, w.values) for r, w in zip(rows, weights, strict=True)]
