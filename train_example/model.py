@@ -73,9 +73,9 @@ class Decoder(nn.Module):
             return (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
         return nn.Dense(config.vocabulary, use_bias=False, dtype=self.dtype, name="head")(x).astype(jnp.float32)
 
-    def _stack(self, name: str, length: int, norm: Callable[..., RMSNorm], train: bool) -> nn.Module:
-        """`length` blocks, one after the other, each variable stacked on a leading axis of layers."""
-        config, dtype, block = self.config, self.dtype, Block
+    def parts(self, name: str, train: bool = False) -> tuple[Callable[..., Attention], Callable[[], Any]]:
+        """What makes the attention, as `name=` calls it, and the feed-forward layer of the stack's blocks."""
+        config, dtype = self.config, self.dtype
         qk_norm = config.qk_norm, config.norm_epsilon
         attention = partial(
             Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm, self.parallel is not None
@@ -86,6 +86,11 @@ class Decoder(nn.Module):
         else:
             width = self.dense_twin.width if self.dense_twin and name.startswith("moe") else config.dense_width
             feed_forward = partial(DenseFeedForward, width, config.activation, dtype, name="feed_forward")
+        return attention, feed_forward
+
+    def _stack(self, name: str, length: int, norm: Callable[..., RMSNorm], train: bool) -> nn.Module:
+        """`length` blocks, one after the other, each variable stacked on a leading axis of layers."""
+        block, (attention, feed_forward) = Block, self.parts(name, train)
         if self.remat != "none":
             kept = RESIDUAL_NAMES if self.remat == "except-experts" else ()
             policy = jax.checkpoint_policies.save_only_these_names(*kept)

@@ -17,6 +17,7 @@ from train_example.config import UserError
 from train_example.generate.decoding import Generator
 from train_example.generate.files import Results, check_out, digest, generate_file, read_items, score_file
 from train_example.generate.models import Source, Text, open_model, printable
+from train_example.generate.offload import Offload, memory_size
 from train_example.generate.sampling import Sampling
 from train_example.generate.timing import time_generation
 from train_example.program.arguments import Parser, add_options, new_config, number, real, whole
@@ -60,17 +61,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> None:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    offload = None if arguments.gpu_bytes is None else Offload(arguments.gpu_bytes, arguments.expert_bits)
     given = {n: getattr(arguments, n) for n in ("dtype", "implementation", "attention") if hasattr(arguments, n)}
     if arguments.time:
         model = {n: str(v) for n in ("checkpoint", "preset") if (v := getattr(arguments, n, None)) is not None}
         batch, most = arguments.batch_size or 1, arguments.tokens or _TOKENS
         slots = arguments.cache or 2 * most
-        if most > slots:
-            raise UserError(f"--tokens {most} must be at most --cache {slots}")
+        if most + (arguments.prompt_tokens or 1) - 1 > slots:
+            beside = f" beside --prompt-tokens {arguments.prompt_tokens}" if arguments.prompt_tokens else ""
+            raise UserError(f"--tokens {most} must be at most --cache {slots}{beside}")
         config = new_config({**model, **given, "seed": arguments.seed})
-        print(json.dumps(time_generation(config, batch, slots, most, sampling, _say)))
+        print(json.dumps(time_generation(config, batch, slots, most, sampling, _say, offload, arguments.prompt_tokens)))
         return
-    source = open_model(arguments.run, arguments.checkpoint, given)
+    source = open_model(arguments.run, arguments.checkpoint, given, offload)
     stops = (*source.text.ends, *map(source.text.token, arguments.stop))
     _say(f"{source.name}: stops at {', '.join(repr(source.text.decode([s])) for s in stops) or 'nothing'}")
     if arguments.prompt is not None:
@@ -78,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> None:
         if not prompt:
             raise UserError("--prompt is empty, must have one token at least")
         most, slots = _sizes(source, arguments, [prompt])
-        generator = Generator(source.model, source.variables, 1, slots, sampling, stops, arguments.seed)
+        generator = _generator(source, offload, 1, slots, len(prompt), sampling, stops, arguments.seed)
         _stream(generator, source.text, arguments.prompt, prompt, most)
         return
     path, scored = arguments.score or arguments.prompts, arguments.score is not None
@@ -89,7 +92,8 @@ def _run(arguments: argparse.Namespace) -> None:
     settings |= {"batch-size": batch, "cache": slots}
     if not scored:
         settings |= {**asdict(sampling), "tokens": most, "stops": list(stops), "seed": arguments.seed}
-    generator = Generator(source.model, source.variables, batch, slots, sampling, stops, arguments.seed)
+    longest = max(len(item.tokens) for item in items)
+    generator = _generator(source, offload, batch, slots, batch * longest, sampling, stops, arguments.seed)
     with closing(Results(arguments.out, settings, resume=arguments.resume)) as results:
         if scored:
             for _ in score_file(generator, items, results):
@@ -105,6 +109,18 @@ def _run(arguments: argparse.Namespace) -> None:
         print(f"{len(items)} texts, {tokens:,} {source.text.unit} scored: {told}; in {arguments.out}")
     else:
         print(f"{len(items)} prompts, {tokens:,} {source.text.unit} generated; in {arguments.out}")
+
+
+def _generator(
+    source: Source, offload: Offload | None, batch: int, slots: int, prompt_tokens: int, sampling, stops, seed: int
+) -> Generator:
+    """The generator of the model; with experts from the host where `offload` says how much the GPU has."""
+    if offload is None or source.experts is None:
+        return Generator(source.model, source.variables, batch, slots, sampling, stops, seed)
+    plan = offload.plan(source.model, source.variables, batch, slots, prompt_tokens)
+    _say(str(plan))
+    options: dict[str, Any] = {"sampling": sampling, "stops": stops, "seed": seed}
+    return offload.generator(plan, source.model, source.variables, source.experts(), slots, **options)
 
 
 def _sizes(source: Source, arguments: argparse.Namespace, sequences: Sequence[Sequence[int]]) -> tuple[int, int]:
@@ -168,6 +184,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UserError("--out FILE is needed with --prompts and --score, and with nothing else")
     if arguments.resume and not to_file:
         raise UserError("--resume goes on with --prompts or --score, and their --out")
+    if arguments.prompt_tokens is not None and not arguments.time:
+        raise UserError("--prompt-tokens is for --time, whose prompts are drawn")
+    if arguments.expert_bits is not None and arguments.gpu_bytes is None:
+        raise UserError("--expert-bits compresses experts in host memory: give --gpu-bytes, such as 24GB, too")
     if arguments.out is not None:
         check_out(arguments.out, resume=arguments.resume)  # before a large model is read
     return arguments
@@ -200,6 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=whole(0), default=0, metavar="N", help="seeds the choices (0)")
     add("--batch-size", type=whole(1), metavar="N", help=f"sequences at a time (at most {_BATCH}; with --time 1)")
     add("--cache", type=whole(1), metavar="N", help="the most tokens of a sequence (what is needed)")
+    add("--prompt-tokens", type=whole(1), metavar="N", help="of each prompt of --time (what --tokens leave of --cache)")
+    add("--gpu-bytes", type=memory_size, metavar="SIZE", help="what may be used of the GPU; other experts are streamed")
+    add("--expert-bits", type=int, choices=(3, 4), help="exponents of streamed experts, compressed without loss")
     add_options(parser, "dtype", "implementation", "attention")
     return parser
 

@@ -6,7 +6,7 @@ are padded behind. A later token overwrites the padding before any token sees it
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ class Generator:
         state, unread = self.prefilled(prompts, most, numbers), None
         going = np.ones(len(prompts), bool)
         for _ in range(most):
-            state, token = _decode(self.model, self.sampling, self.variables, state, self.stops)
+            state, token = self._next(state)
             if unread is not None:  # while the device is at the next one
                 yield (row := np.asarray(unread)[: len(prompts)])
                 going &= (row >= 0) & ~np.isin(row, self.stops)
@@ -115,7 +115,7 @@ class Generator:
         """The sequences after their prompts, each of which may get `most` tokens."""
         state = self._fresh(most, prompts, numbers)
         for tokens, count in _chunks(prompts, self.batch, self._chunk(_CHUNK_TOKENS)):
-            state = _prefill(self.model, self.variables, state, tokens, count)
+            state = self._after(state, tokens, count)
         return state
 
     def score(self, texts: Sequence[Tokens]) -> list[Float[np.ndarray, " tokens-1"]]:
@@ -130,10 +130,19 @@ class Generator:
         chunk = self._chunk(_SCORED_TOKENS)
         following = _chunks([text[1:] for text in texts], self.batch, chunk)
         for (tokens, count), (targets, _) in zip(_chunks(texts, self.batch, chunk), following, strict=False):
-            state, scores = _score(self.model, self.variables, state, tokens, count, targets)
+            state, scores = self._scores(state, tokens, count, targets)
             found.append(scores)
         scores = np.concatenate([np.zeros((self.batch, 0), np.float32), *map(np.asarray, found)], axis=1)
         return [row[: max(len(text) - 1, 0)] for row, text in zip(scores, texts, strict=False)]
+
+    def _after(self, state: State, tokens: Any, count: Any) -> State:
+        return _prefill(self.model, self.variables, state, tokens, count)
+
+    def _next(self, state: State) -> tuple[State, Int[Array, " B"]]:
+        return _decode(self.model, self.sampling, self.variables, state, self.stops)
+
+    def _scores(self, state: State, tokens: Any, count: Any, targets: Any) -> tuple[State, Float[Array, "B S"]]:
+        return _score(self.model, self.variables, state, tokens, count, targets)
 
     def _chunk(self, tokens: int) -> int:
         return min(self.slots, max(1, tokens // self.batch), _CHUNK)
@@ -179,12 +188,20 @@ def _decode(
     model: Decoder, sampling: Sampling, variables: Tree, state: State, stops: Int[Array, " stops"]
 ) -> tuple[State, Int[Array, " B"]]:
     """A token of each sequence, -1 for one that has stopped, and the state behind it."""
+    token, left, found = next_tokens(sampling, state, stops)
+    # The last one of a sequence is not looked at any more.
+    following = _advance(model, variables, state, token[:, None], (left > 0).astype(jnp.int32))
+    return following._replace(left=left), found
+
+
+def next_tokens(
+    sampling: Sampling, state: State, stops: Int[Array, " stops"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
+    """The token chosen for each sequence, how many may come after it, and the token, or -1 for one that had stopped."""
     token = choose(state.logits, jax.vmap(jax.random.fold_in)(state.keys, state.filled), sampling)
     stopped = jnp.isin(token, stops)
     left = jnp.where(stopped, 0, jnp.maximum(state.left - 1, 0))
-    # The last one of a sequence is not looked at any more.
-    following = _advance(model, variables, state, token[:, None], (left > 0).astype(jnp.int32))
-    return following._replace(left=left), jnp.where(state.left > 0, token, -1)
+    return token, left, jnp.where(state.left > 0, token, -1)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -192,8 +209,13 @@ def _score(
     model: Decoder, variables: Tree, state: State, tokens: Array, count: Array, targets: Array
 ) -> tuple[State, Float[Array, "B S"]]:
     state, logits = _apply(model, variables, state, tokens, count, last=False)
+    return state, log_likelihood(logits, targets)
+
+
+def log_likelihood(logits: Float[Array, "B S V"], targets: Int[Array, "B S"]) -> Float[Array, "B S"]:
+    """The logarithm of the probability of each target."""
     found = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    return state, found - jax.nn.logsumexp(logits, -1)
+    return found - jax.nn.logsumexp(logits, -1)
 
 
 def _advance(model: Decoder, variables: Tree, state: State, tokens: Array, count: Array) -> State:

@@ -15,12 +15,14 @@ from jaxtyping import Array
 from train_example.compile_step import jit_once
 from train_example.config import TrainConfig, UserError
 from train_example.data import Stream
+from train_example.generate.offload import ExpertsOf, Offload
+from train_example.generate.streaming import without_experts
 from train_example.model import Decoder, Tree, layers_apart
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints
 from train_example.program.model import generating_model
 from train_example.public_models.tokens import end_tokens, open_tokenizer
-from train_example.public_models.weights import load_params
+from train_example.public_models.weights import load_experts, load_params
 from train_example.step import init_state, working_copy
 
 
@@ -67,6 +69,7 @@ class Source:
       text: what its tokens are.
       positions: the length of sequence that it was trained with.
       limit: the longest that it may have; None for any.
+      experts: reads the variables of each layer of experts, which `variables` then have not; None where they have.
     """
 
     name: str
@@ -75,20 +78,29 @@ class Source:
     text: Text
     positions: int
     limit: int | None
+    experts: ExpertsOf | None = None
 
 
-def open_model(run: Path | None, checkpoint: Path | None, options: dict[str, Any]) -> Source:
+def open_model(
+    run: Path | None, checkpoint: Path | None, options: dict[str, Any], offload: Offload | None = None
+) -> Source:
     """The newest whole checkpoint of a run, or a public model; `options` are fields of `TrainConfig`.
+
+    With `offload`, the experts are left to be read into the host's memory.
 
     Raises:
       UserError: there is none, or it has no tokenizer.
     """
     if checkpoint is not None:
         config = new_config({"checkpoint": str(checkpoint), **options})
+        if offload is not None:
+            offload.allow_host_memory(config.model, config.dtype)
         model, text = generating_model(config), public_text(checkpoint, config.model.vocabulary)
-        params = load_params(checkpoint, model.clone(unroll=True), dtype=model.dtype)
+        params = load_params(checkpoint, model.clone(unroll=True), dtype=model.dtype, experts=offload is None)
+        experts = partial(load_experts, checkpoint, model, dtype=model.dtype) if offload else None
         limit = config.model.max_positions
-        return Source(str(checkpoint), model, {"params": params}, text, limit or config.sequence_length, limit)
+        positions = limit or config.sequence_length
+        return Source(str(checkpoint), model, {"params": params}, text, positions, limit, experts)
     assert run is not None
     if not (run / "checkpoints").is_dir():
         raise UserError(f"--run {run} has no checkpoints, must be the folder of a run")
@@ -100,16 +112,26 @@ def open_model(run: Path | None, checkpoint: Path | None, options: dict[str, Any
         variables = saved.restore_variables(step, jax.eval_shape(partial(init_state, config, model)))
     variables["params"] = jit_once(partial(working_copy, dtype=model.dtype))(variables["params"])
     variables = {kind: layers_apart(model.config, of_kind) for kind, of_kind in variables.items()}
+    experts = None
+    if offload is not None:
+        variables, layers = without_experts(variables)
+        experts = partial(iter, layers)
     limit = config.model.max_positions
-    return Source(f"{run}, step {step}", model, variables, text, limit or config.sequence_length, limit)
+    positions = limit or config.sequence_length
+    return Source(f"{run}, step {step}", model, variables, text, positions, limit, experts)
 
 
-def random_variables(config: TrainConfig, model: Decoder) -> Tree:
-    """Parameters of a model that has not been read, each layer's by itself: for timing."""
+def random_variables(config: TrainConfig, model: Decoder, *, experts: bool = True) -> tuple[Tree, list[Tree]]:
+    """Parameters of a model that has not been read, each layer's by itself: for timing.
+
+    Returns:
+      The variables; and, without `experts`, the shapes of those of each layer of experts, which they have not.
+    """
     variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     params = jax.eval_shape(partial(working_copy, dtype=model.dtype), variables["params"])
     apart = partial(jax.eval_shape, partial(layers_apart, model.config))
     like = {kind: apart(of_kind) for kind, of_kind in {**variables, "params": params}.items()}
+    like, layers = (like, []) if experts else without_experts(like)
     leaves, structure = jax.tree.flatten(like)
 
     @partial(jax.jit, static_argnums=(1, 2))
@@ -117,7 +139,8 @@ def random_variables(config: TrainConfig, model: Decoder) -> Tree:
         return jax.random.normal(key, shape, dtype) * 0.02
 
     keys = jax.random.split(jax.random.key(config.seed), len(leaves))
-    return structure.unflatten([draw(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)])
+    drawn = [draw(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+    return structure.unflatten(drawn), layers
 
 
 def public_text(folder: Path, vocabulary: int) -> Text:

@@ -10,27 +10,47 @@ import numpy as np
 from train_example.config import TrainConfig
 from train_example.generate.decoding import Generator
 from train_example.generate.models import random_variables
+from train_example.generate.offload import Offload, random_experts
 from train_example.generate.sampling import Sampling
 from train_example.loop import peak_memory_gib
 from train_example.program.model import make_model
 
 
 def time_generation(
-    config: TrainConfig, batch: int, slots: int, most: int, sampling: Sampling, say: Callable[[str], Any] = print
+    config: TrainConfig,
+    batch: int,
+    slots: int,
+    most: int,
+    sampling: Sampling,
+    say: Callable[[str], Any] = print,
+    offload: Offload | None = None,
+    length: int | None = None,
 ) -> dict[str, Any]:
-    """Times prompts that leave `most` of the slots free, and the tokens behind them.
+    """Times prompts of `length` tokens, and `most` behind them; None for prompts that leave just these slots free.
 
     Returns:
       "prefill_ms" and "prefill_tokens_per_second"; "decode_ms", of one token of all sequences, and
       "decode_tokens_per_second"; "compile_seconds" of both programs, and the device's "peak_gib".
+      With `offload`, whose plan is told first, also its "planned_prefill_tokens_per_second" and
+      "planned_decode_tokens_per_second", and "streamed_layers".
     """
-    model = make_model(config)
-    generator = Generator(model, random_variables(config, model), batch, slots, sampling)
-    length = slots + 1 - most
+    if offload is not None:
+        offload.allow_host_memory(config.model, config.dtype)
+    model, length, planned = make_model(config), length or slots + 1 - most, {}
+    variables, layers = random_variables(config, model, experts=offload is None)
+    if offload is None:
+        generator = Generator(model, variables, batch, slots, sampling)
+    else:
+        plan = offload.plan(model, variables, batch, slots, batch * length)
+        say(str(plan))
+        experts = random_experts(layers, offload.bits, config.seed)
+        generator = offload.generator(plan, model, variables, experts, slots, sampling=sampling)
+        names = "prefill_tokens_per_second", "decode_tokens_per_second"
+        planned = {f"planned_{name}": getattr(plan, name) for name in names} | {"streamed_layers": plan.streamed}
     prompts = np.random.default_rng(config.seed).integers(config.model.vocabulary, size=(batch, length)).tolist()
     say(f"{batch} sequences of {length} tokens, {most} more each, {slots} slots; compiling")
     start = time.perf_counter()
-    list(generator.stream(prompts, 2))
+    list(generator.stream([prompt[:1] for prompt in prompts], 2))  # the programs of prompts of any length
     compiling = time.perf_counter() - start
     start = time.perf_counter()
     jax.block_until_ready(generator.prefilled(prompts, 1))
@@ -49,4 +69,5 @@ def time_generation(
         "decode_tokens_per_second": batch / decode if decode else None,
         "compile_seconds": compiling,
         "peak_gib": peak_memory_gib(),
+        **planned,
     }

@@ -93,6 +93,7 @@ def load_params(
     shardings: Params | None = None,
     *,
     dtype: DTypeLike = jnp.float32,
+    experts: bool = True,
 ) -> Params:
     """The parameters of a public model, as the decoder has them; those of unrolled blocks as `layers_apart` has them.
 
@@ -101,6 +102,7 @@ def load_params(
       model: the decoder.
       shardings: where each parameter goes, by `NamedSharding`; None for the first device.
       dtype: type of the matrices; what `working_copy` leaves in float32 is float32.
+      experts: whether the layers of experts are read, too, or left to `load_experts`.
 
     Raises:
       UserError: a tensor is missing, unknown or of another shape or type; the message names it and its file.
@@ -109,6 +111,8 @@ def load_params(
         files = checkpoints.Folder(folder)
         _check_names(files, model)
         like = _like(model, shardings, dtype)
+        if not experts:
+            like = {path: leaf for path, leaf in like.items() if "moe" not in path}
         params = unflatten_dict(_read(files, "", _OF_MODEL, like))
         for stack, layers in model.config.stacks().items():
             of_stack = {path[1:]: leaf for path, leaf in like.items() if path[0] == stack}
@@ -117,6 +121,19 @@ def load_params(
     except checkpoints.CheckpointError as error:
         raise UserError(f"--checkpoint {folder}: {error}") from error
     return params
+
+
+def load_experts(folder: str | Path, model: Decoder, *, dtype: DTypeLike = jnp.float32) -> Iterator[Params]:
+    """The variables of each layer of experts, one after the other, in the host's memory; see `load_params`."""
+    files = checkpoints.Folder(folder)
+    here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    try:
+        for stack, layers in model.config.stacks().items():
+            for layer in layers if stack.startswith("moe") else ():
+                loaded = checkpoints.load(files, layer, model.moe, sharding=here)
+                yield {**loaded.variables, "params": working_copy(loaded.params, dtype)}
+    except checkpoints.CheckpointError as error:
+        raise UserError(f"--checkpoint {folder}: {error}") from error
 
 
 def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) -> None:

@@ -1,0 +1,102 @@
+"""Generation with experts from host memory: the tokens of resident experts, whatever stays, however it is batched."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from blaze_jax.offload.store import ExpertStore
+from tests.numerics import assert_close, assert_same_bits
+from tests.train_example.test_generate import GREEDY, MOST, NOTHING, apart, generator, model_and_variables, prompts_of
+from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
+from train_example.generate import streaming
+from train_example.generate.__main__ import main
+from train_example.generate.sampling import Sampling
+from train_example.generate.streaming import StreamingGenerator, without_experts
+
+
+def streaming_generator(name="own", sampling=GREEDY, bits=None, resident=(), pass_tokens=64):
+    model, variables = model_and_variables(name)
+    rest, experts = without_experts(apart(model, variables))
+    store = ExpertStore(experts, bits=bits, resident=resident)
+    options = {"sampling": sampling, "stops": NOTHING, "pass_tokens": pass_tokens}
+    return StreamingGenerator(model, rest, store, 4, 32, **options)
+
+
+@pytest.mark.parametrize("name", ["own", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.default_cases("0.8-qwen3_moe")
+def test_tokens_are_those_of_resident_experts(name, temperature, monkeypatch):
+    monkeypatch.setattr(streaming, "MICRO_TOKENS", 18)
+    monkeypatch.setattr(streaming, "MICRO_LENGTH", 6)  # three sequences at a time, then one; pieces of 6, 6 and 4
+    sampling = Sampling(temperature)
+    streamed, resident = streaming_generator(name, sampling), generator(name, sampling)
+    prompts = prompts_of(resident.model)
+    found = streamed.generate(prompts, MOST)
+    assert found == resident.generate(prompts, MOST)
+    assert_close(streamed.prefilled(prompts, MOST).logits[:3], resident.prefilled(prompts, MOST).logits[:3], 1e-5)
+    for of_streamed, of_resident in zip(streamed.score(prompts), resident.score(prompts), strict=True):
+        np.testing.assert_allclose(of_streamed, of_resident, rtol=1e-5, atol=1e-5)
+
+
+def test_where_the_experts_are_changes_no_bit():
+    outputs = []
+    for resident in [(), (0,), (0, 1)]:
+        streamed = streaming_generator(resident=resident)
+        outputs.append(streamed.prefilled(prompts_of(streamed.model), MOST).logits)
+    assert_same_bits(outputs[0], outputs[1])
+    assert_same_bits(outputs[0], outputs[2])
+
+
+def test_a_store_of_another_model():
+    model, variables = model_and_variables("own")
+    rest, experts = without_experts(apart(model, variables))
+    with pytest.raises(ValueError, match="the store has 1 layers, must have the model's 2"):
+        StreamingGenerator(model, rest, ExpertStore(experts[:1]), 4, 32)
+
+
+def run(capsys, *options):
+    assert main([str(option) for option in options]) == 0
+    return capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.slow
+def test_the_command_line_writes_the_same_texts(checkpoint, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("A list\nthe string\n")
+    common = "--checkpoint", checkpoint, "--prompts", tmp_path / "prompts.txt", "--tokens", 4, "--temperature", 0
+    run(capsys, *common, "--out", tmp_path / "resident.jsonl", "--dtype", "float32")
+    told = run(capsys, *common, "--out", tmp_path / "streamed.jsonl", "--dtype", "float32", "--gpu-bytes", "40MB").err
+    assert "come from" in told
+    assert "tokens/s" in told
+    assert (tmp_path / "streamed.jsonl").read_text() == (tmp_path / "resident.jsonl").read_text()
+
+
+@pytest.mark.parametrize("bits", [(), ("--expert-bits", 3)])
+def test_time_prints_the_plan_beside_what_came_out(bits, checkpoint, capsys):
+    options = "--time", "--checkpoint", checkpoint, "--tokens", 4, "--batch-size", 2, "--gpu-bytes", "24GB", *bits
+    found = json.loads(run(capsys, *options).out)
+    assert found["streamed_layers"] == 0
+    assert found["planned_decode_tokens_per_second"] > 0
+    assert found["decode_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpu-bytes", "1MB"), r"--gpu-bytes: 0\.0 GB of the GPU do not suffice"),
+        (("--gpu-bytes", "many"), "many must be a size such as 24GB"),
+        (("--expert-bits", "3"), "give --gpu-bytes"),
+        (("--gpu-bytes", "24GB", "--cache", "5"), "--tokens 256 must be at most --cache 5"),
+    ],
+)
+@pytest.mark.default_cases("options[012]*")
+def test_what_does_not_fit_is_one_line(options, message, checkpoint, capsys):
+    assert main(["--time", "--checkpoint", str(checkpoint), *options]) == 2
+    assert re.search(message, (told := capsys.readouterr().err))
+    assert told.count("\n") == 1
