@@ -60,7 +60,7 @@ def forth_and_back(kernels, xs, dys, matrices, row_weights, firsts, pieces):
 
 @over_families
 @without_races
-@pytest.mark.default_cases("*xla", "*xla_batched")
+@pytest.mark.default_cases("*xla")
 def test_pieces_fill_the_same_rows(kernels, problem):
     groups, x, dy, matrices, row_weights = problem
     everything, parts = kernels.in_parts(groups, PARTS)
@@ -90,7 +90,7 @@ def test_pieces_fill_the_same_rows(kernels, problem):
 
 @over_families
 @without_races
-@pytest.mark.default_cases("*xla", "*xla_batched")
+@pytest.mark.default_cases("*xla")
 def test_gradients_of_blocks_of_experts_with_tokens_in_parts(kernels, problem):
     groups, x, dy, _, row_weights = problem
     everything, _ = kernels.in_parts(groups, PARTS)
