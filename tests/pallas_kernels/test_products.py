@@ -185,7 +185,7 @@ def test_rows_of_no_expert_do_not_count(kernels):
     assert_same_bits(gradients(x, jnp.where(unowned, jnp.nan, d_pre)), gradients(x, d_pre))
 
 
-@pytest.mark.default_cases("xla*", "ampere")
+@pytest.mark.default_cases("*")
 def test_a_token_that_is_not_finite_reaches_its_own_experts_alone(kernels):
     """A step reads rows past its expert's last: those of the next expert, whose NaN times zero would be NaN."""
     rows = Rows(kernels, "random")
@@ -201,7 +201,7 @@ def test_gradients_of_an_unused_expert_are_zero(kernels):
     assert np.flatnonzero(np.asarray(gradient).any((1, 2))).tolist() == [3]
 
 
-@pytest.mark.default_cases("xla*", "ampere")
+@pytest.mark.default_cases("*")
 def test_sums_are_accumulated_wide_and_rounded_once(kernels):
     rows = Rows(kernels, "many_tiles")
     x, d_pre = rows.normal(rows.num_tokens, D, dtype="bfloat16"), rows.of_rows(N, dtype="bfloat16")
