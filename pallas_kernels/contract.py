@@ -119,6 +119,29 @@ class Cutoffs(NamedTuple):
         return (key > cutoff) | ((key == cutoff) & (token <= self.tokens[expert]))
 
 
+class Quantized(NamedTuple):
+    """Pre-activations in 8 bits: whole numbers from -127 to 127, and what one is worth in a block of a row's columns.
+
+    How long a block is, how numbers are packed and how both arrays lie is a matter of the family of kernels whose up
+    projection writes them for its `down_backward`. The largest number of a block is 127 or -127. If one is not finite,
+    all of the block are NaN when they are read.
+
+    Attributes:
+      values: whole numbers, n bytes for each row, in an integer dtype, where a last block may be filled up.
+      scales: the numbers' unit by row and block, in the accumulators' dtype.
+    """
+
+    values: Int[Array, "R _"]
+    scales: Float[Array, "..."]
+
+
+def quantization_scales(largest: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The scales of blocks by their largest magnitude: NaN unless that is finite, 1 where all are as good as zero."""
+    scales = largest * (1 / 127)
+    scales = jnp.where(scales < jnp.finfo(scales.dtype).tiny, jnp.ones_like(scales), scales)
+    return jnp.where(largest < jnp.inf, scales, jnp.full_like(scales, jnp.nan))
+
+
 def accumulator_dtype(*dtypes) -> jnp.dtype:
     """float64 if one of the dtypes is float64, else float32; also where jax promotes no types."""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)

@@ -128,6 +128,7 @@ def _options() -> dict[str, dict[str, Any]]:
         "limit_seconds": _number(20.0, "S", "a peer's call that takes longer is not timed"),
         "same_experts": {"action": "store_true", "help": "route all tokens to the same K experts"},
         "float32_weights": {"action": "store_true", "help": "time our layer with float32 weights, too"},
+        "saves": {"action": "store_true", "help": "time our layer with every other save, too"},
         "mesh": {"type": parse_mesh, "metavar": "ROLE=N,...", "help": "devices by role, such as fsdp=2,expert=4"},
         "variant": {"type": parse_variant, "metavar": "NAME=VALUE,...", "help": _VARIANT_HELP} | several,
         "layers": _number(1, "N", "layers, one after the other"),

@@ -108,6 +108,7 @@ def compare(
     limit_seconds: float = 20.0,
     same_experts: bool = False,
     float32_weights: bool = False,
+    saves: bool = False,
     say: Callable[[str], object] = lambda message: None,
 ) -> Record:
     """Times our layer and its peers in turns, in single runs and back to back, and tells their memory.
@@ -127,6 +128,7 @@ def compare(
       limit_seconds: a call estimated, or seen, to take longer is reported and not timed.
       same_experts: route all tokens to the same K experts, not at random.
       float32_weights: time our layer also with weights in float32, which it casts, and whose gradients are float32.
+      saves: time our layer also with every other `save`.
       say: is told what comes next.
     """
     inputs = expert_inputs(sizes, dtype, same_experts=same_experts)
@@ -139,6 +141,9 @@ def compare(
     if float32_weights:
         wide = (inputs[0], *(w.astype(jnp.float32) for w in inputs[1:4]), *inputs[4:])
         layers.append(Candidate(f"{OURS}, float32 weights", implementation, ours.layer, wide))
+    if saves:
+        others = {f"{OURS}, {save=}": partial(ours.layer, save=save) for save in get_args(Save)[1:]}
+        layers += [Candidate(name, implementation, layer, inputs) for name, layer in others.items()]
     for candidate in layers:
         say(f"compiling {candidate.name}")
         candidate.prepare(BOTH, sizes, limits)

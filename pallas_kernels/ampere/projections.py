@@ -1,6 +1,7 @@
 """The row kernels: up and down projection, and back through both."""
 
 from collections.abc import Callable
+from functools import partial
 from operator import add
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import simt
 from pallas_kernels.ampere.operands import HALF
+from pallas_kernels.ampere.quantization import load_quantized, quantized_shapes, store_quantized
 from pallas_kernels.ampere.row_matmul import (
     add_bias,
     biases_of,
@@ -19,7 +21,7 @@ from pallas_kernels.ampere.row_matmul import (
     store_rows,
     store_sums,
 )
-from pallas_kernels.contract import Dispatch
+from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.mosaic.row_groups import TileSchedule, bias_part, sum_in_order
 from pallas_kernels.simt.elementwise import value, with_gradients
 from pallas_kernels.simt.matrices import CHUNK
@@ -29,7 +31,7 @@ from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import MmaTuning
 
 
-@traced_once("activation", "keep_pre_activations", "tuning")
+@traced_once("activation", "keep_pre_activations", "quantize", "tuning")
 def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
@@ -38,8 +40,9 @@ def up_projection(
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
+    quantize: bool = False,
     tuning: MmaTuning | None = None,
-) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
+) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
 
     A tile holds equal parts of each projection, and a warp the same columns of both, so that the activation is computed
@@ -55,7 +58,7 @@ def up_projection(
             pre = [add_bias(values, own) for values, own in zip(of_rows, bias, strict=True)]
             if pre_activations:
                 for values, (projection, column) in zip(pre, where.halves, strict=True):
-                    store_half(pre_activations[projection], where, first, column, values, n)
+                    store_kept(pre_activations[projection], where, first, column, values, n)
             operands = [pre] if len(weights) == 2 else [[half] for half in pre]  # for each activation
             for own, (_, column) in zip(operands, where.halves, strict=False):
                 activated = [
@@ -67,6 +70,9 @@ def up_projection(
         for_rows(where, sums, end_rows)
 
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
+    kept, store_kept = rows, store_half
+    if quantize:
+        kept, store_kept = quantized_shapes(*rows.shape), partial(store_quantized, num_rows=groups.num_rows)
     *pre_activations, hidden = row_matmul(
         "up_projection",
         groups,
@@ -75,7 +81,7 @@ def up_projection(
         gathered=True,
         num_columns=n,
         extra=tuple(b.astype(jnp.float32) for b in biases),
-        results=[rows] * (len(weights) * keep_pre_activations + 1),
+        results=[kept] * (len(weights) * keep_pre_activations) + [rows],
         end=end,
         tuning=tuning,
     )
@@ -132,7 +138,7 @@ def down_backward(
     dy: Float[Array, "T d"],
     w_down: Float[Array, "E n d"],
     b_down: Float[Array, "E d"] | None,
-    pre_activations: tuple[Float[Array, "R n"], ...],
+    pre_activations: tuple[Float[Array, "R n"] | Quantized, ...],
     row_weights: Float[Array, " R"],
     groups: Dispatch[TileSchedule],
     *,
@@ -141,13 +147,17 @@ def down_backward(
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
 
-    At the end of a tile its pre-activations come through the ring of operand slots. The gradient of a row weight is the
-    sum of 32 columns at a time, which are then added up in order.
+    At the end of a tile its pre-activations come through the ring of operand slots, unless they are quantized. The
+    gradient of a row weight is the sum of 32 columns at a time, which are then added up in order.
     """
-    (num_rows, n), dtype = pre_activations[0].shape, pre_activations[0].dtype
-    derivative = with_gradients(activation, len(pre_activations))
+    num_rows, n, num_pre, dtype = groups.num_rows, w_down.shape[1], len(pre_activations), dy.dtype
+    derivative = with_gradients(activation, num_pre)
+    quantized = isinstance(pre_activations[0], Quantized)
 
-    def end(row_weights, results, where, sums, pieces):
+    def end(extra, results, where, sums, pieces):
+        row_weights, pre_activations = extra if quantized else (extra, ())
+        if quantized:
+            pieces = [partial(load_piece, pre_activations, where, piece) for piece in range(2 * len(sums))]
         rows = [where.row + where.lane // 4 + i for i in range(0, 16 * len(sums), 8)]
         row_weights = [row_weights[minimum(row, num_rows - 1)] for row in rows]
         for piece, load in enumerate(pieces):
@@ -158,6 +168,11 @@ def down_backward(
                     d_hidden = [d[2 * i : 2 * i + 2] for d in sums[of_rows][half]]
                     pre, weight = load(8 * i), row_weights[2 * of_rows + i]
                     finish_rows(results, where, first_row, where.halves[half][1], d_hidden, pre, weight)
+
+    def load_piece(pre_activations, where, piece, first_row):
+        of_rows, half = divmod(piece, 2)
+        first_row, column = 16 * of_rows + first_row, where.halves[half][1]
+        return [load_quantized(p, where, first_row, column, n, num_rows) for p in pre_activations]
 
     def finish_rows(results, where, first_row, column, d_hidden, pre, weight):
         """The end of 8 rows of half a panel. With more at once the registers of some activations run out."""
@@ -187,10 +202,10 @@ def down_backward(
         gathered=True,
         transposed=True,
         num_columns=n,
-        extra=row_weights.astype(jnp.float32),
-        in_place=pre_activations,  # a tile has read a piece before it writes it
+        extra=(row_weights.astype(jnp.float32), pre_activations) if quantized else row_weights.astype(jnp.float32),
+        in_place=() if quantized else pre_activations,  # a tile has read a piece before it writes it
         results=[
-            jax.ShapeDtypeStruct((num_rows, n), dtype),
+            *[jax.ShapeDtypeStruct((num_rows, n), dtype)] * (num_pre * quantized + 1),
             jax.ShapeDtypeStruct((-(-n // HALF), num_rows), jnp.float32),
         ],
         end=end,

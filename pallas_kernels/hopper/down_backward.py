@@ -10,11 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.contract import Dispatch
+from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.hopper.elementwise import value_and_gradients
+from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, load_columns, store_columns
-from pallas_kernels.hopper.row_matmul import PanelRowMatmul, ragged_copy
+from pallas_kernels.hopper.quantization import BLOCK, as_dtype, load_quantized
+from pallas_kernels.hopper.row_matmul import PanelRowMatmul, by_tiles, of_own_columns, of_own_rows, ragged_copy
 from pallas_kernels.hopper.tile_kernel import PANELS
 from pallas_kernels.mosaic.row_groups import (
     GROUP_ROWS,
@@ -34,30 +36,42 @@ PIECE = 16  # columns worked on at a time, what the registers have room for in a
 COPIES = TILE_COLUMNS // TILE_ROWS
 
 
-@traced_once("activation", "tuning")
+@traced_once("activation", "fp8", "tuning")
 def down_backward(
     dy: Float[Array, "T d"],
     w_down: Float[Array, "E n d"],
     b_down: Float[Array, "E d"] | None,
-    pre_activations: tuple[Float[Array, "R n"], ...],
+    pre_activations: tuple[Float[Array, "R n"] | Quantized, ...],
     row_weights: Float[Array, " R"],
     groups: Dispatch[TileSchedule],
     *,
     activation: Callable[..., Array],
-    into: Float[Array, "R n"] | None = None,
+    into: Float[Array, "R n"] | tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
+    fp8: bool = False,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
 
     At the end of a tile its pre-activations come through the ring of operand slots, 64 columns a slot, and the results
-    leave from there: the ring runs on over the end of a tile, as deep as for the products. `into` is the weighted
-    activation of other groups, whose rows are kept.
+    leave from there: the ring runs on over the end of a tile, as deep as for the products. A panel of quantized ones
+    comes twice, for one half of its numbers and for the other. `into` is the weighted activation of other groups, whose
+    rows are kept; with quantized pre-activations, which keep their place, their gradients and then that. With `fp8`,
+    `dy` and the weights are multiplied in 8 bits.
     """
-    num_pre = len(pre_activations)
-    num_rows, n = pre_activations[0].shape
-    dtype = pre_activations[0].dtype
-    w_down, row_weights = w_down.astype(dtype), row_weights.astype(jnp.float32)
-    column_tiles = -(-n // TILE_COLUMNS)
+    num_pre, num_rows = len(pre_activations), groups.num_rows
+    n, dtype = w_down.shape[1], dy.dtype
+    quantized, d_pre_into = isinstance(pre_activations[0], Quantized), None
+    if quantized:
+        pre_activations = as_dtype(pre_activations, dtype)
+        d_pre_into, into = into or (None, None)
+    row_weights, column_tiles = row_weights.astype(jnp.float32), -(-n // TILE_COLUMNS)
+    tile_tuning = find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
+    tokens, decoding = dy, None
+    if fp8:
+        (scaled,) = quantize_weights(w_down, axis=2, dtype=dtype)
+        tokens, of_tokens = quantize_tokens(dy, groups)
+        w_down, decoding = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
+    w_down = w_down.astype(dtype)
 
     def load(refs, tile, k, slot):
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
@@ -66,15 +80,24 @@ def down_backward(
             slot.fetch(block, slot.rhs.at[pl.ds(first, TILE_ROWS)])
 
     def load_panel(refs, tile, panel, slot):
-        columns = pl.ds(tile.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
+        first = tile.column_tile * TILE_COLUMNS + panel * PANEL
+        columns = pl.ds(first // BLOCK * PANEL if quantized else first, PANEL)
         for i, pre in enumerate((refs.pre[0], refs.pre[-1])):  # an ungated one twice
+            pre = pre.values if quantized else pre
             slot.fetch(pre.at[pl.ds(tile.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
 
     def begin(refs, part):
         row_weight = plgpu.load(refs.row_weights.at[pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
-        return partial(end_panel, refs, part, row_weight)
+        scales = None
+        if quantized:
+            scales = [[scale(refs, part, pre, block) for pre in refs.pre] for block in range(TILE_COLUMNS // BLOCK)]
+        return partial(end_panel, refs, part, row_weight, scales)
 
-    def end_panel(refs, part, row_weight, accumulator, panel, slot):
+    def scale(refs, part, pre, block):
+        line = jnp.minimum(part.column_tile * (TILE_COLUMNS // BLOCK) + block, pre.scales.shape[0] - 1)
+        return plgpu.load(pre.scales.at[line, pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
+
+    def end_panel(refs, part, row_weight, scales, accumulator, panel, slot):
         own = [slot.rhs.at[pl.ds(i * TILE_ROWS + refs.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
         # The results leave from where the pre-activations were, and from the left operand's part of the slot.
         leaving = (*own, slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)])
@@ -83,7 +106,14 @@ def down_backward(
         for first in range(0, PANEL, PIECE):
             column = panel * PANEL + first
             d_hidden = accumulator[:, column : column + PIECE]
-            pre = [load_columns(b, first) for b in own]
+            if refs.scales is not None:
+                d_hidden = d_hidden * of_own_rows(refs.scales[0], part, d_hidden.shape)
+                d_hidden = d_hidden * of_own_columns(refs.scales[1], part, column, d_hidden.shape)
+            if quantized:
+                block, half = divmod(panel, 2)
+                pre = [load_quantized(b, first, half, s) for b, s in zip(own, scales[block], strict=True)]
+            else:
+                pre = [load_columns(b, first) for b in own]
             hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
             d_weight += (d_hidden * hidden).sum(axis=1)
             for buffer, result in zip(leaving, (*d_pre, weight * hidden), strict=True):
@@ -98,23 +128,25 @@ def down_backward(
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
-    gathered = {"tokens": (dy,), "row_chunks": row_chunks(groups.expert_token_indices, (dy,))}
+    gathered = {"tokens": (tokens,), "row_chunks": row_chunks(groups.expert_token_indices, (tokens,))}
+    others = {"w_down": w_down, "scales": decoding, "row_weights": row_weights, "pre": pre_activations, "into": into}
     kernel = PanelRowMatmul(
         schedule=groups.tiles,
-        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into},
+        operands={**gathered, **others} | ({"d_pre_into": d_pre_into} if quantized else {}),
         column_tiles=column_tiles,
-        k_steps=-(-dy.shape[1] // K_STEP),
+        k_steps=-(-tokens.shape[1] // K_STEP),
         load=load,
         load_panel=load_panel,
         begin=begin,
-        tuning=find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0]),
+        tuning=tile_tuning,
         transposed_weights=True,
+        packed=fp8,
     )
     out = kernel.run(
         "moe_down_backward",
         results={"d_pre": (rows,) * num_pre, "weighted_hidden": rows, "d_row_weights": sums},
         # A tile has read its pre-activations before it writes their gradients.
-        in_place={"pre": "d_pre", "into": "weighted_hidden"},
+        in_place={"d_pre_into" if quantized else "pre": "d_pre", "into": "weighted_hidden"},
         copies=COPIES,
         registers=(88, 208),
     )

@@ -20,6 +20,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import math as math_ops
 
 from pallas_kernels.hopper import inline_interpreter as forms
 from pallas_kernels.mosaic.interpreter import in_interpreter
@@ -81,12 +82,20 @@ def row_tiles(ref):
     return as_tiles(ref, ir.MemRefType(ref.type).shape[0] // 8, 1)
 
 
+def unpacked(ref):
+    """A panel of 16-bit numbers as the pairs of e4m3 that they are."""
+    panel = ir.MemRefType(ref.type)
+    shape = (*panel.shape[:-1], 2 * panel.shape[-1])
+    pairs = ir.MemRefType.get(shape, ir.Float8E4M3FNType.get(), memory_space=panel.memory_space)
+    return utils.ptr_as_memref(utils.memref_ptr(ref), pairs)
+
+
 def ptx(text, *operands, constraints=""):
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, constraints, has_side_effects=True)
 
 
 @in_interpreter(forms.wgmma)
-def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False):
+def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False, packed=False):
     """`accumulator + lhs · rhs`, asynchronous, one commit group; `first` starts the chain.
 
     The accumulator is a value in registers, so that a loop can carry it while other values are stored.
@@ -99,6 +108,7 @@ def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_
       first: whether there is no wgmma before it.
       transpose_lhs: see `lhs`.
       transpose_rhs: see `rhs`.
+      packed: whether each number of the panels is two of e4m3, along the contracted dimension, which must be the last.
     """
     result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
 
@@ -107,6 +117,8 @@ def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_
         def transpose(panel):
             return utils.memref_transpose(row_tiles(panel), (1, 0, 3, 2))
 
+        if packed:
+            lhs, rhs = unpacked(lhs), unpacked(rhs)
         lhs = transpose(lhs) if transpose_lhs else row_tiles(lhs)
         rhs = transpose(rhs) if transpose_rhs else as_tiles(rhs, 1, accumulator.shape[1] // PANEL)
         value = mgpu.WGMMAAccumulator(_value=accumulator, _original_layout=accumulator.layout, _sync=first)
@@ -172,18 +184,23 @@ def _matrix_address(panel, first_column):
 
 
 @in_interpreter(forms.load_columns)
-def load_columns(panel, first_column: int):
+def load_columns(panel, first_column: int, byte: int | None = None):
     """Columns `first_column` to `first_column + 16` of a panel (64, 64) of 16-bit values, in registers, as float32.
 
-    Half a register of bfloat16 is a float32's upper half: LLVM takes one instruction more for every other number.
+    Half a register of bfloat16 is a float32's upper half: LLVM takes one instruction more for every other number. With
+    `byte`, what `pack_bytes` made of its argument of that number: a byte is the end of 2^23 plus as much.
     """
-    shifts = panel.dtype == jnp.bfloat16
+    shifts = panel.dtype == jnp.bfloat16 or byte is not None
     dtype = jnp.float32 if shifts else panel.dtype
     result = plgpu.ShapeDtypeStruct((PANEL, 16), dtype, layout=plgpu.Layout.WGMMA)
 
     def unpacked(register):
-        halves = arith.shli(register, c32(16)), arith.andi(register, c32(-(2**16)))
         f32 = ir.F32Type.get()
+        if byte is not None:
+            ends = [permuted_bytes(register, mgpu.c(0x4B000000, int_type(32)), 0x7650 + byte + i) for i in (0, 2)]
+            numbers = [arith.subf(arith.bitcast(f32, end), mgpu.c(BYTE_OFFSET, f32)) for end in ends]
+            return vector.from_elements(ir.VectorType.get((2,), f32), numbers)
+        halves = arith.shli(register, c32(16)), arith.andi(register, c32(-(2**16)))
         return vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, half) for half in halves])
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=result)
@@ -200,6 +217,70 @@ def load_columns(panel, first_column: int):
         return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return run(panel).astype(jnp.float32)
+
+
+BYTE_OFFSET = 2.0**23 + 128
+"""Added to a number, in float32, it leaves in the last byte the whole number next to it, plus 128."""
+
+
+def permuted_bytes(low, high, order: int):
+    """The bytes of two registers whose numbers, 0 to 7, are the hexadecimal digits of `order`, the last one first."""
+    text = f"prmt.b32 $0, $1, $2, {order:#x};"
+    return llvm.inline_asm(int_type(32), [low, high], text, "=r,r,r", has_side_effects=False)
+
+
+@in_interpreter(forms.pack_bytes)
+def pack_bytes(low, high, factor, dtype):
+    """The whole numbers next to `low * factor` and `high * factor`, a byte each in every number of a 16-bit `dtype`.
+
+    They are from -127 to 127, or may be any where something is not finite; all are `(64, columns)` in float32.
+    """
+    result = plgpu.ShapeDtypeStruct(low.shape, dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * 3, return_type=result)
+    def run(ctx, low, high, factor):
+        f32, i32 = ir.F32Type.get(), int_type(32)
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
+
+        def ends(register, factors):
+            of_pair = ([vector.extract(v, [], [i]) for v in (register, factors)] for i in range(2))
+            return [arith.bitcast(i32, math_ops.fma(x, by, mgpu.c(BYTE_OFFSET, f32))) for x, by in of_pair]
+
+        def packed(low, high, factors):
+            first, second = map(permuted_bytes, ends(low, factors), ends(high, factors), (0x0040, 0x4000))
+            return llvm.bitcast(pair, permuted_bytes(first, second, 0x7610))
+
+        registers = map(packed, low.registers.flat, high.registers.flat, factor.registers.flat)
+        registers = np.array([*registers], dtype=object).reshape(low.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return run(low, high, factor)
+
+
+@in_interpreter(forms.store_of_rows)
+def store_of_rows(array, line, first, values, rows) -> None:
+    """Writes the first `rows` of `values` (64,), in float32, one for each row of a tile, to `array[line, first:]`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, plgpu.Layout.WGMMA.reduce(1), SCALAR))
+    def run(ctx, array, line, first, values, rows):
+        width = ir.MemRefType(array.type).shape[1]
+        lane, warp = arith.andi(thread_index(), c32(31)), arith.shrui(thread_index(), c32(5))
+        row = arith.addi(arith.muli(warp, c32(16)), arith.shrui(lane, c32(2)))
+        own = arith.addi(arith.addi(arith.muli(scalar(line), c32(width)), scalar(first)), row)
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(lane, c32(3)), c32(0))
+        for i, value in enumerate(values.registers.flat):
+            known = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(row, c32(8 * i)), scalar(rows))
+            place = arith.addi(own, c32(8 * i))
+            value = vector.extract(value, [], [0]) if isinstance(value.type, ir.VectorType) else value
+            ptx(
+                "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1; }",
+                utils.getelementptr(global_pointer(array), [place], ir.F32Type.get()),
+                value,
+                arith.extui(int_type(32), arith.andi(known, is_first)),
+                constraints="l,f,r",
+            )
+
+    run(array, line, first, values, rows)
 
 
 @in_interpreter(forms.store_columns)

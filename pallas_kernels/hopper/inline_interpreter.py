@@ -9,6 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fp8 import E4M3
+
 COUNTED = -1
 """In the place of a number that a block took."""
 
@@ -50,12 +52,28 @@ def arrive(gather, landed, slot):
     """Nothing: nobody waits for rows in a slot without any, and of Pallas barriers every completion must be seen."""
 
 
-def load_columns(panel, first_column):
-    return panel[...][:, first_column : first_column + 16].astype(jnp.float32)
+def load_columns(panel, first_column, byte=None):
+    columns = panel[...][:, first_column : first_column + 16]
+    if byte is None:
+        return columns.astype(jnp.float32)
+    words = lax.bitcast_convert_type(columns, jnp.uint16).astype(jnp.int32)
+    return ((words >> 8 * byte & 255) - 128).astype(jnp.float32)
+
+
+def pack_bytes(low, high, factor, dtype):
+    low, high = (jnp.round(x * factor).astype(jnp.int32) + 128 & 255 for x in (low, high))
+    return lax.bitcast_convert_type((low | high << 8).astype(jnp.uint16), dtype)
+
+
+def store_of_rows(array, line, first, values, rows):
+    @pl.loop(0, rows // 8)
+    def _(i):
+        array[line, pl.ds(first + i * 8, 8)] = lax.dynamic_slice_in_dim(values, i * 8, 8)
 
 
 def store_columns(panel, first_column, values):
-    panel[...] = panel[...].at[:, first_column : first_column + 16].set(values)
+    before, after = panel[...][:, :first_column], panel[...][:, first_column + 16 :]
+    panel[...] = jnp.concatenate([before, values, after], axis=1)  # a scatter would change bits that are a NaN's
 
 
 def store_panels(panels, values, *, transposed=False):
@@ -68,10 +86,13 @@ def _as_panels(values, panels):
     return parts.reshape(panels.shape)
 
 
-def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False):
+def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False, packed=False):
     """From plain loads: the interpreter does not check what its own wgmma reads."""
     lhs, rhs = lhs[...], rhs[...]
     plgpu.commit_smem()  # a bulk copy may overwrite the operands, as it may after a wgmma
+    if packed:
+        lhs, rhs = (lax.bitcast_convert_type(o, E4M3).reshape(o.shape[0], -1) for o in (lhs, rhs))
+        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     lhs = lhs.T if transpose_lhs else lhs
     panels = rhs.reshape(-1, lhs.shape[1], rhs.shape[-1])
     rhs = rhs.T if transpose_rhs else jnp.concatenate(list(panels), axis=1)

@@ -9,14 +9,15 @@ Kernels that fill rows take `into`, what the same call gave for other groups, or
 not in these groups keep what they hold there. Without it they hold anything.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.contract import Dispatch, accumulator_dtype
+from pallas_kernels.contract import Dispatch, Quantized, accumulator_dtype, quantization_scales
 from pallas_kernels.xla.loops import (
     empty,
     gather_rows,
@@ -43,9 +44,9 @@ def column_block(num_rows: int, d: int, n: int, num_experts: int, dtype) -> int:
     return 512
 
 
-def _buffers(into, count: int, shape: tuple[int, ...], dtype, *like) -> tuple[Array, ...]:
-    """Row buffers for `map_rows`: those of `into`, or empty ones."""
-    return tuple(jax.tree.leaves(into)) or tuple(empty(shape, dtype, *like) for _ in range(count))
+def _buffers(into, columns: Sequence[tuple[int, Any]], num_rows: int, *like) -> tuple[Array, ...]:
+    """Row buffers for `map_rows`: those of `into`, or empty ones with so many columns of a dtype each."""
+    return tuple(jax.tree.leaves(into)) or tuple(empty((num_rows, width), dtype, *like) for width, dtype in columns)
 
 
 def up_projection(
@@ -56,8 +57,9 @@ def up_projection(
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
-    into: tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
-) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
+    quantize: bool = False,
+    into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]] | None = None,
+) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]]:
     """Pre-activations and activation of every row.
 
     Args:
@@ -67,14 +69,14 @@ def up_projection(
       groups: the rows by expert.
       activation: elementwise function of the pre-activations.
       keep_pre_activations: whether the caller wants them; if not, they are written nowhere.
+      quantize: whether those that are kept are `Quantized`, which happens to the accumulators.
       into: results of other groups, whose rows are kept, or None.
 
     Returns:
       The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x`. The
       activation is computed from the accumulators, before the pre-activations are rounded.
     """
-    wide = accumulator_dtype(x.dtype)
-    shape = (groups.num_rows, weights[0].shape[-1])
+    wide, n = accumulator_dtype(x.dtype), weights[0].shape[-1]
 
     def prepare(own):
         own_weights, own_biases = own[: len(weights)], own[len(weights) :]
@@ -85,11 +87,41 @@ def up_projection(
         tokens = gather_rows(x, groups, tile)
         pre = [product(tokens, w, 2, 1) for w in own_weights]
         pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre
-        return (*pre, activation(*pre)) if keep_pre_activations else (activation(*pre),)
+        kept = [quantized(p) if quantize else p for p in pre] if keep_pre_activations else []
+        return tuple(jax.tree.leaves((kept, activation(*pre))))
 
-    buffers = _buffers(into, len(weights) * keep_pre_activations + 1, shape, x.dtype, x)
-    *pre_activations, hidden = map_rows(groups, weights + biases, prepare, compute, buffers)
-    return tuple(pre_activations), hidden
+    columns = ((n, jnp.int8), (-(-n // QUANTIZED_BLOCK), wide)) if quantize else ((n, x.dtype),)
+    columns = columns * (len(weights) * keep_pre_activations) + ((n, x.dtype),)
+    buffers = _buffers(into, columns, groups.num_rows, x)
+    *kept, hidden = map_rows(groups, weights + biases, prepare, compute, buffers)
+    return tuple(map(Quantized, kept[::2], kept[1::2]) if quantize else kept), hidden
+
+
+QUANTIZED_BLOCK = 128
+"""Columns that share a scale; the last block of a row may have fewer."""
+
+
+def quantized(pre_activations: Float[Array, "*rows n"]) -> Quantized:
+    """The numbers and their scales, `(*rows, n)` int8 and `(*rows, blocks)`."""
+    blocks = _in_blocks(pre_activations)
+    # By their bits, of which NaN has the most: XLA for CPUs loses one among others in some programs (jax 0.12).
+    bits = lax.bitcast_convert_type(jnp.abs(blocks), jnp.int64 if blocks.dtype == jnp.float64 else jnp.int32)
+    scales = quantization_scales(lax.bitcast_convert_type(bits.max(-1), blocks.dtype))
+    numbers = jnp.round(blocks / scales[..., None]).astype(jnp.int8)
+    return Quantized(numbers.reshape(*numbers.shape[:-2], -1)[..., : pre_activations.shape[-1]], scales)
+
+
+def dequantized(quantized: Quantized) -> Float[Array, "*rows n"]:
+    """The pre-activations that `quantized` made of, in the scales' dtype."""
+    values, scales = quantized
+    blocks = _in_blocks(values.astype(scales.dtype)) * scales[..., None]
+    return blocks.reshape(*blocks.shape[:-2], -1)[..., : values.shape[-1]]
+
+
+def _in_blocks(array: Float[Array, "*rows n"]) -> Float[Array, "*rows blocks 128"]:
+    *rows, n = array.shape
+    padding = [(0, 0)] * len(rows) + [(0, -n % QUANTIZED_BLOCK)]
+    return jnp.pad(array, padding).reshape(*rows, -1, QUANTIZED_BLOCK)
 
 
 def down_projection(
@@ -114,7 +146,7 @@ def down_projection(
         return (out if b_down is None else out + own[1],)
 
     weights = (w_down,) if b_down is None else (w_down, b_down)
-    buffers = _buffers(into, 1, (groups.num_rows, num_columns), hidden.dtype, hidden)
+    buffers = _buffers(into, [(num_columns, hidden.dtype)], groups.num_rows, hidden)
     return map_rows(groups, weights, prepare, compute, buffers)[0]
 
 
@@ -122,12 +154,12 @@ def down_backward(
     dy: Float[Array, "T d"],
     w_down: Float[Array, "E n d"],
     b_down: Float[Array, "E d"] | None,
-    pre_activations: tuple[Float[Array, "R n"], ...],
+    pre_activations: tuple[Float[Array, "R n"] | Quantized, ...],
     row_weights: Float[Array, " R"],
     groups: Dispatch,
     *,
     activation: Callable[..., Array],
-    into: Float[Array, "R n"] | None = None,
+    into: Float[Array, "R n"] | tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, the weighted activation, and each row's routing-weight gradient.
 
@@ -135,27 +167,30 @@ def down_backward(
       dy: gradient of the layer's output, gathered by row.
       w_down: down weights.
       b_down: down biases, or None.
-      pre_activations: as saved by the up projection; the result takes their place in memory.
+      pre_activations: as saved by the up projection; the result takes their place in memory, unless `Quantized`.
       row_weights: routing weight of each row.
       groups: the rows by expert.
       activation: the elementwise function of the up projection.
-      into: the weighted activation of other groups, whose rows are kept, or None.
+      into: the weighted activation of other groups, whose rows are kept, or None; with `Quantized` pre-activations
+        the gradients of those groups and then their weighted activation.
 
     Returns:
-      `(d pre-activations, weights · activation, d row_weights)`, the first two in the dtype of the pre-activations, the
-      last wide: the inner product of `dy` with the expert's output, without that output; zero for rows of no expert.
+      `(d pre-activations, weights · activation, d row_weights)`, the first two in the dtype of `dy`, the last wide: the
+      inner product of `dy` with the expert's output, without that output; zero for rows of no expert.
     """
-    dtype = pre_activations[0].dtype
+    dtype = dy.dtype
     wide = accumulator_dtype(dtype)
+    quantized = isinstance(pre_activations[0], Quantized)
 
     def prepare(own):
         return tuple(a.astype(dtype) for a in own)
 
     def compute(own, tile, rows):
-        *pre, _, _ = rows
         dy_rows = gather_rows(dy, groups, tile)
         d_hidden = product(dy_rows, own[0], 2, 2)
-        hidden, activation_vjp = jax.vjp(activation, *(read_rows(p, tile).astype(wide) for p in pre))
+        hidden, activation_vjp = jax.vjp(
+            activation, *(read(p, tile) for p in (pre_activations if quantized else rows[:-2]))
+        )
         d_weight = (d_hidden * hidden).sum(-1, keepdims=True)
         if b_down is not None:
             d_weight += product(dy_rows, own[1][:, None], 2, 2)
@@ -164,10 +199,16 @@ def down_backward(
         # Every read of the tile before the first write: otherwise XLA copies whole buffers for each tile.
         return lax.optimization_barrier(values)
 
+    def read(pre_activation, tile):
+        own = jax.tree.map(lambda rows: read_rows(rows, tile), pre_activation)
+        return dequantized(own) if quantized else own.astype(wide)
+
     weights = (w_down,) if b_down is None else (w_down, b_down)
     like = (dy, w_down, pre_activations, row_weights)
-    own = _buffers(into, 1, pre_activations[0].shape, dtype, like)
-    buffers = (*pre_activations, *own, zeros((groups.num_rows, 1), wide, like))
+    results = len(pre_activations) * quantized + 1
+    own = _buffers(into, [(w_down.shape[1], dtype)] * results, groups.num_rows, like)
+    own = own if quantized else (*pre_activations, *own)
+    buffers = (*own, zeros((groups.num_rows, 1), wide, like))
     *d_pre_activations, weighted_hidden, d_row_weights = map_rows(groups, weights, prepare, compute, buffers)
     return tuple(d_pre_activations), weighted_hidden, d_row_weights[:, 0]
 
@@ -192,7 +233,7 @@ def up_backward(
     def compute(own, tile, _):
         return (product(jnp.concatenate([read_rows(p, tile) for p in d_pre_activations], axis=2), own[0], 2, 2),)
 
-    buffers = _buffers(into, 1, (groups.num_rows, num_columns), dtype, d_pre_activations)
+    buffers = _buffers(into, [(num_columns, dtype)], groups.num_rows, d_pre_activations)
     return map_rows(groups, weights, prepare, compute, buffers)[0]
 
 

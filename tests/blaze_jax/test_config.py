@@ -71,7 +71,7 @@ MISUSES = [
     (config, ("shared_gate",), (1, None), "must be True or False"),
     (config, ("activation",), ("tanh", ["swiglu"], None), "must be an Activation or one of swiglu"),
     (config, ("router",), ("sigmoid", None), "must be a Router"),
-    (config, ("save",), ("all",), "must be one of pre_activations, inputs"),
+    (config, ("save",), ("all",), "must be one of pre_activations, int8, inputs"),
     (config, ("implementation",), ("cuda",), "must be None or one of mosaic_gpu, xla"),
     (Router, COUNTS, (None, 1.5), "must be an integer"),
     (Router, ("expert_capacity",), ("2", 1.5), "must be an integer"),

@@ -1,6 +1,7 @@
 """`expert_ffn` and all its gradients on every family of kernels: against the dense oracle, bit by bit, and poisoned."""
 
 from functools import partial
+from typing import get_args
 
 import chex
 import hypothesis
@@ -13,6 +14,7 @@ from jax import lax
 
 from blaze_jax import ACTIVATION_NAMES, expert_ffn
 from blaze_jax.oracle import dense_expert_ffn
+from blaze_jax.plan import Save
 from pallas_kernels.xla.loops import turns_of
 from tests.expert_problems import FAMILIES, ON_GPUS, RAGGED, apply, make_problem, on, on_gpus, results
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits, scaled_error
@@ -212,6 +214,7 @@ def test_gradients_are_those_of_finite_differences(activation):
 
 
 over_poisons = pytest.mark.parametrize(("routing", "value"), [("random", np.nan), ("many_tiles", np.inf)])
+over_all_saves = pytest.mark.parametrize("save", get_args(Save))
 
 
 def split(out, tokens, experts):
@@ -220,7 +223,7 @@ def split(out, tokens, experts):
 
 
 @over_poisons
-@pytest.mark.parametrize("save", SAVES)
+@over_all_saves
 @pytest.mark.parametrize("where", ["x", "dy"])
 def test_token_poisons_only_its_row_and_its_experts(kernels, routing, save, value, where):
     token, case, problem = 5, ROUTINGS[routing], kernels.problem(routing)
@@ -234,7 +237,7 @@ def test_token_poisons_only_its_row_and_its_experts(kernels, routing, save, valu
 
 
 @over_poisons
-@pytest.mark.parametrize("save", SAVES)
+@over_all_saves
 def test_weights_of_an_expert_poison_only_its_tokens(kernels, routing, save, value):
     expert, case, problem = 0, ROUTINGS[routing], kernels.problem(routing)
     poisoned = problem._replace(params={name: p.at[expert].set(value) for name, p in problem.params.items()})

@@ -63,10 +63,11 @@ WIDE = Layer(32768, 4096, 1024, 128, 8)
 NARROW = Layer(65536, 1024, 4096, 16, 4)
 LONG = Layer(2097152, 512, 2048, 4, 1)
 LONG_AGAIN = LONG._replace(save="inputs")
+NARROW_INT8, LONG_INT8 = (layer._replace(save="int8") for layer in (NARROW, LONG))
 SMALL = Layer(37, 320, 256, 6, 2)
 PORTABLE = {layer: layer._replace(implementation="xla") for layer in (FINE, NARROW)}
 
-SAVED = {FINE: 197, WIDE: 1032, NARROW: 4104, LONG: 16480, LONG_AGAIN: 40}
+SAVED = {FINE: 197, WIDE: 1032, NARROW: 4104, LONG: 16480, LONG_AGAIN: 40, NARROW_INT8: 2118, LONG_INT8: 8510}
 """MiB kept for the backward pass beyond x and the weights."""
 
 TEMPORARIES = [
@@ -76,6 +77,8 @@ TEMPORARIES = [
     (NARROW, FIRST_PASS, 2500),
     (LONG, BOTH, 18600),
     (LONG_AGAIN, BOTH, 1600),
+    (NARROW_INT8, BOTH, 8400),  # of one layer: P and dP do not share their memory
+    (LONG_INT8, BOTH, 10400),
     (PORTABLE[FINE], BOTH, 504),  # 1.3 times what a loop over tiles of 128 rows takes
     (PORTABLE[FINE], FORWARD, 388),
     (PORTABLE[NARROW], BOTH, 8329),
@@ -91,6 +94,7 @@ LAYERS = [
     SMALL._replace(dtype="float16", param_dtype="float32", activation="gelu"),
     SMALL._replace(param_dtype="float32", activation="clamped_swiglu"),
     SMALL._replace(biases=True),
+    SMALL._replace(n=328, biases=True, activation="gelu", save="int8"),
     Layer(1, 8, 8, 1, 1, activation="relu2"),
     Layer(100, 72, 200, 5, 3, param_dtype="float32", activation="silu", biases=True),
 ]

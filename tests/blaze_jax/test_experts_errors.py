@@ -51,7 +51,7 @@ MISUSES = {
     "bias of a missing gate": (UNGATED, "biases must be .* got b_gate and b_up"),
     "one bias of two": ({"b_gate": None}, "biases must be given for every up projection of 'swiglu' .* got b_up"),
     "activation": ({"activation": "tanh"}, "activation='tanh' must be an Activation or one of swiglu"),
-    "save": ({"save": "everything"}, "save='everything' must be one of pre_activations, inputs"),
+    "save": ({"save": "everything"}, "save='everything' must be one of pre_activations, int8, inputs"),
     "implementation": ({"implementation": "triton"}, "implementation='triton' must be None or one of mosaic_gpu, xla"),
     "x without width": ({"x": zeros(6, 0)}, r"x has shape \(6, 0\), must be \(T, d\) with d at least 1"),
     "experts of another T": ({"experts": zeros(5, 2, dtype=jnp.int32)}, r"experts has shape \(5, 2\), .*T=6"),

@@ -20,8 +20,8 @@ T, K, E, D, N = 37, 2, 6, 20, 12
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("activation", "projections"), [("swiglu", 2), ("gelu", 1)])
-@pytest.mark.parametrize("save", ["pre_activations", "inputs"])
-@pytest.mark.default_cases("pre_activations-swiglu-2-bfloat16", "inputs-swiglu-2-bfloat16")
+@pytest.mark.parametrize("save", ["pre_activations", "int8", "inputs"])
+@pytest.mark.default_cases("*-swiglu-2-bfloat16")
 def test_kept_bytes_follow_the_formula(save, activation, projections, dtype):
     problem = make_problem(*ROUTINGS["random"], activation=activation, dtype=dtype, param_dtype="float32")
     given = (problem.x, problem.params, problem.weights)
@@ -29,7 +29,8 @@ def test_kept_bytes_follow_the_formula(save, activation, projections, dtype):
 
     kept, given = (jax.tree.leaves(tree) for tree in (vjp, given))
     own = [array for array in kept if all(array is not other for other in given)]
-    pre_activations = projections * T * K * N * jnp.dtype(dtype).itemsize if save == "pre_activations" else 0
+    row = {"pre_activations": N * jnp.dtype(dtype).itemsize, "int8": N + 4, "inputs": 0}  # 4 for the scale of a block
+    pre_activations = projections * T * K * row[save]
     indices = 4 * (T * K + (E + 1) + T * K)
     assert sum(a.nbytes for a in own) == pre_activations + indices
     assert sum(a.nbytes for a in kept) == sum(a.nbytes for a in given) + pre_activations + indices
@@ -41,6 +42,7 @@ def test_kept_bytes_follow_the_formula(save, activation, projections, dtype):
         ("pre_activations", None, set()),
         ("pre_activations", RESIDUAL_NAMES, set(RESIDUAL_NAMES)),
         ("pre_activations", PRE_ACTIVATION_NAMES, set(PRE_ACTIVATION_NAMES)),
+        ("int8", PRE_ACTIVATION_NAMES, set(PRE_ACTIVATION_NAMES)),
         ("inputs", RESIDUAL_NAMES, {"moe_indices"}),
     ],
 )

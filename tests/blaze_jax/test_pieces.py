@@ -1,5 +1,7 @@
 """Own tokens and own experts first, in several blocks of columns: in pieces as at once."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 
@@ -23,9 +25,15 @@ WAYS = {
 }
 
 
+def poisoned(shape, dtype, *like):
+    """What buffers may hold before they are written."""
+    return zeros(shape, dtype, *like) + jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 99, dtype)
+
+
+@pytest.mark.parametrize("save", ["pre_activations", "int8"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.default_cases("own tokens of four, further turns", "own experts of four")
-def test_as_one_device(way, monkeypatch, traced_anew):
+@pytest.mark.default_cases("own tokens of four, further turns-*", "own experts of four-pre_activations")
+def test_as_one_device(way, save, monkeypatch, traced_anew):
     pieces = []
 
     def computed(*arguments, **options):
@@ -36,9 +44,7 @@ def test_as_one_device(way, monkeypatch, traced_anew):
     monkeypatch.setattr(xla, "up_projection", computed)
     monkeypatch.setattr(xla, "overlaps", True)
     monkeypatch.setattr(xla, "column_block", lambda *_: WIDTH // 2 + 1)  # the second block is narrower
-    monkeypatch.setattr(
-        "pallas_kernels.xla.experts.empty", lambda shape, dtype, *like: zeros(shape, dtype, *like) + jnp.nan
-    )
+    monkeypatch.setattr("pallas_kernels.xla.experts.empty", poisoned)
     axes, options = WAYS[way]
-    assert_as_one_device(Way(axes, "shard_map", options), CONFIG, 40)
+    assert_as_one_device(Way(axes, "shard_map", options), replace(CONFIG, save=save), 40)
     assert len(pieces) > 1

@@ -8,11 +8,11 @@ def array(*shape, dtype="bfloat16"):
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def up_and_back(kernels, activation, tuning_of, x, w_up, b_up, w_down, b_down, row_weights, groups):
-    """What an activation changes, and how many projections there are."""
-    options = {"activation": activation, "tuning": tuning_of("up_projection")}
+def up_and_back(kernels, activation, tuning_of, x, w_up, b_up, w_down, b_down, row_weights, groups, quantize=False):
+    """What an activation changes, and how many projections there are, and whether pre-activations are quantized."""
+    options = {"activation": activation, "tuning": tuning_of("up_projection"), "quantize": quantize}
     pre, hidden = kernels.up_projection(x, w_up, b_up, groups, **options)
-    options["tuning"] = tuning_of("down_backward")
+    options = {"activation": activation, "tuning": tuning_of("down_backward")}
     d_pre, *others = kernels.down_backward(x, w_down, b_down, pre, row_weights, groups, **options)
     return hidden, others, kernels.up_backward(d_pre, w_up, groups, 128, 256, tuning=tuning_of("up_backward"))
 

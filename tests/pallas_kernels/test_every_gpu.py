@@ -83,9 +83,10 @@ def compiled(gpu: str) -> dict[str, tuple[list[str], dict[str, int]]]:
         activation = get_activation(name)
         tile_of, x, others = experts(dtype)
         up = [(array(*shape, dtype=dtype),) * (1 + activation.gated) for shape in ((E, D, N), (E, N))]
-        compile_(
-            f"up_and_back {name} {dtype}", partial(up_and_back, ampere, activation.function, tile_of), x, *up, *others
-        )
+        program = partial(up_and_back, ampere, activation.function, tile_of)
+        compile_(f"up_and_back {name} {dtype}", program, x, *up, *others)
+        if (name, dtype) in EVERYWHERE:
+            compile_(f"up_and_back {name} {dtype} quantized", partial(program, quantize=True), x, *up, *others)
     return reports
 
 

@@ -39,29 +39,33 @@ def problem(kernels):
     return groups, x, dy, (*matrices, b_down), normal(groups.num_rows).astype(jnp.float32)
 
 
-def forth_and_back(kernels, xs, dys, matrices, row_weights, firsts, pieces):
+def forth_and_back(kernels, quantize, xs, dys, matrices, row_weights, firsts, pieces):
     """Results of the kernels that fill rows, piece by piece: the first expert of each, and its groups."""
     *weights, w_down, b_down = matrices
     rows = jnp.full((len(row_weights), WIDTH), jnp.nan, xs[0].dtype)
-    up, down, back, into, d_row_weights = ((rows, rows), rows), rows, rows, rows, 0
+    up, down, back, into, d_row_weights = None if quantize else ((rows, rows), rows), rows, rows, rows, 0
     for x, first, groups in zip(xs, firsts, pieces, strict=True):
         own = tuple(w[first:] for w in weights)
-        up = kernels.up_projection(x, own, (), groups, activation=ACTIVATIONS[2], into=up)
+        up = kernels.up_projection(x, own, (), groups, activation=ACTIVATIONS[2], into=up, quantize=quantize)
     d_pre, hidden = up
+    if quantize:
+        pre, d_pre, up = d_pre, (rows, rows), ((hidden, hidden), hidden)
     for dy, first, groups in zip(dys, firsts, pieces, strict=True):
         own = w_down[first:], b_down[first:]
         down = kernels.down_projection(hidden, *own, groups, 0, WIDTH, into=down)
+        given, into = (pre, (d_pre, into)) if quantize else (d_pre, into)
         options = {"activation": ACTIVATIONS[2], "into": into}
-        d_pre, into, of_piece = kernels.down_backward(dy, *own, d_pre, row_weights, groups, **options)
+        d_pre, into, of_piece = kernels.down_backward(dy, *own, given, row_weights, groups, **options)
         d_row_weights += of_piece
         back = kernels.up_backward(up[0], tuple(w[first:] for w in weights), groups, 0, WIDTH, into=back)
-    return up, down, d_pre, into, d_row_weights, back
+    return None if quantize else up, down, d_pre, into, d_row_weights, back
 
 
 @over_families
 @without_races
+@pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.default_cases("*xla")
-def test_pieces_fill_the_same_rows(kernels, problem):
+def test_pieces_fill_the_same_rows(kernels, problem, quantize):
     groups, x, dy, matrices, row_weights = problem
     everything, parts = kernels.in_parts(groups, PARTS)
     used = int(everything.expert_token_offsets[-1])
@@ -69,7 +73,7 @@ def test_pieces_fill_the_same_rows(kernels, problem):
 
     def results(xs, dys, pieces):
         firsts, groups = zip(*pieces, strict=True)
-        run = jax.jit(partial(forth_and_back, kernels, xs, dys, matrices, row_weights, firsts))
+        run = jax.jit(partial(forth_and_back, kernels, quantize, xs, dys, matrices, row_weights, firsts))
         return jax.tree.leaves(run(groups))
 
     at_once = results([x], [dy], [(0, everything)])

@@ -1,0 +1,43 @@
+"""Quantized pre-activations as the kernels for Hopper hold them: in 16-bit columns, two numbers of a row in each.
+
+A block has 128 columns of a row. Column c and c + 64 of it are a column of a panel, as far as they exist, so that a
+block is one panel of 16-bit values: it is packed from two panels of a tile without moving a number between threads, and
+leaves and arrives as every other panel does. The scales `(blocks, R)` of a tile's rows are next to each other.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.contract import Quantized, quantization_scales
+from pallas_kernels.hopper.inline import PANEL, load_columns, pack_bytes
+
+BLOCK = 2 * PANEL
+
+
+def empty_quantized(num_rows: int, n: int, dtype) -> Quantized:
+    """Quantized rows of n columns, with the numbers in pairs of `dtype`, as the kernels know them."""
+    whole, last = divmod(n, BLOCK)
+    width = whole * PANEL + min(last, PANEL)
+    return Quantized(jnp.zeros((num_rows, width), dtype), jnp.zeros((-(-n // BLOCK), num_rows), jnp.float32))
+
+
+def as_dtype(pre_activations: tuple[Quantized, ...], dtype) -> tuple[Quantized, ...]:
+    """Quantized pre-activations with the same bits in another 16-bit dtype.
+
+    Integers, outside of kernels, are what nobody takes for NaN. To the compiler it is no operation.
+    """
+    return tuple(p._replace(values=lax.bitcast_convert_type(p.values, dtype)) for p in pre_activations)
+
+
+def quantize_panels(low: jax.Array, high: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """A block from its two panels (64, 64) in float32: one of `dtype`, and the scales (64,)."""
+    scales = quantization_scales(jnp.maximum(jnp.abs(low), jnp.abs(high)).max(axis=1))
+    factor = lax.broadcast_in_dim(1 / scales, low.shape, (0,))
+    return pack_bytes(low, high, factor, dtype), scales
+
+
+def load_quantized(panel, first_column: int, half: int, scales: jax.Array) -> jax.Array:
+    """16 columns of one of a block's halves, from `first_column` of that on, in float32."""
+    numbers = load_columns(panel, first_column, byte=half)
+    return lax.broadcast_in_dim(scales, numbers.shape, (0,)) * numbers
