@@ -64,6 +64,7 @@ def problem(kernels):
         (False, "pre_activations", True),
     ],
 )
+@pytest.mark.default_cases("True-pre_activations-True-xla")
 def test_gradient_of_sharded_tokens(mesh, kernels, problem, check_vma, save, split):
     data, run = P("devices") if split else P(), partial(loss, function=kernels.function)
 

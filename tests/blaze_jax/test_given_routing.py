@@ -79,7 +79,7 @@ def test_given_experts_are_weighed_by_todays_logits(scoring):
         return jnp.square(y).sum() + config.z_loss_weight * z_loss, y
 
     ((value, (y, routing)), gradients) = loss_and_gradients(config)(x, params, {"expert_ids": given, "mask": MASK})
-    (ref_value, ref_y), ref_gradients = jax.value_and_grad(expected, (0, 1), has_aux=True)(x, params)
+    (ref_value, ref_y), ref_gradients = jax.jit(jax.value_and_grad(expected, (0, 1), has_aux=True))(x, params)
     assert_close((value, y, gradients), (ref_value, ref_y, ref_gradients))
     assert_same_bits(routing.experts, ids)
     assert_same_bits(routing.demand, jnp.bincount(jnp.where(ids < 0, 6, ids).ravel(), length=7)[:6].astype(jnp.int32))
@@ -111,7 +111,7 @@ def test_an_id_that_cannot_be_makes_nan_of_its_token_alone():
 
 @pytest.mark.parametrize("name", ["plain", "limited"])
 @pytest.mark.parametrize("kind", ["automatic", "explicit", "parallel"])
-@pytest.mark.default_cases("automatic-limited", "explicit-plain", "parallel-plain")
+@pytest.mark.default_cases("automatic-limited", "parallel-plain")
 def test_over_a_mesh_both_give_what_one_device_gives(kind, name):
     config, x = CONFIGS[name], random_tokens(30).reshape(6, 5, -1)  # four devices do not divide the tokens
     params = random_parameters(config)

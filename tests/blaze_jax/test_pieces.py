@@ -43,7 +43,7 @@ def test_as_one_device(way, save, monkeypatch, traced_anew):
     portable = xla.up_projection
     monkeypatch.setattr(xla, "up_projection", computed)
     monkeypatch.setattr(xla, "overlaps", True)
-    monkeypatch.setattr(xla, "column_block", lambda *_: WIDTH // 3 + 1)  # the last of the three blocks is narrower
+    monkeypatch.setattr(xla, "column_block", lambda *_: WIDTH // 2 + 1)  # the second block is narrower
     monkeypatch.setattr("pallas_kernels.xla.experts.empty", poisoned)
     axes, options = WAYS[way]
     assert_as_one_device(Way(axes, "shard_map", options), replace(CONFIG, save=save), 40)

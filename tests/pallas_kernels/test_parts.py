@@ -64,7 +64,7 @@ def forth_and_back(kernels, quantize, xs, dys, matrices, row_weights, firsts, pi
 @over_families
 @without_races
 @pytest.mark.parametrize("quantize", [False, True])
-@pytest.mark.default_cases("*xla", "*xla_batched")
+@pytest.mark.default_cases("*xla")
 def test_pieces_fill_the_same_rows(kernels, problem, quantize):
     groups, x, dy, matrices, row_weights = problem
     everything, parts = kernels.in_parts(groups, PARTS)
@@ -94,7 +94,7 @@ def test_pieces_fill_the_same_rows(kernels, problem, quantize):
 
 @over_families
 @without_races
-@pytest.mark.default_cases("*xla", "*xla_batched")
+@pytest.mark.default_cases("*xla")
 def test_gradients_of_blocks_of_experts_with_tokens_in_parts(kernels, problem):
     groups, x, dy, _, row_weights = problem
     everything, _ = kernels.in_parts(groups, PARTS)

@@ -22,7 +22,6 @@ TILES = [
 @pytest.mark.default_cases(
     "ampere-bfloat16-MmaTuning(columns=128, k_step=32, stages=2, *)",
     "ampere-bfloat16-MmaTuning(columns=128, *, abreast=2, *)",
-    "ampere-bfloat16-MmaTuning(columns=256, k_step=64, stages=3, *)",
     "ampere-float32-MmaTuning(columns=128, *, sweep=2)",
 )
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def test_every_tile_gives_the_same_bits(kernels, dtype, tile):
 @pytest.mark.parametrize("sweep", [2, 4])
 def test_sweeps_give_the_same_bits(kernels, sweep):
     """In each row kernel, over three column tiles, so that a sweep ends before its tiles do."""
-    rows, n = Rows(kernels, "whole_tiles_and_a_tail"), 2 * 128 + 8
+    rows, n = Rows(kernels, "single_token"), 2 * 128 + 8
     x, row_weights = rows.normal(rows.num_tokens, n, dtype="bfloat16"), rows.of_rows()
     pre = tuple(rows.of_rows(n, dtype="bfloat16") for _ in range(2))
     w_up = tuple(rows.normal(rows.num_experts, n, n, dtype="bfloat16", fan_in=n) for _ in range(2))
