@@ -5,12 +5,13 @@ from blaze_jax import checkpoints as checkpoints
 from blaze_jax import nnx as nnx
 from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
 from blaze_jax.active_experts import update_activity_weight
+from blaze_jax.adapters import LoRA, adapter_mask, join_adapters, merge, split_adapters
 from blaze_jax.atomic_experts import AtomicConfig, AtomicRouting, atomic_moe
 from blaze_jax.config import DenseTwin, MoEConfig
 from blaze_jax.dispatch import build_dispatch
 from blaze_jax.experts import expert_ffn
 from blaze_jax.experts_vjp import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAMES
-from blaze_jax.layer import auxiliary_losses, init, moe, statistics
+from blaze_jax.layer import auxiliary_losses, init, init_adapters, moe, statistics
 from blaze_jax.linen import AtomicMoE, MoE
 from blaze_jax.parallelism import Parallelism, transport_options
 from blaze_jax.router import Router
@@ -31,20 +32,26 @@ __all__ = [
     "AtomicRouting",
     "DenseTwin",
     "Dispatch",
+    "LoRA",
     "MoE",
     "MoEConfig",
     "Parallelism",
     "Router",
     "Routing",
     "__version__",
+    "adapter_mask",
     "atomic_moe",
     "auxiliary_losses",
     "build_dispatch",
     "clamped_swiglu",
     "expert_ffn",
     "init",
+    "init_adapters",
+    "join_adapters",
+    "merge",
     "moe",
     "route",
+    "split_adapters",
     "statistics",
     "transport_options",
     "update_activity_weight",

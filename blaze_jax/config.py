@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from blaze_jax.activations import Activation, get_activation
+from blaze_jax.adapters import A, B, LoRA
 from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
 from blaze_jax.huggingface import read_public_model
-from blaze_jax.implementation import Implementation, check_implementation
+from blaze_jax.implementation import Implementation, Precision, check_implementation, check_precision
 from blaze_jax.plan import Save, check_mean_experts
 from blaze_jax.router import Router, check_router
 
@@ -21,7 +22,7 @@ _OF_ROUTERS = {
 }
 """Losses that are computed only where they are wanted, and what their weights are called."""
 
-ParameterKind = Literal["router", "kernel", "bias", "gain"]
+ParameterKind = Literal["router", "kernel", "bias", "gain", "lora_a", "lora_b"]
 
 
 class Parameter(NamedTuple):
@@ -30,8 +31,9 @@ class Parameter(NamedTuple):
     Attributes:
       shape: its shape.
       axes: a logical name per axis: "expert", "embed", "expert_mlp", "mlp" (shared experts), "latent" (in the place of
-        the experts' "embed", where they have a narrower space); None for one of size 1.
-      kind: what initialises it: the router, an expert's kernel, a bias, or a gain, which begins as ones.
+        the experts' "embed", where they have a narrower space), "lora_rank"; None for one of size 1.
+      kind: what initialises it: the router, an expert's kernel, a bias, a gain, which begins as ones, or a part of an
+        adapter, of which A begins as PyTorch's linear layers do, and B as zeros.
     """
 
     shape: tuple[int, ...]
@@ -81,7 +83,9 @@ class MoEConfig:
       router_bias: whether the router's logits have a learnable bias, the parameter `b_router` (gpt-oss).
       mean_experts: experts that a token has on average, where it may have fewer than slots: memory follows them, and
         not the slots, see `expert_ffn`. None for all K; without K, for a quarter of the experts.
+      adapter: adapters of low rank, which alone are trained; None for a layer that is trained itself.
       save: what the experts' backward pass keeps, see `expert_ffn`.
+      precision: "fp8" for products of 8 bits, see `expert_ffn`.
       implementation: which kernels to use, see `expert_ffn`.
 
     Raises:
@@ -107,13 +111,20 @@ class MoEConfig:
     selection_bias: bool = False
     router_bias: bool = False
     mean_experts: float | None = None
+    adapter: LoRA | None = None
     save: Save = "pre_activations"
+    precision: Precision | None = None
     implementation: Implementation | None = None
 
     def __post_init__(self):
         get_activation(self.activation)
         check_router(self.router).check(self.num_experts, self.experts_per_token)
         check_implementation(self.implementation)
+        check_precision(self.precision)
+        if self.precision and self.router.train == "dense":
+            raise ValueError(
+                f"precision={self.precision!r} must be None with train='dense', which has no such products"
+            )
         if self.save not in get_args(Save):
             raise ValueError(f"save={self.save!r} must be one of {', '.join(get_args(Save))}")
         widths = ("shared_width", "latent_width")
@@ -141,6 +152,14 @@ class MoEConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be 0 unless scoring='relu', which has that loss")
         if self.shared_gate and not self.shared_width:
             raise ValueError("shared_gate=True must be left out where shared_width=0: it scales the shared experts")
+        if not isinstance(self.adapter, LoRA | None):
+            raise ValueError(f"adapter={shown(self.adapter)} must be a LoRA or None")
+        if self.adapter:
+            self.adapter.projections(get_activation(self.activation).gated)
+            if self.precision:
+                raise ValueError(
+                    f"precision={self.precision!r} must be None with an adapter, whose products need 16 bits"
+                )
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any] | str | Path) -> "MoEConfig":
@@ -185,6 +204,21 @@ class MoEConfig:
     def has_selection_bias(self) -> bool:
         return self.selection_bias or self.bias_update_rate > 0
 
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Names of the adapters' parameters."""
+        if self.adapter is None:
+            return ()
+        names = self.adapter.projections(get_activation(self.activation).gated)
+        return tuple(f"w_{name}{end}" for name in names for end in (A, B))
+
+    @property
+    def random_stream(self) -> str | None:
+        """What a training step draws numbers for, and Flax's stream of keys for it is called; None for nothing."""
+        if self.router.jitter:
+            return "jitter"
+        return "dropout" if self.adapter and self.adapter.dropout else None
+
     def parameters(self, model_width: int, *, use_bias: bool = False) -> dict[str, Parameter]:
         """Every parameter of the layer for tokens of that width, by name; `use_bias` adds the experts' biases.
 
@@ -213,7 +247,17 @@ class MoEConfig:
         if self.latent_width:
             parameters["w_latent_in"] = Parameter((model_width, inner), ("embed", axis), "kernel")
             parameters["w_latent_out"] = Parameter((inner, model_width), (axis, "embed"), "kernel")
+        for name in {name.removesuffix(A).removesuffix(B): None for name in self.adapter_names}:
+            parameters |= self._adapter_of(name, parameters[name])
         return parameters
+
+    def _adapter_of(self, name: str, weight: Parameter) -> dict[str, Parameter]:
+        assert self.adapter is not None
+        *experts, inputs, outputs = zip(weight.shape, weight.axes, strict=True)
+        rank = self.adapter.rank, "lora_rank"
+        of_a = [inputs, rank] if self.adapter.shared else [*experts, inputs, rank]
+        a, b = (tuple(zip(*of, strict=True)) for of in (of_a, [*experts, rank, outputs]))
+        return {name + A: Parameter(a[0], a[1], "lora_a"), name + B: Parameter(b[0], b[1], "lora_b")}
 
     def dense_twin(self, model_width: int) -> DenseTwin:
         """The dense layer of the same active arithmetic: a token's K experts, shared experts and latent projections.

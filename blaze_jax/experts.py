@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,20 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
+from blaze_jax.adapters import is_adapter
 from blaze_jax.checks import as_array, warn_once
 from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_experts
 from blaze_jax.exchange import HERE, Transport, gathered
 from blaze_jax.experts_vjp import INDEX_NAME, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
-from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
+from blaze_jax.implementation import (
+    Implementation,
+    Precision,
+    check_precision,
+    choose_implementation,
+    kernels_in_fp8,
+    kernels_of,
+)
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.plan import (
@@ -60,6 +68,10 @@ _AXES = {
 }
 
 
+_PARTS = ("w_{}", "b_{}", "w_{}_lora_a", "w_{}_lora_b")
+"""What a projection has, by the names of parameters."""
+
+
 def expert_ffn(
     x: Float[Array, "T d"],
     w_gate: Float[Array, "E d n"] | None,
@@ -74,6 +86,7 @@ def expert_ffn(
     activation: str | Activation = "swiglu",
     mean_experts: float | None = None,
     save: Save = "pre_activations",
+    precision: Precision | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "T d"]:
     """`y[t] = Σ_k weights[t, k] · FFN_e(x[t])` with `e = experts[t, k]` and `FFN_e(x) = act(x·W_gate, x·W_up)·W_down`.
@@ -101,6 +114,9 @@ def expert_ffn(
         "int8": the same, with pre-activations in 8 bits and a scale for each row and block of columns: half the memory,
         the output unchanged, and gradients about 3 times as far from float32's as bfloat16's own. "inputs": x, weights
         and indices; the pre-activations are computed again (22% more arithmetic for a gated activation).
+      precision: None, or "fp8" for products of rows in 8 bits (e4m3, a scale for each row and each column of weights),
+        forward and backward; the weights' gradients are computed as without. It needs an NVIDIA Hopper GPU and 16-bit
+        tokens, or plain XLA, which rounds in the same way and is no faster for it.
       implementation: None for the best that can run here, or "mosaic_gpu" or "xla".
 
     Returns:
@@ -114,7 +130,7 @@ def expert_ffn(
     """
     optional = {"w_gate": w_gate, "w_up": w_up, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
     params = {"w_down": w_down} | {name: value for name, value in optional.items() if value is not None}
-    options = {"activation": activation, "save": save, "implementation": implementation}
+    options = {"activation": activation, "save": save, "precision": precision, "implementation": implementation}
     return compute_experts(x, params, weights, experts, mean_experts=mean_experts, **options)
 
 
@@ -126,24 +142,34 @@ def compute_experts(
     *,
     activation: str | Activation,
     save: Save,
+    precision: Precision | None,
     implementation: Implementation | None,
     mean_experts: float | None = None,
     grouped: Grouped | None = None,
     parallel: Parallelism | None = None,
     specs: Mapping[str, P] | None = None,
+    frozen: bool = False,
 ) -> Float[Array, "T d"]:
     """`expert_ffn` in a layer, with parameters by name, of which it takes the experts'.
 
     The pairs of `experts` may be grouped already: the same kernels do not group them again. With `parallel`, inside
-    `jax.shard_map`, tokens and ids are this device's, and parameters its parts, as `specs` says.
+    `jax.shard_map`, tokens and ids are this device's, and parameters its parts, as `specs` says. Adapters among the
+    parameters, such as `w_gate_lora_a` and `w_gate_lora_b`, are added to their weights, where `frozen` says that they
+    alone have gradients; their ranks are those that the kernels take.
     """
     act = get_activation(activation)
     if save not in get_args(Save):
         raise ValueError(f"{save=} must be one of {', '.join(get_args(Save))}")
+    check_precision(precision)
     given = {"x": x, "experts": experts, "weights": weights, **params}
     arrays = {name: as_array(name, given[name]) for name in _AXES if name in given}
     x, weights, experts = (arrays[name] for name in ("x", "weights", "experts"))
-    shards = _in_order(act, arrays)
+    adapters = {name: array for name, array in params.items() if is_adapter(name)}
+    shards = _in_order(act, arrays | adapters)
+    if adapters and save == "int8":
+        raise ValueError(
+            f"{save=} cannot keep pre-activations that adapters are added to: pre_activations or inputs can"
+        )
     shared = parallel if parallel and (parallel.group or parallel.fsdp) else None
     if shared is None:
         _check_arguments(arrays)
@@ -151,20 +177,22 @@ def compute_experts(
     check_mean_experts(mean_experts, experts.shape[1])
     if x.shape[0] == 0:
         return x
-    options = {"activation": act, "save": save, "implementation": implementation, "mean_experts": mean_experts}
+    options = {"activation": act, "save": save, "precision": precision, "implementation": implementation}
+    options |= {"mean_experts": mean_experts, "frozen": frozen}
     if shared is None:
         return _compute_where_tokens_are((x, weights, experts), shards, grouped, **options)
 
     tensor = shared.axes_of("tensor")
-    w_down, b_down = shards.down
+    b_down = shards.down.bias
     if tensor and b_down is not None:  # devices that share an expert's width add its bias once
-        shards = shards._replace(down=Projection(w_down, jnp.where(lax.axis_index(tensor) == 0, b_down, 0)))
+        b_down = jnp.where(lax.axis_index(tensor) == 0, b_down, 0)
+        shards = shards._replace(down=shards.down._replace(bias=b_down))
     transport = Transport(
         expert=shared.axes_of("expert"),
         tensor=tensor,
         exchange=shared.exchange_for(math.ceil(mean_experts or experts.shape[1]), lax.axis_size(shared.group)),
         fsdp=shared.axes_of("fsdp"),
-        specs=tuple(jax.tree.leaves(_in_order(act, {name: (specs or {})[name] for name in params if name in _AXES}))),
+        specs=tuple(jax.tree.leaves(_in_order(act, specs or {}))),
         keep=shared.keep_gathered,
     )
     budget = {"row_budget": shared.row_budget, "chunks": shared.chunks}
@@ -182,7 +210,7 @@ def layer_form(experts: Callable[..., Array]) -> Callable[..., Array] | None:
     return None if hasattr(experts, "__wrapped__") else getattr(experts, "in_a_layer", None)
 
 
-@compiled_once("activation", "save", "implementation", "mean_experts")
+@compiled_once("activation", "save", "precision", "implementation", "mean_experts", "frozen")
 def _compute_where_tokens_are(tokens, params: Parameters, grouped: Grouped | None, **options) -> Float[Array, "T d"]:
     mesh = explicit_mesh(tokens, params)
     if mesh is None:
@@ -203,10 +231,12 @@ def _compute(
     *,
     activation: Activation,
     save: Save,
+    precision: Precision | None,
     implementation: Implementation | None,
     mean_experts: float | None,
     row_budget: float | None = ROW_BUDGET,
     chunks: int = 1,
+    frozen: bool = False,
 ) -> Float[Array, "T d"]:
     """The experts' output for `tokens = (x, weights, experts)` of this device.
 
@@ -218,10 +248,12 @@ def _compute(
         mean_experts = row_budget = None  # on one device no more rows can come than there are slots
     expected = experts.shape[1] if mean_experts is None else mean_experts
     params = jax.eval_shape(lambda p: transport.parameters(p, x.dtype), shards)
-    weights_here, biases = zip(*params.ups, params.down, strict=True)
+    weights_here, biases, *adapters = zip(*params.ups, params.down, strict=True)
     biases = tuple(bias for bias in biases if bias is not None)
     implementation = choose_implementation(implementation, x, weights_here, biases)
     kernels = kernels_of(implementation, dtype=x.dtype)
+    if precision == "fp8":
+        kernels = kernels_in_fp8(kernels, x, weights_here)
     num_experts, width, model_width = weights_here[-1].shape
     sizes = x.shape[0], model_width, width, num_experts, math.ceil(expected)
     dtypes = x.dtype.name, weights_here[0].dtype.name
@@ -233,7 +265,8 @@ def _compute(
     if transport is HERE:
         experts = when_lowered_unsplit(_warn_of_unsplit, experts)
         ranges = token_ranges(experts.shape[0], math.ceil(expected), num_experts, width * x.dtype.itemsize)
-    transport = _as_they_arrive(transport, kernels, num_experts)
+    if not any(a is not None for a in adapters[0]):  # adapters' products take all rows at once
+        transport = _as_they_arrive(transport, kernels, num_experts)
 
     def chunk(x, weights, experts) -> Tokens:
         trips = transport.trips(experts, num_experts)
@@ -255,7 +288,7 @@ def _compute(
         share = tokens_at_once * expected * lax.axis_size(transport.tensor)
         multiples = math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts * transport.parts  # a gap for each group
         rows = multiples * ROW_MULTIPLE
-    plan = Plan(activation, save, kernels, transport, rows, ranges)
+    plan = Plan(activation, save, kernels, transport, rows, ranges, frozen)
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     chunked, shards = vary_over((chunked, shards), varying_axes(chunked, shards))
     outputs = experts_output(plan, token, chunked, shards)
@@ -314,8 +347,9 @@ def _in_order(activation: Activation, arrays: Mapping[str, Any]) -> Parameters:
     if biases and biases.keys() != weights.keys():
         got = " and ".join(f"b_{name}" for name in biases)
         raise ValueError(f"biases must be given for every up projection of {activation.name!r} or for none, got {got}")
-    ups = tuple(Projection(weight, biases.get(name)) for name, weight in weights.items())
-    return Parameters(ups, Projection(arrays["w_down"], arrays.get("b_down")))
+    names = (*weights, "down")
+    *ups, down = (Projection(*(cast(Array, arrays.get(part.format(name))) for part in _PARTS)) for name in names)
+    return Parameters(tuple(ups), down)
 
 
 def _check_arguments(arrays: dict[str, Array]) -> None:

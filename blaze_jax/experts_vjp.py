@@ -27,7 +27,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases
+from blaze_jax import low_rank
+from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases, with_frozen
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, token_sums, with_turns
 from blaze_jax.transformations import differentiated_once
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Quantized, accumulator_dtype, place_values
@@ -79,7 +80,12 @@ def _backward(plan: Plan, residuals, d_outputs):
     xs = [chunk.x for chunk in chunks] if gathered is None else [xs for xs, _ in gathered]
     if kept is None or gathered is None:  # or XLA would see that what follows was computed before, and keep it
         xs, shards, d_outputs = lax.optimization_barrier((xs, shards, d_outputs))
-    params, scatter_params = jax.vjp(lambda s: transport.parameters(s, chunks[0].x.dtype), shards)
+
+    def arrive(own):
+        params = transport.parameters(with_frozen(own, shards), chunks[0].x.dtype)
+        return plan.trained(params), params
+
+    _, scatter_params, params = jax.vjp(arrive, plan.trained(shards), has_aux=True)
     params = params if gathered is None else gathered[0][1]
     dxs, d_params, d_weights = [], None, []
     for i, chunk in enumerate(chunks):
@@ -145,6 +151,9 @@ def _up_projection(keep: bool, plan: Plan, xs: tuple[Array, ...], params: Parame
     transport, ups = plan.transport, params.ups
     journeys = Journeys((*to_come(transport, ups), *to_come(transport, [params.down])))
     options: dict[str, Any] = {"activation": plan.activation.function, "keep_pre_activations": keep}
+    if low_rank.has_adapters(ups):
+        pre_activations, hidden = low_rank.up_projection(plan.kernels, xs[0], ups, rows.all, **options)
+        return pre_activations, (hidden, ())
     options["quantize"] = keep and plan.save == "int8"
     into: dict[str, Any] = {}
     for x, part in zip(xs, rows.parts, strict=True):
@@ -167,11 +176,17 @@ _pre_activations_and_hidden = differentiated_once(partial(_up_projection, True),
 def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weights: tuple[Array, ...], before=None):
     """The output `y` of this device's tokens, a block of columns at a time, added to that of `before`."""
 
-    def rows_of(hidden, part: int):
-        return _by_block(partial(plan.kernels.down_projection, hidden), downs, rows.units[part])
+    def rows_of(operands, part: int):
+        hidden, z = operands
+        of_weights = [down[:2] for down in downs]
+        of_rows = _by_block(partial(plan.kernels.down_projection, hidden), of_weights, rows.units[part])
+        if z is None:
+            return of_rows
+        return low_rank.plus(of_rows, partial(plan.kernels.down_projection, z, downs[0].b, None, rows.all))
 
     sizes = {"w_down": downs[0].weight, "dtype": hidden.dtype}
-    return token_sums(plan, tokens, rows, weights, rows_of, hidden, before, **sizes)[0]
+    operands = hidden, low_rank.reduced_hidden(plan.kernels, hidden, downs[0], rows.all)
+    return token_sums(plan, tokens, rows, weights, rows_of, operands, before, **sizes)[0]
 
 
 def _weights_of_parts(tokens: Tokens, num_experts: int, parts: int) -> tuple[Array, ...]:
@@ -207,9 +222,10 @@ def _gradients_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, to
         dx, d_params, d_weights = _gradients(plan, params, of_range, xs, dys, kept)
         return (dx, d_weights), d_params, ()
 
-    sums = jax.tree.map(lambda array, dtype: jnp.zeros(array.shape, dtype), params, _dtypes(plan, params))
+    trained = plan.trained(params)
+    sums = jax.tree.map(lambda array, dtype: jnp.zeros(array.shape, dtype), trained, _dtypes(plan, trained))
     (dx, d_weights), sums, _ = one_by_one(ranges, step, sums, tokens.dispatch, kept)
-    return dx, jax.tree.map(lambda total, array: total.astype(array.dtype), sums, params), d_weights
+    return dx, jax.tree.map(lambda total, array: total.astype(array.dtype), sums, trained), d_weights
 
 
 def _dtypes(plan: Plan, params: Parameters) -> Parameters:
@@ -247,6 +263,7 @@ class _Down(NamedTuple):
       weighted_hidden: `g · H`.
       row_weights: `g` of each row.
       d_row_weights: `dg` of each unit's rows, zero elsewhere.
+      v: `V` of the adapter of the down projection, see `low_rank`; None without one.
       journeys: parameters of the up projections of other blocks, some of which may still have to travel.
     """
 
@@ -255,6 +272,7 @@ class _Down(NamedTuple):
     row_weights: Array
     d_row_weights: list[Array]
     journeys: Journeys
+    v: Array | None = None
 
 
 def _down_backward(
@@ -266,9 +284,15 @@ def _down_backward(
     journeys = Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))
     options: dict[str, Any] = {"activation": plan.activation.function}
     d_row_weights, d_pre, hidden = [], None, None
+    v, added = low_rank.reduced_gradient(plan.kernels, dys[0], params.down, rows.all), None
+    if v is not None:
+        of_rows = params.down, pre_activations, row_weights, rows.all
+        added, d_weights = low_rank.down_backward(plan.kernels, v, *of_rows, activation=plan.activation.function)
+        d_row_weights.append(d_weights)
+        pre_activations = after(pre_activations, added)  # or XLA would keep a copy of what the kernel writes over
     for dy, units in zip(dys, rows.units, strict=True):
         for block, unit in enumerate(units):
-            w_down, b_down = (params.down, *journeys.arrived)[block]
+            w_down, b_down, *_ = (params.down, *journeys.arrived)[block]
             dy, journeys = journeys.start(dy, d_row_weights[-1:])
             d_pre, hidden, d_weights = plan.kernels.down_backward(
                 dy, w_down, b_down, pre_activations, row_weights, unit, **options
@@ -278,9 +302,12 @@ def _down_backward(
             else:
                 pre_activations, options["into"] = d_pre, hidden
             d_row_weights.append(d_weights)
-    if transport.devices > 1 or further:  # token sums, and not weight gradients, come next, and take all parameters
+    # Token sums, and not weight gradients, may come next, and take all parameters.
+    if transport.devices > 1 or further or plan.frozen:
         journeys = journeys.start_all(d_row_weights[-1])
-    return _Down(d_pre, hidden, row_weights, d_row_weights, journeys)
+    if added is not None:
+        d_pre = _sum(d_pre, added)
+    return _Down(d_pre, hidden, row_weights, d_row_weights, journeys, v)
 
 
 def _other_gradients(
@@ -293,12 +320,23 @@ def _other_gradients(
     of_slots = of_slots.astype(tokens.weights.dtype)
     d_weights = of_slots if d_weights is None else d_weights + of_slots
 
+    dzs = low_rank.reduced_gradients(plan.kernels, down.d_pre_activations, params.ups, rows.all)
+    adapted = [(dz, up.a) for dz, up in zip(dzs, params.ups, strict=True) if dz is not None]
+
     def rows_of(operands, part: int):
         d_pre_activations, _, arrived = operands
         ups = [weights_and_biases(ups)[:1] for ups in batched((*params.ups, *arrived), len(params.ups))]
-        return _by_block(partial(plan.kernels.up_backward, d_pre_activations), ups, rows.units[part])
+        of_rows = _by_block(partial(plan.kernels.up_backward, d_pre_activations), ups, rows.units[part])
+        if not adapted:
+            return of_rows
+        return low_rank.plus(of_rows, partial(plan.kernels.up_backward, *zip(*adapted, strict=True), rows.all))
 
     def weight_gradients(operands):
+        if plan.frozen:
+            of_ups, of_down = (xs[0], operands[0], dzs), (operands[1], dys[0], down.row_weights, down.v)
+            dtypes = _dtypes(plan, plan.trained(params))
+            gradients = low_rank.gradients(plan.kernels, params, dtypes, rows.all, of_ups, of_down)
+            return gradients if d_params is None else _sum(gradients, d_params), operands
         d_params_here, operands, arrived = _weight_gradients(plan, params, xs, dys, rows, operands[:2], down, d_params)
         return d_params_here, (*operands, arrived[blocks - 1 :][: (blocks - 1) * len(params.ups)])
 

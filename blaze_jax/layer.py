@@ -11,6 +11,7 @@ from jax import P
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from blaze_jax.adapters import frozen, is_adapter, with_dropout
 from blaze_jax.checks import as_array, check_dtypes, shown, warn_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.exchange import own_part
@@ -60,6 +61,23 @@ def init(
     return {name: p.draw(key) for key, (name, p) in zip(keys, parameters.items(), strict=True)}
 
 
+def init_adapters(key: Array, config: MoEConfig, width: int) -> dict[str, Array]:
+    """The adapters' parameters alone, to stand beside those of a layer that is there already.
+
+    Args:
+      key: a key of `jax.random`.
+      config: the layer.
+      width: d, the width of a token.
+
+    Returns:
+      Arrays named and shaped as `config.parameters(width)` says; none where the configuration has no adapter.
+    """
+    of_others: dict[str, Callable] = dict.fromkeys(["router", "kernel", "bias"], jax.nn.initializers.zeros)
+    parameters = new_parameters(config, width, use_bias=False, dtype=jnp.float32, initializers=of_others)
+    keys = jax.random.split(key, len(config.adapter_names))
+    return {name: parameters[name].draw(key) for name, key in zip(config.adapter_names, keys, strict=True)}
+
+
 class NewParameter(NamedTuple):
     """A parameter that is to be initialised.
 
@@ -90,13 +108,20 @@ def new_parameters(
     """
     parameters = check_config(config).parameters(width, use_bias=use_bias)
     inside = parallel is not None and is_inside_shard_map(parallel)
-    initializers, specs = {"gain": jax.nn.initializers.ones, **initializers}, {}
+    like_torch = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+    of_kinds: dict[str, Callable] = {
+        "gain": jax.nn.initializers.ones,
+        "lora_a": like_torch,
+        "lora_b": jax.nn.initializers.zeros,
+    }
+    initializers, specs = of_kinds | dict(initializers), {}
     if parallel is not None and (inside or mesh_of(parallel)):
         specs = parallel.specs(config, width, use_bias=use_bias)
     new = {}
     for name, parameter in parameters.items():
         spec, part = (None, specs[name]) if inside else (specs.get(name), P())
-        draw = partial(initial_value, initializers[parameter.kind], parameter=parameter, dtype=dtype, part=part)
+        own_dtype = config.adapter.dtype if config.adapter and is_adapter(name) else dtype
+        draw = partial(initial_value, initializers[parameter.kind], parameter=parameter, dtype=own_dtype, part=part)
         new[name] = NewParameter(parameter.axes, spec, draw)
     return new
 
@@ -133,7 +158,8 @@ def moe(
       segment_ids: integers, equal for tokens of one text, where several are packed into a sequence: no loss counts
         tokens of different ones as neighbours. A sequence is along the last leading dimension of `x`; inside
         `jax.shard_map`, what a device has of it.
-      key: a key of `jax.random` for the router's jitter in training, which needs one; the same on all devices.
+      key: a key of `jax.random` for the router's jitter and the dropout of adapters in training, which need one; the
+        same on all devices.
       axis_name: inside `jax.shard_map`, the mesh axes over which tokens are split, one or several: losses, demand and
         statistics are then those of all their devices; () if each device means only its own. With None, a training
         step inside `jax.shard_map` warns.
@@ -163,8 +189,12 @@ def moe(
     _check_selection_bias(selection_bias, config)
     if train and axis_name is None and parallel is None:
         warn_inside_shard_map()
-    if train and config.router.jitter:
-        _check_key(key, config)
+    if train and config.random_stream:
+        key = _checked_key(key, config)
+    if config.adapter is not None:
+        params = frozen(params)
+        if train and config.adapter.dropout and key is not None:
+            params = with_dropout(params, config.adapter, jax.random.fold_in(key, 1))
     run = run_layer if layer_form(experts) is None else _run_compiled
     options = {"axis_name": axis_name, "parallel": parallel, "experts": experts}
     given = GivenRouting(mask, expert_ids, segment_ids).checked(x.shape[:-1], config.num_experts)
@@ -188,13 +218,16 @@ def _check_selection_bias(selection_bias, config: MoEConfig) -> None:
         )
 
 
-def _check_key(key, config: MoEConfig) -> None:
-    """Raises ValueError unless it is one key, of either kind."""
+def _checked_key(key, config: MoEConfig) -> Array:
+    """The key; raises ValueError unless it is one, of either kind."""
     if isinstance(key, jax.Array):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == (0 if typed else 1) and (typed or key.dtype == jnp.uint32):
-            return
-    raise ValueError(f"key={shown(key)} must be a key of jax.random, because {config.router} has jitter in training")
+            return key
+    who = config.router if config.router.jitter else config.adapter
+    raise ValueError(
+        f"key={shown(key)} must be a key of jax.random, because {who} has {config.random_stream} in training"
+    )
 
 
 def statistics(routing: Routing) -> dict[str, Array]:
@@ -229,7 +262,7 @@ def initial_value(initializer: Callable, key: Array, parameter: Parameter, dtype
     With a `part`, inside `jax.shard_map`, this device's part of the same numbers. Where devices share an expert, each
     makes its numbers one expert at a time.
     """
-    if parameter.kind != "kernel" or len(parameter.shape) == 2:
+    if parameter.kind not in ("kernel", "lora_a") or len(parameter.shape) == 2:
         return own_part(initializer(key, parameter.shape, dtype), part)
 
     def of_one(key):
@@ -250,9 +283,9 @@ def as_tokens(x: ArrayLike) -> Float[Array, "... d"]:
 def in_common_dtype(x: Array, dtype: DTypeLike | None, params: Mapping[str, Array]) -> Array:
     """`x` in `dtype`; for None in the common dtype of `x` and the experts' parameters, also where jax promotes none.
 
-    The router's do not count: it computes in float32 whatever they are.
+    The router's do not count: it computes in float32 whatever they are. Nor do adapters, which are often wider.
     """
-    given = [array.dtype for name, array in params.items() if "router" not in name]
+    given = [array.dtype for name, array in params.items() if "router" not in name and not is_adapter(name)]
     with jax.numpy_dtype_promotion("standard"):
         return x.astype(dtype or jnp.result_type(x.dtype, *given))
 

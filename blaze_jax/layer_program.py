@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, UInt32
 
 from blaze_jax.activations import Activation, get_activation
+from blaze_jax.adapters import added, for_kernels
 from blaze_jax.checks import as_array
 from blaze_jax.config import MoEConfig
 from blaze_jax.dense import compute_all_experts, dense_ffn
@@ -294,10 +295,14 @@ class _Program:
             return vary_over(whole, varying_axes(tokens))
 
         options = {"activation": config.activation, "save": config.save, "implementation": config.implementation}
+        options |= {"precision": config.precision} if config.precision or layer_form(self.experts) else {}
         with jax.named_scope("router"):  # profilers show these names
             split = split_on_gpus(config.implementation, tokens)
             product = {"split": split, "jitter": config.router.jitter}
-            logits = router_logits(tokens, dense("w_router", "b_router"), given.seeds, **product)
+            of_router = dense("w_router", "b_router")
+            if config.adapter is not None:
+                of_router = added(of_router, config.adapter)
+            logits = router_logits(tokens, of_router, given.seeds, **product)
             given = given._replace(seeds=None)
             of_experts = ExpertFactors(state, dense("router_gain").get("router_gain"))
             routing, grouped = self._route(num_tokens, logits, given, of_experts)
@@ -306,12 +311,19 @@ class _Program:
             with jax.named_scope("latent"):
                 inner = tokens @ latent["w_latent_in"].astype(tokens.dtype)
         with jax.named_scope("experts"):
-            compute = layer_form(self.experts)
-            if compute and config.router.train == "dense" and given.expert_ids is None:
+            compute, specs = layer_form(self.experts), self.specs
+            all_experts = compute and config.router.train == "dense" and given.expert_ids is None
+            if config.adapter is not None:
+                shared = [f"{name}_lora_a" for name in ("w_gate", "w_up", "w_down")] if config.adapter.shared else []
+                shards, specs = for_kernels({**shards, **dense(*shared)}, specs, config.adapter)
+                if all_experts or not compute:  # which know of no adapters
+                    shards = added(shards, replace(config.adapter, alpha=config.adapter.rank))
+            if all_experts:
                 of_experts = {"activation": get_activation(config.activation), "parallel": self.parallel}
-                y = compute_all_experts(inner, shards, routing.weights, specs=self.specs, **of_experts)
+                y = compute_all_experts(inner, shards, routing.weights, specs=specs, **of_experts)
             elif compute:
-                options |= {"grouped": grouped, "parallel": self.parallel, "specs": self.specs}
+                options |= {"grouped": grouped, "parallel": self.parallel, "specs": specs}
+                options |= {} if config.adapter is None else {"frozen": True}
                 expected = config.experts_to_expect
                 options["mean_experts"] = None if expected is None else min(expected, routing.experts.shape[1])
                 y = compute(inner, shards, routing.weights, routing.experts, **options)

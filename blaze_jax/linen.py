@@ -69,7 +69,7 @@ class MoE(nn.Module):
     `apply({**variables, **recorded}, x)`. In `nn.scan`, `variable_axes={"routing": 0}`.
 
     A router with jitter takes a key of the stream "jitter" in training, `apply(..., rngs={"jitter": key})`; in
-    `nn.scan`, `split_rngs={"jitter": True}`.
+    `nn.scan`, `split_rngs={"jitter": True}`. Without jitter, the dropout of adapters takes one of the stream "dropout".
 
     Attributes:
       config: the layer.
@@ -146,7 +146,8 @@ class MoE(nn.Module):
         records = self.is_mutable_collection("routing") and not self.is_initializing()
         if expert_ids is None and not records and self.has_variable("routing", "experts"):
             expert_ids = self.get_variable("routing", "experts")
-        key = self.make_rng("jitter") if train and self.config.router.jitter and not skip else None
+        stream = self.config.random_stream
+        key = self.make_rng(stream) if train and stream and not skip else None
         given = {"mask": mask, "expert_ids": expert_ids, "segment_ids": segment_ids, "key": key}
         options = {"train": train, "skip": skip, **given}
         y, routing, moved = call_layer(self, params, x, bias, lasts=self, **options)

@@ -35,6 +35,7 @@ def warn_of_missing_train(train: bool | None, config: MoEConfig) -> None:
     """Warns where nobody said whether it is training, and that makes a difference."""
     router = config.router
     differs = {"bias_update_rate": config.bias_update_rate, "token_rounding": router.token_rounding}
+    differs |= {"dropout": config.adapter.dropout if config.adapter else 0.0}
     differs |= {"jitter": router.jitter, "dense training": router.train == "dense"}
     if train is None and any(differs.values()):
         name = next(name for name, value in differs.items() if value)

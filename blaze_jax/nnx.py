@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from blaze_jax.adapters import is_adapter
 from blaze_jax.atomic_experts import STATISTICS, AtomicConfig, draws
 from blaze_jax.checks import check_dtypes
 from blaze_jax.config import MoEConfig, check_config
@@ -45,6 +46,8 @@ class MoE(nnx.Module):
     `out_sharding`. With `parallel` and a mesh, its own or that of `jax.set_mesh`, these are the mesh axes that split
     them, and Flax places them when they are made, and the moments of an `nnx.Optimizer`.
 
+    Adapters are `nnx.LoRAParam`: give that to `nnx.Optimizer` as `wrt`, and to `nnx.grad` as `nnx.DiffState(0, wrt)`.
+
     Under `nnx.capture(..., AuxiliaryLoss, nnx.Intermediate)` the weighted auxiliary losses and the load statistics are
     sown; outside it they are lost, and training warns of lost losses. A selection bias is the variable `selection_bias`
     of type `RouterState`, which a training step updates by `config.bias_update_rate`.
@@ -65,7 +68,8 @@ class MoE(nnx.Module):
         and the selection bias are then the same on all devices.
       parallel: which axes of a mesh split tokens, experts and parameters, see `blaze_jax.moe`.
       rngs: its stream `params` initialises the parameters. Of a router with jitter, the module keeps a fork of its
-        stream `jitter`, of which a call in training takes a key.
+        stream `jitter`, of which a call in training takes a key; without jitter, and for adapters' dropout, of
+        `dropout`.
     """
 
     def __init__(
@@ -99,9 +103,10 @@ class MoE(nnx.Module):
         parameters = new_parameters(config, model_width, parallel, **options)
         self.parameter_names = tuple(parameters)
         for name, parameter in parameters.items():
-            setattr(self, name, nnx.Param(parameter.draw(rngs.params()), **_sharding(parameter, parallel)))
-        if config.router.jitter:
-            self.rngs = rngs["jitter"].fork()
+            kind = nnx.LoRAParam if is_adapter(name) else nnx.Param
+            setattr(self, name, kind(parameter.draw(rngs.params()), **_sharding(parameter, parallel)))
+        if config.random_stream:
+            self.rngs = rngs[config.random_stream].fork()
         if config.has_selection_bias:
             self.selection_bias = RouterState(jnp.zeros(config.num_experts, jnp.float32))
 
@@ -143,7 +148,7 @@ class MoE(nnx.Module):
         params = {name: getattr(self, name)[...] for name in self.parameter_names}
         bias = self.selection_bias[...] if self.config.has_selection_bias else None
         lasts = self if is_traced() else None  # what jax does not trace outlives the step
-        key = self.rngs() if train and self.config.router.jitter and not skip else None
+        key = self.rngs() if train and self.config.random_stream and not skip else None
         given = {"mask": mask, "expert_ids": expert_ids, "segment_ids": segment_ids, "key": key}
         x, options = as_tokens(x), {"train": train, "skip": skip, **given}
         y, routing, moved = call_layer(self, params, x, bias, lasts=lasts, **options)

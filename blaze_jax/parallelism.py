@@ -123,7 +123,8 @@ class Parallelism:
 
         check("expert", "num_experts", config.num_experts)
         check("tensor", "expert_width", config.expert_width)
-        parts: dict[Any, tuple[str, ...]] = {"expert": expert, "expert_mlp": tensor, "embed": fsdp, "latent": fsdp}
+        parts: dict[Any, tuple[str, ...]] = {"lora_rank": (), "expert": expert, "expert_mlp": tensor}
+        parts |= {"embed": fsdp, "latent": fsdp}
         if config.num_experts % _devices((*expert, *fsdp), sizes) == 0:
             parts |= {"expert": (*expert, *fsdp), "embed": (), "latent": ()}
         elif config.latent_width:

@@ -57,10 +57,14 @@ class Projection(NamedTuple):
     Attributes:
       weight: `(E, d, n)`; of the down projection `(E, n, d)`.
       bias: `(E, n)`; of the down projection `(E, d)`; or None.
+      a, b: an adapter, whose product is added to the weight: `(E, d, r)` and `(E, r, n)`, of the down projection
+        `(E, n, r)` and `(E, r, d)`; or None.
     """
 
     weight: Array
     bias: Array | None
+    a: Array | None = None
+    b: Array | None = None
 
 
 class Parameters(NamedTuple):
@@ -70,9 +74,16 @@ class Parameters(NamedTuple):
     down: Projection
 
 
+def with_frozen(trained: Parameters, params: Parameters) -> Parameters:
+    """The parameters again, of what `Plan.trained` leaves of them."""
+    ups = zip((*trained.ups, trained.down), (*params.ups, params.down), strict=True)
+    *ups, down = (p._replace(a=own.a, b=own.b) if own.weight is None else own for own, p in ups)
+    return Parameters(tuple(ups), down)
+
+
 def weights_and_biases(projections: Sequence[Projection]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Weights and biases apart, as kernels take them; no biases where there are none."""
-    weights, biases = zip(*projections, strict=True)
+    weights, biases, *_ = zip(*projections, strict=True)
     return weights, () if biases[0] is None else biases
 
 
@@ -179,6 +190,7 @@ class Plan:
       transport: how tokens and parameters travel.
       row_budget: rows of a buffer; None for as many as there may be.
       ranges: cuts of the tokens; None for all at once.
+      frozen: whether weights and biases have no gradients, only adapters do.
     """
 
     activation: Activation
@@ -187,6 +199,14 @@ class Plan:
     transport: Transport = HERE
     row_budget: int | None = None
     ranges: TokenRanges | None = None
+    frozen: bool = False
+
+    def trained(self, params: Parameters) -> Parameters:
+        """What of the parameters has gradients."""
+        if not self.frozen:
+            return params
+        ups, down = (tuple(p._replace(weight=None, bias=None) for p in some) for some in (params.ups, (params.down,)))
+        return Parameters(ups, down[0])
 
     def turns(self, tokens: Tokens) -> tuple[Rows, Int[Array, ""] | None]:
         """The rows of the first turn, and how many turns take the others; None if there are never others."""

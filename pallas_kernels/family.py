@@ -52,6 +52,11 @@ class Kernels(Protocol):
         """
         ...
 
+    @property
+    def in_fp8(self) -> Callable[[], "Kernels"] | None:
+        """The function that gives the family with its row products in 8 bits, see `fp8`; None where there is none."""
+        ...
+
     def unsupported(self, x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], /) -> str | None:
         """Why experts of these arrays cannot run, or None: tokens, up weights and the down weights, all biases."""
         ...

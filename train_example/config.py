@@ -25,6 +25,7 @@ everything."""
 
 Save = Literal["pre_activations", "int8", "inputs"]
 Implementation = Literal["mosaic_gpu", "xla"]
+Precision = Literal["fp8"]
 Trained = Literal["all", "experts"]
 DType = Literal["bfloat16", "float32"]
 
@@ -97,10 +98,16 @@ class ModelConfig:
             stacks[f"{kind}_{before}" if before else kind] = list(layers)
         return stacks
 
-    def moe(self, *, save: Save = "pre_activations", implementation: Implementation | None = None) -> MoEConfig:
+    def moe(
+        self,
+        *,
+        save: Save = "pre_activations",
+        precision: Precision | None = None,
+        implementation: Implementation | None = None,
+    ) -> MoEConfig:
         """The Mixture-of-Experts layer of a block."""
         own = {field.name: getattr(self, field.name) for field in fields(MoEConfig) if hasattr(self, field.name)}
-        return MoEConfig(**own, save=save, implementation=implementation)
+        return MoEConfig(**own, save=save, precision=precision, implementation=implementation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +133,7 @@ class TrainConfig:
       remat: what the backward pass computes again, for less memory: nothing; all but what the experts keep by `save`;
         or everything.
       save: what the experts keep for their backward pass, see `blaze_jax.expert_ffn`.
+      precision: fp8 for experts that multiply 8 bits, see `blaze_jax.expert_ffn`; left out, they multiply `dtype`.
       implementation: the kernels that compute the experts; left out, the best that can run here.
       experts_layer: what computes the experts: blaze_jax, or a conventional layer to compare it with; or dense-twin, a
         dense layer of the arithmetic that a token's experts take, in their place.
@@ -153,6 +161,7 @@ class TrainConfig:
     momentum_dtype: DType = "float32"
     remat: Remat = "none"
     save: Save = "pre_activations"
+    precision: Precision | None = None
     implementation: Implementation | None = None
     experts_layer: ExpertsLayer = "blaze_jax"
     attention: AttentionKernel | None = None

@@ -5,6 +5,7 @@ their names, types and shapes before anything is read.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
@@ -220,8 +221,8 @@ LAYOUTS = {  # by_expert is that of Qwen3-MoE, OLMoE and DeepSeek-V3, fused what
 
 
 def entries(config: MoEConfig, width: int, use_bias: bool) -> dict[str, Parameter]:
-    """Returns everything a checkpoint holds of a layer: its parameters, and the selection bias where there is one."""
-    found = config.parameters(width, use_bias=use_bias)
+    """Returns everything a checkpoint holds of a layer: parameters without adapters, and a selection bias if any."""
+    found = replace(config, adapter=None).parameters(width, use_bias=use_bias)
     if config.has_selection_bias:
         found[SELECTION_BIAS] = Parameter((config.num_experts,), ("expert",), "bias")
     return found

@@ -22,6 +22,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from blaze_jax.adapters import is_adapter
 from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, UNCODED, Coding
 from blaze_jax.checkpoints.folder import Folder, copied
 from blaze_jax.checkpoints.layouts import SELECTION_BIAS, Block, Source, find_block
@@ -71,11 +72,15 @@ class Layer(NamedTuple):
     def put_into(self, module: MoE) -> MoE:
         """Sets the variables of a `blaze_jax.nnx.MoE`, also of one from `nnx.eval_shape`, and returns it.
 
+        Adapters of the module stay, unless the layer has some.
+
         Raises:
           ValueError: the module's parameters are others, by name or shape.
         """
         values = values_of(self)
-        names = {*module.parameter_names, *((SELECTION_BIAS,) if module.config.has_selection_bias else ())}
+        with_adapters = any(map(is_adapter, values))
+        names = {name for name in module.parameter_names if with_adapters or not is_adapter(name)}
+        names |= {SELECTION_BIAS} if module.config.has_selection_bias else set()
         if names != values.keys():
             raise ValueError(f"the module has {', '.join(sorted(names))}; the layer has {', '.join(sorted(values))}")
         for name, value in values.items():

@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from blaze_jax.adapters import is_adapter
 from blaze_jax.checkpoints.folder import DTYPES, Folder, has_tensors
 from blaze_jax.checkpoints.layouts import (
     LAYOUTS,
@@ -137,6 +138,8 @@ def _checked_entries(values: Mapping[str, Array], layout: Layout, config: MoECon
     """Returns the entries that the layer must have; ValueError unless it has them, and the layout has room for them."""
     if getattr(values.get("w_router"), "ndim", 0) != 2:
         raise ValueError("the layer has no matrix 'w_router'")
+    if adapters := sorted(filter(is_adapter, values)):
+        raise ValueError(f"the layer has adapters, {adapters[0]}: merge them first, or write them by save_adapters")
     expected = entries(config, values["w_router"].shape[0], "b_down" in values)
     if wrong := sorted(expected.keys() ^ values.keys()):
         raise ValueError(f"the layer has {', '.join(values)}, must have {', '.join(expected)}: {wrong[0]}")

@@ -105,7 +105,7 @@ def write_tensors(
                 return [file.path]
     groups, paths = _groups(tensors), []
     with ExitStack() as stack:
-        contents = [_content(group, {"format": "pt"}) for group in groups]
+        contents = [file_content(group, {"format": "pt"}) for group in groups]
         complete = [stack.enter_context(written(folder / stem, content)) for content in contents]
         stack.enter_context(locked(folder))
         files, file_of = checked()
@@ -171,11 +171,11 @@ def _kept(file: TensorFile, replaced: Callable[[str], bool]) -> list[NewTensor]:
 
 def _rewrite(file: TensorFile, tensors: Sequence[NewTensor]) -> None:
     """Gives the file another content, which gets its name when it is on the disk."""
-    with written(file.path, _content(tensors, file.metadata)) as unfinished:
+    with written(file.path, file_content(tensors, file.metadata)) as unfinished:
         rename(unfinished, file.path)
 
 
-def _content(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def file_content(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a file of the tensors."""
     tensors = sorted(tensors, key=lambda tensor: (-BITS[tensor.dtype], tensor.name))  # so that all are aligned
     header: dict[str, object] = {METADATA: dict(metadata)}

@@ -7,9 +7,13 @@ are activations and their derivatives. What Pallas has no form for is `inline` c
 machines without a GPU.
 """
 
+import sys
+from functools import cache, partial
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels.fp8 import in_8_bits
 from pallas_kernels.hopper.down_backward import down_backward as down_backward
 from pallas_kernels.hopper.projections import column_block as column_block
 from pallas_kernels.hopper.projections import down_projection as down_projection
@@ -32,6 +36,7 @@ from pallas_kernels.routing.token_selection import experts_added as experts_adde
 from pallas_kernels.routing.token_selection import token_cutoffs as token_cutoffs
 from pallas_kernels.xla.router import router_backward as router_backward
 
+in_fp8 = cache(partial(in_8_bits, sys.modules[__name__]))
 transformable = False
 overlaps = True
 

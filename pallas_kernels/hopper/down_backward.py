@@ -15,7 +15,8 @@ from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, load_columns, store_columns
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, load_quantized
-from pallas_kernels.hopper.row_matmul import PanelRowMatmul, ragged_copy
+from pallas_kernels.hopper.quantize import quantize_tokens, quantize_weights
+from pallas_kernels.hopper.row_matmul import PanelRowMatmul, by_tiles, of_own_columns, of_own_rows, ragged_copy
 from pallas_kernels.hopper.tile_kernel import PANELS
 from pallas_kernels.mosaic.row_groups import (
     GROUP_ROWS,
@@ -35,7 +36,7 @@ PIECE = 16  # columns worked on at a time, what the registers have room for in a
 COPIES = TILE_COLUMNS // TILE_ROWS
 
 
-@traced_once("activation", "tuning")
+@traced_once("activation", "fp8", "tuning")
 def down_backward(
     dy: Float[Array, "T d"],
     w_down: Float[Array, "E n d"],
@@ -46,6 +47,7 @@ def down_backward(
     *,
     activation: Callable[..., Array],
     into: Float[Array, "R n"] | tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]] | None = None,
+    fp8: bool = False,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"], Float[Array, " R"]]:
     """Gradients of the pre-activations, weighted activation, gradient of the row weights; see the portable twin.
@@ -53,7 +55,8 @@ def down_backward(
     At the end of a tile its pre-activations come through the ring of operand slots, 64 columns a slot, and the results
     leave from there: the ring runs on over the end of a tile, as deep as for the products. A panel of quantized ones
     comes twice, for one half of its numbers and for the other. `into` is the weighted activation of other groups, whose
-    rows are kept; with quantized pre-activations, which keep their place, their gradients and then that.
+    rows are kept; with quantized pre-activations, which keep their place, their gradients and then that. With
+    `fp8`, `dy` and the weights are multiplied in 8 bits.
     """
     num_pre, num_rows = len(pre_activations), groups.num_rows
     n, dtype = w_down.shape[1], dy.dtype
@@ -61,8 +64,14 @@ def down_backward(
     if quantized:
         pre_activations = as_dtype(pre_activations, dtype)
         d_pre_into, into = into or (None, None)
-    w_down, row_weights = w_down.astype(dtype), row_weights.astype(jnp.float32)
-    column_tiles = -(-n // TILE_COLUMNS)
+    row_weights, column_tiles = row_weights.astype(jnp.float32), -(-n // TILE_COLUMNS)
+    tile_tuning = find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
+    tokens, scales = dy, None
+    if fp8:
+        (scaled,) = quantize_weights(w_down, axis=2, dtype=dtype)
+        tokens, of_tokens = quantize_tokens(dy, groups)
+        w_down, scales = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
+    w_down = w_down.astype(dtype)
 
     def load(refs, tile, k, slot):
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
@@ -79,16 +88,16 @@ def down_backward(
 
     def begin(refs, part):
         row_weight = plgpu.load(refs.row_weights.at[pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
-        scales = None
+        units = None
         if quantized:
-            scales = [[scale(refs, part, pre, block) for pre in refs.pre] for block in range(TILE_COLUMNS // BLOCK)]
-        return partial(end_panel, refs, part, row_weight, scales)
+            units = [[unit(refs, part, pre, block) for pre in refs.pre] for block in range(TILE_COLUMNS // BLOCK)]
+        return partial(end_panel, refs, part, row_weight, units)
 
-    def scale(refs, part, pre, block):
+    def unit(refs, part, pre, block):
         line = jnp.minimum(part.column_tile * (TILE_COLUMNS // BLOCK) + block, pre.scales.shape[0] - 1)
         return plgpu.load(pre.scales.at[line, pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
 
-    def end_panel(refs, part, row_weight, scales, accumulator, panel, slot):
+    def end_panel(refs, part, row_weight, units, accumulator, panel, slot):
         own = [slot.rhs.at[pl.ds(i * TILE_ROWS + refs.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
         # The results leave from where the pre-activations were, and from the left operand's part of the slot.
         leaving = (*own, slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)])
@@ -97,9 +106,12 @@ def down_backward(
         for first in range(0, PANEL, PIECE):
             column = panel * PANEL + first
             d_hidden = accumulator[:, column : column + PIECE]
+            if refs.scales is not None:
+                d_hidden = d_hidden * of_own_rows(refs.scales[0], part, d_hidden.shape)
+                d_hidden = d_hidden * of_own_columns(refs.scales[1], part, column, d_hidden.shape)
             if quantized:
                 block, half = divmod(panel, 2)
-                pre = [load_quantized(b, first, half, s) for b, s in zip(own, scales[block], strict=True)]
+                pre = [load_quantized(b, first, half, s) for b, s in zip(own, units[block], strict=True)]
             else:
                 pre = [load_columns(b, first) for b in own]
             hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
@@ -116,18 +128,19 @@ def down_backward(
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
-    gathered = {"tokens": (dy,), "row_chunks": row_chunks(groups.expert_token_indices, (dy,))}
+    gathered = {"tokens": (tokens,), "row_chunks": row_chunks(groups.expert_token_indices, (tokens,))}
+    others = {"w_down": w_down, "scales": scales, "row_weights": row_weights, "pre": pre_activations, "into": into}
     kernel = PanelRowMatmul(
         schedule=groups.tiles,
-        operands={**gathered, "w_down": w_down, "row_weights": row_weights, "pre": pre_activations, "into": into}
-        | ({"d_pre_into": d_pre_into} if quantized else {}),
+        operands={**gathered, **others} | ({"d_pre_into": d_pre_into} if quantized else {}),
         column_tiles=column_tiles,
-        k_steps=-(-dy.shape[1] // K_STEP),
+        k_steps=-(-tokens.shape[1] // K_STEP),
         load=load,
         load_panel=load_panel,
         begin=begin,
-        tuning=find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0]),
+        tuning=tile_tuning,
         transposed_weights=True,
+        packed=fp8,
     )
     out = kernel.run(
         "moe_down_backward",

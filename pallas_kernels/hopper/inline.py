@@ -82,12 +82,20 @@ def row_tiles(ref):
     return as_tiles(ref, ir.MemRefType(ref.type).shape[0] // 8, 1)
 
 
+def unpacked(ref):
+    """A panel of 16-bit numbers as the pairs of e4m3 that they are."""
+    panel = ir.MemRefType(ref.type)
+    shape = (*panel.shape[:-1], 2 * panel.shape[-1])
+    pairs = ir.MemRefType.get(shape, ir.Float8E4M3FNType.get(), memory_space=panel.memory_space)
+    return utils.ptr_as_memref(utils.memref_ptr(ref), pairs)
+
+
 def ptx(text, *operands, constraints=""):
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, constraints, has_side_effects=True)
 
 
 @in_interpreter(forms.wgmma)
-def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False):
+def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False, packed=False):
     """`accumulator + lhs · rhs`, asynchronous, one commit group; `first` starts the chain.
 
     The accumulator is a value in registers, so that a loop can carry it while other values are stored.
@@ -100,6 +108,7 @@ def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_
       first: whether there is no wgmma before it.
       transpose_lhs: see `lhs`.
       transpose_rhs: see `rhs`.
+      packed: whether each number of the panels is two of e4m3, along the contracted dimension, which must be the last.
     """
     result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
 
@@ -108,6 +117,8 @@ def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_
         def transpose(panel):
             return utils.memref_transpose(row_tiles(panel), (1, 0, 3, 2))
 
+        if packed:
+            lhs, rhs = unpacked(lhs), unpacked(rhs)
         lhs = transpose(lhs) if transpose_lhs else row_tiles(lhs)
         rhs = transpose(rhs) if transpose_rhs else as_tiles(rhs, 1, accumulator.shape[1] // PANEL)
         value = mgpu.WGMMAAccumulator(_value=accumulator, _original_layout=accumulator.layout, _sync=first)

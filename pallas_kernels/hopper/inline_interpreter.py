@@ -9,6 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fp8 import E4M3
+
 COUNTED = -1
 """In the place of a number that a block took."""
 
@@ -84,10 +86,13 @@ def _as_panels(values, panels):
     return parts.reshape(panels.shape)
 
 
-def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False):
+def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False, packed=False):
     """From plain loads: the interpreter does not check what its own wgmma reads."""
     lhs, rhs = lhs[...], rhs[...]
     plgpu.commit_smem()  # a bulk copy may overwrite the operands, as it may after a wgmma
+    if packed:
+        lhs, rhs = (lax.bitcast_convert_type(o, E4M3).reshape(o.shape[0], -1) for o in (lhs, rhs))
+        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     lhs = lhs.T if transpose_lhs else lhs
     panels = rhs.reshape(-1, lhs.shape[1], rhs.shape[-1])
     rhs = rhs.T if transpose_rhs else jnp.concatenate(list(panels), axis=1)

@@ -18,7 +18,8 @@ from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, store_of_rows
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, quantize_panels
-from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, store_rows, tile_panel
+from pallas_kernels.hopper.quantize import quantize, quantize_tokens, quantize_weights
+from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, by_tiles, store_rows, tile_panel
 from pallas_kernels.hopper.tile_kernel import PANELS, in_panels
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.traced_once import traced_once
@@ -28,7 +29,7 @@ from pallas_kernels.tuning.parameters import ColumnBlock, TileTuning
 TILE_BLOCKS = TILE_COLUMNS // BLOCK
 
 
-@traced_once("activation", "keep_pre_activations", "quantize", "tuning")
+@traced_once("activation", "keep_pre_activations", "quantize", "fp8", "tuning")
 def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
@@ -39,6 +40,7 @@ def up_projection(
     keep_pre_activations: bool = True,
     quantize: bool = False,
     into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]] | None = None,
+    fp8: bool = False,
     tuning: TileTuning | None = None,
 ) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
@@ -48,10 +50,10 @@ def up_projection(
     pre-activations follow under the next tile. Where they are not kept, the activation does. Of those that are
     quantized, two panels side by side become one; see `quantization`.
 
-    `into` holds results of the same call for other groups, whose rows are kept.
+    `into` holds results of the same call for other groups, whose rows are kept. With `fp8`, tokens and weights are
+    multiplied in 8 bits; see `pallas_kernels.fp8`.
     """
-    weights = tuple(w.astype(x.dtype) for w in weights)
-    num_experts, d, n = weights[0].shape
+    (num_experts, d, n), dtype = weights[0].shape, x.dtype
     width = TILE_COLUMNS // len(weights)  # of a projection's part of a tile
     panels = width // PANEL
     column_tiles = -(-n // width)
@@ -61,9 +63,13 @@ def up_projection(
         return panel // panels, column_tile * width + panel % panels * PANEL
 
     def load(refs, tile, k, slot):
-        steps = pl.ds(k * K_STEP, K_STEP)
+        steps, first = pl.ds(k * K_STEP, K_STEP), tile.column_tile * width
         for i, weight in enumerate(refs.weights):
-            slot.fetch_panels(weight, (tile.expert, steps), tile.column_tile * width, i * panels, panels)
+            if fp8:
+                own = slot.rhs.at[pl.ds(i * width, width)]
+                slot.fetch(weight.at[tile.expert, pl.ds(first, width), steps], own)
+            else:
+                slot.fetch_panels(weight, (tile.expert, steps), first, i * panels, panels)
 
     def finish(refs, part, accumulator):
         packed, activated, kept = {}, [], {}
@@ -72,8 +78,8 @@ def up_projection(
             pre = [tile_panel(refs, part, accumulator, p) for p in own]
             for p, values in zip(own, pre, strict=True):
                 kept[p] = values
-                packed[p] = None if quantize else values.astype(x.dtype)
-            activated.append(value(activation, pre).astype(x.dtype))
+                packed[p] = None if quantize else values.astype(dtype)
+            activated.append(value(activation, pre).astype(dtype))
             if keep_pre_activations:
                 column = place(panel, part.column_tile)[1]
                 store_rows(refs, part, panel, activated[-1], refs.written[1], column)
@@ -83,7 +89,7 @@ def up_projection(
 
     def quantized(refs, part, pre, block):
         projection, column = place(2 * block, part.column_tile)
-        numbers, scales = quantize_panels(*(pre[2 * block + i] for i in range(2)), x.dtype)
+        numbers, scales = quantize_panels(*(pre[2 * block + i] for i in range(2)), dtype)
         own, line = refs.written[0][projection].scales, column // BLOCK
         store_of_rows(own, line, part.row, scales, jnp.where(line < own.shape[0], part.rows, 0))
         return numbers
@@ -98,34 +104,39 @@ def up_projection(
         output = pre_activations[projection] if keep_pre_activations else hidden
         store_rows(refs, part, panel, values, output, column)
 
-    bias = None
-    if biases:  # in the order of a tile's columns
-        padded = [jnp.pad(b.astype(jnp.float32), ((0, 0), (0, column_tiles * width - n))) for b in biases]
-        bias = jnp.concatenate([b.reshape(-1, column_tiles, width) for b in padded], axis=2)
-
-    weights, copies = in_panels(weights)
-    rows = jax.ShapeDtypeStruct((groups.num_rows, n), x.dtype)
-    kept = jax.eval_shape(partial(empty_quantized, groups.num_rows, n, x.dtype)) if quantize else rows
+    scales, copies = None, len(weights)
+    if fp8:
+        scaled = [quantize_weights(weight, axis=1, dtype=dtype)[0] for weight in weights]
+        x, of_tokens = quantize_tokens(x, groups)
+        scales = of_tokens, by_tiles([weight.scales for weight in scaled], column_tiles)
+        weights = tuple(weight.values for weight in scaled)
+    else:
+        weights, copies = in_panels(tuple(weight.astype(dtype) for weight in weights))
+    bias = by_tiles(biases, column_tiles) if biases else None
+    rows = jax.ShapeDtypeStruct((groups.num_rows, n), dtype)
+    kept = jax.eval_shape(partial(empty_quantized, groups.num_rows, n, dtype)) if quantize else rows
     if quantize and into is not None:
-        into = as_dtype(into[0], x.dtype), into[1]
+        into = as_dtype(into[0], dtype), into[1]
     gathered = {"tokens": (x,), "row_chunks": row_chunks(groups.expert_token_indices, (x,))}
     kernel = HeldRowMatmul(
         schedule=groups.tiles,
-        operands={**gathered, "weights": weights, "bias": bias, "into": into},
+        operands={**gathered, "weights": weights, "scales": scales, "bias": bias, "into": into},
         column_tiles=column_tiles,
-        k_steps=-(-d // K_STEP),
+        k_steps=-(-x.shape[1] // K_STEP),
         load=load,
         finish=finish,
         store=store,
         held_columns=TILE_BLOCKS * PANEL if quantize else TILE_COLUMNS if keep_pre_activations else width,
-        tuning=find_tuning("up_projection", tuning, groups.num_rows, x.dtype, d=d, n=n, E=num_experts),
+        transposed_weights=fp8,
+        packed=fp8,
+        tuning=find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts),
     )
     pre_activations, hidden = kernel.run(
         "moe_up_projection",
         results={"written": ((kept,) * len(weights) if keep_pre_activations else (), rows)},
         in_place={"into": "written"},
         copies=copies,
-        registers=(88, 208),
+        registers=(72, 216) if fp8 else (88, 208),
     ).written
     return as_dtype(pre_activations, jnp.int16) if quantize else pre_activations, hidden
 
@@ -135,7 +146,7 @@ def column_block(num_rows: int, d: int, n: int, num_experts: int, dtype, *, tuni
     return find_tuning("column_block", tuning, num_rows, dtype, d=d, n=n, E=num_experts).columns
 
 
-@traced_once("num_columns", "tuning")
+@traced_once("num_columns", "fp8", "tuning")
 def down_projection(
     hidden: Float[Array, "R n"],
     w_down: Float[Array, "E n d"],
@@ -145,20 +156,19 @@ def down_projection(
     num_columns: int,
     *,
     into: Float[Array, "R columns"] | None = None,
+    fp8: bool = False,
     tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
     bias = None
     if b_down is not None:
-        width = -(-num_columns // TILE_COLUMNS) * TILE_COLUMNS
-        padded = jnp.pad(b_down.astype(jnp.float32), ((0, 0), (0, width)))
-        own = lax.dynamic_slice_in_dim(padded, first_column, width, axis=1)
-        bias = own.reshape(-1, width // TILE_COLUMNS, TILE_COLUMNS)
+        bias = lax.dynamic_slice_in_dim(b_down, first_column, num_columns, axis=1)
+        bias = by_tiles([bias], -(-num_columns // TILE_COLUMNS))
     block, pairs = (first_column, num_columns), ((hidden, w_down),)
-    return _rows_of_block("down_projection", pairs, groups, *block, bias, into, tuning, transposed=False)
+    return _rows_of_block("down_projection", pairs, groups, *block, bias, into, tuning, transposed=False, fp8=fp8)
 
 
-@traced_once("num_columns", "tuning")
+@traced_once("num_columns", "fp8", "tuning")
 def up_backward(
     d_pre_activations: tuple[Float[Array, "R n"], ...],
     weights: tuple[Float[Array, "E d n"], ...],
@@ -167,25 +177,33 @@ def up_backward(
     num_columns: int,
     *,
     into: Float[Array, "R columns"] | None = None,
+    fp8: bool = False,
     tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """`Σ dP · Wᵀ` over the projections, into one accumulator; see the portable twin."""
     block, pairs = (first_column, num_columns), tuple(zip(d_pre_activations, weights, strict=True))
-    return _rows_of_block("up_backward", pairs, groups, *block, None, into, tuning, transposed=True)
+    return _rows_of_block("up_backward", pairs, groups, *block, None, into, tuning, transposed=True, fp8=fp8)
 
 
-def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into, tuning, *, transposed):
+def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into, tuning, *, transposed, fp8):
     """The sum over `pairs` of rows `(R, k)` times a block of columns of weights `(E, k, d)`, or `(E, d, k)` transposed.
 
     The `bias` is `(E, column tiles, 256)` or None. Rows of other groups are kept from `into`, if that is given.
     """
     (num_rows, depth), dtype = pairs[0][0].shape, pairs[0][0].dtype
-    shape, steps_each, columns_at = pairs[0][1].shape, -(-depth // K_STEP), 1 if transposed else 2
-    first_column = jnp.asarray(first_column, jnp.int32)
-    if pairs[0][1].dtype != dtype:  # converted for the block's columns alone
-        blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs)
-        pairs = tuple((rows, block.astype(dtype)) for (rows, _), block in zip(pairs, blocks, strict=True))
+    shape, columns_at, column_tiles = pairs[0][1].shape, 1 if transposed else 2, -(-num_columns // TILE_COLUMNS)
+    first_column, scales = jnp.asarray(first_column, jnp.int32), None
+    if fp8 or pairs[0][1].dtype != dtype:  # converted for the block's columns alone
+        blocks = [lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs]
+        if fp8:
+            rows = quantize(*(rows for rows, _ in pairs))
+            weights = quantize_weights(*blocks, axis=3 - columns_at, dtype=dtype)
+            scales, transposed = (rows[0].scales, by_tiles([weights[0].scales], column_tiles)), True
+            pairs = [(r.values, w.values) for r, w in zip(rows, weights, strict=True)]
+        else:
+            pairs = [(rows, block.astype(dtype)) for (rows, _), block in zip(pairs, blocks, strict=True)]
         first_column = jnp.zeros_like(first_column)
+    pairs, steps_each = tuple(pairs), -(-pairs[0][0].shape[1] // K_STEP)
 
     def load(refs, tile, k, slot):
         column = refs.first_column[0] + tile.column_tile * TILE_COLUMNS
@@ -217,13 +235,20 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
 
     matmul = HeldRowMatmul(
         schedule=groups.tiles,
-        operands={"pairs": pairs, "first_column": first_column.reshape(1), "bias": bias, "into": into},
-        column_tiles=-(-num_columns // TILE_COLUMNS),
+        operands={
+            "pairs": pairs,
+            "first_column": first_column.reshape(1),
+            "scales": scales,
+            "bias": bias,
+            "into": into,
+        },
+        column_tiles=column_tiles,
         k_steps=len(pairs) * steps_each,
         load=load,
         finish=finish,
         store=store,
         transposed_weights=transposed,
+        packed=fp8,
         tuning=find_tuning(kernel, tuning, num_rows, dtype, d=shape[columns_at], n=depth, E=shape[0]),
     )
     rows = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)

@@ -67,6 +67,7 @@ class RowMatmul(TileKernel):
       load_panel: `(refs, tile, panel, slot)`, as many of a panel of the operands that a tile ends with; None for none.
       tuning: slots of the ring, the order of the tiles, and how they are shared out.
       transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns) in panels.
+      packed: the operands' numbers are pairs of e4m3 along k; the weights must be transposed.
     """
 
     schedule: TileSchedule
@@ -77,6 +78,7 @@ class RowMatmul(TileKernel):
     load_panel: Callable | None = None
     tuning: TileTuning
     transposed_weights: bool = False
+    packed: bool = False
 
     tile = RowTile
 
@@ -151,7 +153,8 @@ class RowMatmul(TileKernel):
 
         def product(slot, carry, accumulator, first):
             own = slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)]
-            return carry, wgmma(accumulator, own, slot.rhs, first=first, transpose_rhs=self.transposed_weights)
+            form = {"transpose_rhs": self.transposed_weights, "packed": self.packed}
+            return carry, wgmma(accumulator, own, slot.rhs, first=first, **form)
 
         return refs.ring.multiply(step, self.k_steps, product, under=under, last=last)
 
@@ -254,10 +257,36 @@ def store_rows(refs, part: RowTile, panel: int, values: jax.Array, output, colum
 
 
 def tile_panel(refs, part: RowTile, accumulator, panel: int):
-    """64 columns of a tile, plus their part of `refs.bias` `(E, column tiles, 256)` float32 unless that is None."""
+    """64 columns of a tile: decoded by `refs.scales`, if they have some, and plus their part of `refs.bias`.
+
+    The scales are those of rows `(R,)`, and of columns `(E, column tiles, 256)`, as biases are; float32 all.
+    """
     columns = accumulator[:, panel * PANEL : (panel + 1) * PANEL]
-    if refs.bias is None:
-        return columns
-    own = refs.bias.at[part.expert, part.column_tile, pl.ds(panel * PANEL, PANEL)]
+    if refs.scales is not None:
+        of_rows, of_columns = refs.scales
+        columns = columns * of_own_rows(of_rows, part, columns.shape)
+        columns = columns * of_own_columns(of_columns, part, panel * PANEL, columns.shape)
+    if refs.bias is not None:
+        columns = columns + of_own_columns(refs.bias, part, panel * PANEL, columns.shape)
+    return columns
+
+
+def of_own_rows(values, part: RowTile, shape: tuple[int, int]) -> jax.Array:
+    """A consumer's part of `values` `(R,)`, in each column."""
+    own = values.at[pl.ds(part.row, GROUP_ROWS)]
+    own = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    return lax.broadcast_in_dim(own, shape, (0,))
+
+
+def of_own_columns(values, part: RowTile, first: int, shape: tuple[int, int]) -> jax.Array:
+    """The tile's part of `values` `(E, column tiles, 256)`, from its column `first` on, in each row."""
+    own = values.at[part.expert, part.column_tile, pl.ds(first, shape[1])]
     own = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return columns + lax.broadcast_in_dim(own, columns.shape, (1,))
+    return lax.broadcast_in_dim(own, shape, (1,))
+
+
+def by_tiles(arrays: Sequence[jax.Array], column_tiles: int) -> jax.Array:
+    """Numbers of columns, `(E, n)`, as `(E, column tiles, 256)`: side by side, as the columns of several arrays are."""
+    width = TILE_COLUMNS // len(arrays)
+    padded = [jnp.pad(a.astype(jnp.float32), ((0, 0), (0, column_tiles * width - a.shape[1]))) for a in arrays]
+    return jnp.concatenate([a.reshape(-1, column_tiles, width) for a in padded], axis=2)

@@ -260,6 +260,13 @@ class Code:
         text = f"cvt.rn.{_PTX_NAMES[kind]}x2.f32 $0, $1, $2;"
         return llvm.inline_asm(_type("int32"), [high, low], text, "=r,f,f")
 
+    def pack_bytes(self, numbers):
+        pairs = "".join(
+            f"cvt.rn.satfinite.e4m3x2.f32 {name}, ${i + 2}, ${i + 1}; " for name, i in (("low", 0), ("high", 2))
+        )
+        text = f"{{ .reg .b16 low, high; {pairs}mov.b32 $0, {{low, high}}; }}"
+        return llvm.inline_asm(_type("int32"), numbers, text, "=r,f,f,f,f")
+
     def unpack(self, word, kind):
         pair = self.convert_vector("float32", llvm.bitcast(_vector(kind, 2), word))
         return [self.element(pair, i) for i in range(2)]

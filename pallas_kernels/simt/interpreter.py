@@ -303,9 +303,9 @@ class Numpy:
             i = np.where(i < stop, i + step, i)
 
     def loop(self, start, stop, step, body, carry):
-        carry = [np.broadcast_to(c, self.index.shape) for c in carry]
+        carry = [np.broadcast_to(c, (self.index.size, *c.shape[1:])) for c in carry]
         for i in self.indices(start, stop, step):
-            carry = [np.where(self.active, a, b) for a, b in zip(body(i, *carry), carry, strict=True)]
+            carry = [self.select(self.active, a, b) for a, b in zip(body(i, *carry), carry, strict=True)]
         return carry
 
     def thread(self):
@@ -401,6 +401,9 @@ class Numpy:
     def pack(self, low, high, kind):
         pair = np.stack(np.broadcast_arrays(low, high), 1).astype(kind)
         return pair.view(np.int32)[:, 0]
+
+    def pack_bytes(self, numbers):
+        return np.stack(np.broadcast_arrays(*numbers), 1).astype("float8_e4m3fn").view(np.int32)[:, 0]
 
     def unpack(self, word, kind):
         pairs = np.ascontiguousarray(word).view(kind).reshape(-1, 2).astype(np.float32)

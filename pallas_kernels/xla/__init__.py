@@ -4,7 +4,11 @@ Their docstrings define what each operation computes, in every family. `experts`
 `dispatch` what makes rows of tokens and sums of rows, `router` who goes where; `loops` is what they are built from.
 """
 
+import sys
+from functools import cache, partial
+
 from pallas_kernels import contract
+from pallas_kernels.fp8 import rounding_operands
 from pallas_kernels.xla.dispatch import combine as combine
 from pallas_kernels.xla.dispatch import dispatch as dispatch
 from pallas_kernels.xla.dispatch import in_parts as in_parts
@@ -23,5 +27,6 @@ from pallas_kernels.xla.router import router_backward as router_backward
 from pallas_kernels.xla.router import token_cutoffs as token_cutoffs
 
 unsupported = router_unsupported = dispatch_unsupported = why_kernels_spill = contract.no_limit
+in_fp8 = cache(partial(rounding_operands, sys.modules[__name__]))
 transformable = True
 overlaps = False

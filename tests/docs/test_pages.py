@@ -17,7 +17,7 @@ from tests.numerics import assert_close, assert_same_bits
 
 PAGES = {path.stem: path for path in (README, *DOCS.glob("*.md"))}
 WITH_CODE = {name for name, path in PAGES.items() if "```python" in path.read_text(encoding="utf-8")}
-WITH_OWN_TEST = {"README", "checkpoints", "memory", "routers", "sharding", "tutorial"}
+WITH_OWN_TEST = {"README", "adapters", "checkpoints", "memory", "routers", "sharding", "tutorial"}
 
 
 @cache
@@ -48,6 +48,15 @@ def test_the_readme_uses_the_layer(folder):
     names = run("README", folder)
     assert names["y"].shape == names["x"].shape
     assert jnp.isfinite(names["loss"])
+
+
+def test_adapters_are_trained(folder):
+    names = run("adapters", folder)
+    assert names["history"][-1] < 0.95 * names["history"][0]
+    assert names["merged"].keys() == names["base"].keys()
+    assert_same_bits(names["again"], names["adapters"])
+    frozen = [name for name in names["params"] if "lora" not in name]
+    assert not any(jax.tree.leaves(names["linen_gradient"]["block"][name]) for name in frozen)
 
 
 def test_the_platforms_export_for_a_gpu_and_a_cpu(folder):

@@ -19,7 +19,7 @@ from train_example.program.model import first_state, make_model
 from train_example.step import Batch
 
 _OPTIONS = ("steps", "batch_size", "sequence_length", "accumulate", "seed")
-_OPTIONS += ("remat", "save", "attention", "momentum_dtype", "equal_bits", "unroll")
+_OPTIONS += ("remat", "save", "precision", "attention", "momentum_dtype", "equal_bits", "unroll")
 
 
 def options_parser(module: str, description: str | None) -> argparse.ArgumentParser:

@@ -32,7 +32,7 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     """
     if parallel is not None and config.experts_layer.startswith("sort"):
         raise UserError(f"--experts-layer {config.experts_layer} runs on one device: leave --mesh out")
-    moe = config.model.moe(save=config.save, implementation=config.implementation)
+    moe = config.model.moe(save=config.save, precision=config.precision, implementation=config.implementation)
     return Decoder(
         config.model,
         moe,

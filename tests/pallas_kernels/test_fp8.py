@@ -1,0 +1,135 @@
+"""Rows in 8 bits against the definition of e4m3, and experts that multiply them against those that do not round."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import MoEConfig, Router, expert_ffn
+from blaze_jax.implementation import demanded_family
+from blaze_jax.linen import MoE
+from blaze_jax.oracle import dense_expert_ffn
+from pallas_kernels import fp8, hopper
+from pallas_kernels.compile_only import compile_for_gpu
+from pallas_kernels.hopper.quantize import quantize
+from tests.expert_problems import make_problem, results
+from tests.numerics import assert_close, assert_same_bits, scaled_error
+from tests.routings import random_experts
+
+REFUSALS = [
+    ({"precision": "fp4"}, ValueError, "precision='fp4' must be None or one of fp8"),
+    ({"precision": "fp8", "implementation": "mosaic_gpu"}, NotImplementedError, "multiples of 16, got model width 32"),
+]
+
+
+def rows(*shape, seed=0):
+    """Rows of all magnitudes, one of zeros, and two with what 8 bits cannot hold."""
+    keys = jax.random.split(jax.random.key(seed), 2)
+    values = jax.random.normal(keys[0], shape) * jnp.exp(9 * jax.random.normal(keys[1], (*shape[:-1], 1)))
+    values = values.at[..., 1, :].set(0).at[..., 2, 3].set(jnp.inf).at[..., 3, 5].set(jnp.nan)
+    return values.astype(jnp.bfloat16)
+
+
+def test_a_rows_numbers_have_the_four_digits_of_e4m3_at_its_scale():
+    x = np.asarray(rows(40, 48), np.float32)
+    (scaled,) = fp8.quantize(jnp.asarray(x))
+    scales, values = np.asarray(scaled.scales), np.asarray(scaled.values, np.float32)
+    known = np.isfinite(x).all(-1)
+    np.testing.assert_array_equal(np.isnan(scales), ~known)
+    assert set(np.frexp(scales[known])[0]) == {0.5}  # powers of two
+    largest = np.abs(values[known]).max(-1)
+    assert ((largest >= 128) & (largest <= 256) | (largest == 0)).all()
+    step = np.maximum(2.0 ** np.floor(np.log2(np.maximum(np.abs(values), 1e-9))), 2.0**-6) / 8
+    error = np.abs(values * scales[:, None] - x)[known]
+    assert (error <= (step * scales[:, None])[known] / 2).all()
+    (decoded,) = fp8.rounded(-1, jnp.asarray(x))
+    np.testing.assert_array_equal(np.asarray(decoded)[known], (values * scales[:, None])[known])
+    gradient = jax.grad(lambda x: (fp8.rounded(-1, x)[0] * 3).sum())(jnp.ones((2, 16)))
+    np.testing.assert_array_equal(gradient, np.full((2, 16), 3))
+
+
+@pytest.mark.parametrize("width", [16, 1040])
+def test_the_kernel_gives_the_same_bits_and_one_scale_for_several_arrays(width):
+    arrays = rows(2, 30, width), rows(2, 30, width, seed=1)
+    with hopper.interpreted():
+        found = quantize(*arrays)
+    for ours, theirs in zip(found, fp8.quantize(*arrays), strict=True):
+        assert_same_bits(ours.scales, theirs.scales)
+        known = np.isfinite(theirs.scales)
+        values = np.asarray(fp8.packed(theirs.values, jnp.bfloat16)).view(np.uint16)
+        np.testing.assert_array_equal(np.asarray(ours.values).view(np.uint16)[known], values[known])
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem(random_experts(40, 2, range(3)), 3, d=48, n=80, biases=False, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def portable(problem):
+    return results(partial(expert_ffn, implementation="xla"), problem, precision="fp8")
+
+
+@pytest.mark.slow
+def test_hoppers_products_are_the_portable_ones(problem, portable):
+    with hopper.interpreted():
+        found = results(partial(expert_ffn, implementation="mosaic_gpu"), problem, precision="fp8")
+    assert_close(found, portable)
+
+
+def test_errors_are_those_of_three_roundings_and_weight_gradients_follow(problem, portable):
+    exact = results(dense_expert_ffn, problem.cast(jnp.float32))
+    errors = {name: scaled_error(portable[name], exact[name]) for name in exact}
+    # Rounding is 2.6% of a number; an output has that of tokens, of weights twice, and of what is between the products.
+    assert 0.03 < errors["y"] < 0.08, errors
+    assert max(errors.values()) < 0.1, errors
+
+
+def test_an_infinite_token_shows_in_its_own_output_alone(problem):
+    infinite = problem._replace(x=problem.x.at[7, 3].set(jnp.inf))
+    y = expert_ffn(infinite.x, weights=infinite.weights, experts=infinite.experts, precision="fp8", **infinite.params)
+    assert np.isnan(np.asarray(y, np.float32)[7]).all()
+    assert np.isfinite(np.delete(np.asarray(y, np.float32), 7, axis=0)).all()
+
+
+def test_a_layer_takes_the_precision_of_its_configuration():
+    x = jax.random.normal(jax.random.key(0), (2, 12, 32), jnp.bfloat16)
+    config = MoEConfig(num_experts=4, experts_per_token=2, expert_width=48, load_balancing_weight=0.0)
+    layers = [MoE(replace(config, precision=precision), dtype=jnp.bfloat16) for precision in (None, "fp8")]
+    variables = layers[0].init(jax.random.key(1), x)
+    plain, rounded = (np.asarray(layer.apply(variables, x), np.float32) for layer in layers)
+    assert 0.01 < scaled_error(rounded, plain) < 0.1
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_kernels_spill_nothing(activation):
+    problem = make_problem(random_experts(256, 2, range(4)), 4, d=512, n=1024, activation=activation, dtype="bfloat16")
+    layer = partial(expert_ffn, implementation="mosaic_gpu")
+    compiled = compile_for_gpu(partial(results, layer, activation=activation, precision="fp8"), problem)
+    assert {"moe_quantize", "moe_up_projection", "moe_up_backward"} <= {kernel.name for kernel in compiled.kernels}
+    assert compiled.spill_bytes == {}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), REFUSALS)
+def test_what_cannot_be_is_refused(options, error, message):
+    problem = make_problem(random_experts(8, 2, range(3)), 3, d=32, n=24, biases=False, dtype="bfloat16")
+    with pytest.raises(error, match=message):
+        results(expert_ffn, problem, **options)
+
+
+def test_other_gpus_and_dense_training_are_refused():
+    problem = make_problem(random_experts(8, 2, range(3)), 3, d=32, n=32, biases=False, dtype="bfloat16")
+    with demanded_family("ampere"), pytest.raises(NotImplementedError, match="needs an NVIDIA Hopper GPU"):
+        results(expert_ffn, problem, precision="fp8", implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="precision='fp8' must be None with train='dense'"):
+        MoEConfig(
+            num_experts=4,
+            experts_per_token=2,
+            expert_width=48,
+            router=Router(train="dense", normalize_weights=False),
+            precision="fp8",
+        )
