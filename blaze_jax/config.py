@@ -156,9 +156,9 @@ class MoEConfig:
             raise ValueError(f"adapter={shown(self.adapter)} must be a LoRA or None")
         if self.adapter:
             self.adapter.projections(get_activation(self.activation).gated)
-            if self.precision:
+            if self.precision or self.save == "int8":
                 raise ValueError(
-                    f"precision={self.precision!r} must be None with an adapter, whose products need 16 bits"
+                    f"precision={self.precision!r} and save={self.save!r} are not for adapters: leave them out"
                 )
 
     @classmethod

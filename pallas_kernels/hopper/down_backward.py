@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.hopper.elementwise import value_and_gradients
+from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, load_columns, store_columns
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, load_quantized
-from pallas_kernels.hopper.quantize import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, by_tiles, of_own_columns, of_own_rows, ragged_copy
 from pallas_kernels.hopper.tile_kernel import PANELS
 from pallas_kernels.mosaic.row_groups import (
@@ -55,8 +55,8 @@ def down_backward(
     At the end of a tile its pre-activations come through the ring of operand slots, 64 columns a slot, and the results
     leave from there: the ring runs on over the end of a tile, as deep as for the products. A panel of quantized ones
     comes twice, for one half of its numbers and for the other. `into` is the weighted activation of other groups, whose
-    rows are kept; with quantized pre-activations, which keep their place, their gradients and then that. With
-    `fp8`, `dy` and the weights are multiplied in 8 bits.
+    rows are kept; with quantized pre-activations, which keep their place, their gradients and then that. With `fp8`,
+    `dy` and the weights are multiplied in 8 bits.
     """
     num_pre, num_rows = len(pre_activations), groups.num_rows
     n, dtype = w_down.shape[1], dy.dtype
@@ -66,11 +66,11 @@ def down_backward(
         d_pre_into, into = into or (None, None)
     row_weights, column_tiles = row_weights.astype(jnp.float32), -(-n // TILE_COLUMNS)
     tile_tuning = find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
-    tokens, scales = dy, None
+    tokens, decoding = dy, None
     if fp8:
         (scaled,) = quantize_weights(w_down, axis=2, dtype=dtype)
         tokens, of_tokens = quantize_tokens(dy, groups)
-        w_down, scales = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
+        w_down, decoding = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
     w_down = w_down.astype(dtype)
 
     def load(refs, tile, k, slot):
@@ -88,16 +88,16 @@ def down_backward(
 
     def begin(refs, part):
         row_weight = plgpu.load(refs.row_weights.at[pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
-        units = None
+        scales = None
         if quantized:
-            units = [[unit(refs, part, pre, block) for pre in refs.pre] for block in range(TILE_COLUMNS // BLOCK)]
-        return partial(end_panel, refs, part, row_weight, units)
+            scales = [[scale(refs, part, pre, block) for pre in refs.pre] for block in range(TILE_COLUMNS // BLOCK)]
+        return partial(end_panel, refs, part, row_weight, scales)
 
-    def unit(refs, part, pre, block):
+    def scale(refs, part, pre, block):
         line = jnp.minimum(part.column_tile * (TILE_COLUMNS // BLOCK) + block, pre.scales.shape[0] - 1)
         return plgpu.load(pre.scales.at[line, pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
 
-    def end_panel(refs, part, row_weight, units, accumulator, panel, slot):
+    def end_panel(refs, part, row_weight, scales, accumulator, panel, slot):
         own = [slot.rhs.at[pl.ds(i * TILE_ROWS + refs.warpgroup * GROUP_ROWS, GROUP_ROWS)] for i in range(num_pre)]
         # The results leave from where the pre-activations were, and from the left operand's part of the slot.
         leaving = (*own, slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)])
@@ -111,7 +111,7 @@ def down_backward(
                 d_hidden = d_hidden * of_own_columns(refs.scales[1], part, column, d_hidden.shape)
             if quantized:
                 block, half = divmod(panel, 2)
-                pre = [load_quantized(b, first, half, s) for b, s in zip(own, units[block], strict=True)]
+                pre = [load_quantized(b, first, half, s) for b, s in zip(own, scales[block], strict=True)]
             else:
                 pre = [load_columns(b, first) for b in own]
             hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
@@ -129,7 +129,7 @@ def down_backward(
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
     gathered = {"tokens": (tokens,), "row_chunks": row_chunks(groups.expert_token_indices, (tokens,))}
-    others = {"w_down": w_down, "scales": scales, "row_weights": row_weights, "pre": pre_activations, "into": into}
+    others = {"w_down": w_down, "scales": decoding, "row_weights": row_weights, "pre": pre_activations, "into": into}
     kernel = PanelRowMatmul(
         schedule=groups.tiles,
         operands={**gathered, **others} | ({"d_pre_into": d_pre_into} if quantized else {}),

@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.hopper.elementwise import value
+from pallas_kernels.hopper.fp8 import quantize as quantize_rows
+from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, store_of_rows
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, quantize_panels
-from pallas_kernels.hopper.quantize import quantize, quantize_tokens, quantize_weights
 from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, by_tiles, store_rows, tile_panel
 from pallas_kernels.hopper.tile_kernel import PANELS, in_panels
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
@@ -196,7 +197,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     if fp8 or pairs[0][1].dtype != dtype:  # converted for the block's columns alone
         blocks = [lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs]
         if fp8:
-            rows = quantize(*(rows for rows, _ in pairs))
+            rows = quantize_rows(*(rows for rows, _ in pairs))
             weights = quantize_weights(*blocks, axis=3 - columns_at, dtype=dtype)
             scales, transposed = (rows[0].scales, by_tiles([weights[0].scales], column_tiles)), True
             pairs = [(r.values, w.values) for r, w in zip(rows, weights, strict=True)]

@@ -14,7 +14,7 @@ from blaze_jax.linen import MoE
 from blaze_jax.oracle import dense_expert_ffn
 from pallas_kernels import fp8, hopper
 from pallas_kernels.compile_only import compile_for_gpu
-from pallas_kernels.hopper.quantize import quantize
+from pallas_kernels.hopper.fp8 import quantize
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits, scaled_error
 from tests.routings import random_experts
