@@ -31,6 +31,7 @@ from blaze_jax.implementation import (
     kernels_of,
 )
 from blaze_jax.layer_observer import TracedLayer, tell_observers
+from blaze_jax.low_rank import has_adapters
 from blaze_jax.parallelism import Parallelism
 from blaze_jax.plan import (
     ROW_BUDGET,
@@ -167,6 +168,10 @@ def compute_experts(
     x, weights, experts = (arrays[name] for name in ("x", "weights", "experts"))
     adapters = {name: array for name, array in params.items() if is_adapter(name)}
     shards = _in_order(act, arrays | adapters)
+    if save == "int8" and has_adapters((*shards.ups, shards.down)):
+        raise ValueError(
+            f"{save=} cannot keep pre-activations that adapters are added to: pre_activations or inputs can"
+        )
     shared = parallel if parallel and (parallel.group or parallel.fsdp) else None
     if shared is None:
         _check_arguments(arrays)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blaze_jax import MoEConfig
+from blaze_jax import LoRA, MoEConfig
 from blaze_jax.oracle import dense_expert_ffn
 from tests.expert_problems import ON_GPUS, make_problem, on, results
 from tests.layers import random_parameters, random_tokens
@@ -81,3 +81,8 @@ def test_over_devices_as_on_one(way):
     params, x = random_parameters(config, use_bias=True), random_tokens(64)
     out = over_devices(Way({"data": 2, "expert": 2}, options=WAYS[way]), params, x, config)
     assert_close(out, on_one_device(params, x, config))
+
+
+def test_not_with_adapters():
+    with pytest.raises(ValueError, match="save='int8' are not for adapters"):
+        MoEConfig(num_experts=4, experts_per_token=2, expert_width=8, save="int8", adapter=LoRA(rank=2))
