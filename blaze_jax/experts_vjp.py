@@ -307,7 +307,9 @@ def _down_backward(
     pre_activations = in_place(pre_activations, len(dys) * transport.blocks)
     journeys = Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))
     options: dict[str, Any] = {"activation": plan.activation.function}
-    d_row_weights, d_pre, hidden = [], None, None
+    d_row_weights: list[Array] = []
+    d_pre: Any = None
+    hidden: Any = None
     v, added = low_rank.reduced_gradient(plan.kernels, dys[0], params.down, rows.all), None
     if v is not None:
         of_rows = params.down, pre_activations, row_weights, rows.all

@@ -42,7 +42,7 @@ def up_projection(
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
     """What the kernel of that name returns, of weights with adapters, whose part is added to P once that is rounded."""
     weights, biases = weights_and_biases(ups)
-    pre_activations, _ = kernels.up_projection(x, weights, biases, groups, activation=_first)
+    pre_activations: Any = kernels.up_projection(x, weights, biases, groups, activation=_first)[0]
     width, added = weights[0].shape[2], []
     for pre_activation, z, up in zip(pre_activations, reduced(kernels, x, ups, groups), ups, strict=True):
         rows = None if up.b is None else kernels.down_projection(z, up.b, None, groups, 0, width)

@@ -68,7 +68,7 @@ class Projection(NamedTuple):
 
     def with_bias_added(self, other: "Projection") -> "Projection":
         """The same weight, and the sum of the biases, if the other has one."""
-        return self if other.bias is None else self._replace(bias=jnp.add(self.bias, other.bias))
+        return self if self.bias is None or other.bias is None else self._replace(bias=self.bias + other.bias)
 
 
 class Parameters(NamedTuple):

@@ -142,7 +142,10 @@ def compare(
         wide = (inputs[0], *(w.astype(jnp.float32) for w in inputs[1:4]), *inputs[4:])
         layers.append(Candidate(f"{OURS}, float32 weights", implementation, ours.layer, wide))
     if saves:
-        others = {f"{OURS}, {save=}": partial(ours.layer, save=save) for save in get_args(Save)[1:]}
+        others = {
+            f"{OURS}, {save=}": partial(expert_ffn, implementation=implementation, save=save)
+            for save in get_args(Save)[1:]
+        }
         layers += [Candidate(name, implementation, layer, inputs) for name, layer in others.items()]
     for candidate in layers:
         say(f"compiling {candidate.name}")

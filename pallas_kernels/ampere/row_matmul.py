@@ -37,8 +37,8 @@ def row_matmul(
     first_column: jax.Array | int | None = None,
     num_columns: int,
     extra: Any = (),
-    in_place: Sequence[jax.Array] = (),
-    results: Sequence[jax.ShapeDtypeStruct],
+    in_place: Sequence[Any] = (),
+    results: Sequence[Any],
     end: Callable,
     tuning: MmaTuning | None,
 ) -> list:
@@ -253,7 +253,7 @@ def store_rows(
             there = before.load_vector(index, CHUNK).wide().elements()
             numbers = [x for word in words for x in unpack(word, output.kind)]
             added = [x + y for x, y in zip(numbers, there, strict=True)]
-            words = [pack(*added[i : i + 2], output.kind) for i in range(0, CHUNK, 2)]
+            words = [pack(added[i], added[i + 1], output.kind) for i in range(0, CHUNK, 2)]
         output.store_words(index, words)
 
 

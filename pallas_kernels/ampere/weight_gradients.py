@@ -146,7 +146,8 @@ def _row_contraction(
     row_tiles, column_tiles = -(-shape[0] // TILE_ROWS), -(-shape[1] // width)
     sweeps = tile.sweeps(column_tiles)
     num_rows, blocks = groups.num_rows, groups.num_experts * row_tiles * sweeps
-    updated, first = sums or ((), None)
+    updated: Any = sums.arrays if sums else ()
+    first = sums.first if sums else None
     first = None if first is None else jnp.asarray(first, jnp.int32).reshape(1)
 
     def copies(

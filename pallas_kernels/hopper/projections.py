@@ -90,7 +90,7 @@ def up_projection(
 
     def quantized(refs, part, pre, block):
         projection, column = place(2 * block, part.column_tile)
-        numbers, scales = quantize_panels(*(pre[2 * block + i] for i in range(2)), dtype)
+        numbers, scales = quantize_panels(pre[2 * block], pre[2 * block + 1], dtype)
         own, line = refs.written[0][projection].scales, column // BLOCK
         store_of_rows(own, line, part.row, scales, jnp.where(line < own.shape[0], part.rows, 0))
         return numbers

@@ -5,6 +5,8 @@ block is one panel of 16-bit values: it is packed from two panels of a tile with
 leaves and arrives as every other panel does. The scales `(blocks, R)` of a tile's rows are next to each other.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,7 +24,7 @@ def empty_quantized(num_rows: int, n: int, dtype) -> Quantized:
     return Quantized(jnp.zeros((num_rows, width), dtype), jnp.zeros((-(-n // BLOCK), num_rows), jnp.float32))
 
 
-def as_dtype(pre_activations: tuple[Quantized, ...], dtype) -> tuple[Quantized, ...]:
+def as_dtype(pre_activations: tuple[Any, ...], dtype) -> tuple[Any, ...]:
     """Quantized pre-activations with the same bits in another 16-bit dtype.
 
     Integers, outside of kernels, are what nobody takes for NaN. To the compiler it is no operation.

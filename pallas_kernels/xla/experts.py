@@ -207,7 +207,7 @@ def down_backward(
     like = (dy, w_down, pre_activations, row_weights)
     results = len(pre_activations) * quantized + 1
     own = _buffers(into, [(w_down.shape[1], dtype)] * results, groups.num_rows, like)
-    own = own if quantized else (*pre_activations, *own)
+    own: Any = own if quantized else (*pre_activations, *own)
     buffers = (*own, zeros((groups.num_rows, 1), wide, like))
     *d_pre_activations, weighted_hidden, d_row_weights = map_rows(groups, weights, prepare, compute, buffers)
     return tuple(d_pre_activations), weighted_hidden, d_row_weights[:, 0]

@@ -151,12 +151,12 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
         raise UserError(f"the model cannot be saved: {out} is there already")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        write_tensors(unfinished, _new_tensors(files, "", _OF_MODEL, dict(flatten_dict(params))), "embedding")
+        write_tensors(unfinished, _new_tensors(files, "", _OF_MODEL, _flat(params)), "embedding")
         for stack, layers in model.config.stacks().items():
             for at, layer in enumerate(layers):
                 of_stack = params[stack]
                 one = of_stack[at] if isinstance(of_stack, tuple) else jax.tree.map(itemgetter(at), of_stack)
-                one = _of_layer(files, model.moe, layer, dict(flatten_dict(one)))
+                one = _of_layer(files, model.moe, layer, _flat(one))
                 write_tensors(unfinished, one, f"layer-{layer:05}")
         for path in origin.iterdir():
             weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -165,6 +165,12 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
         unfinished.rename(out)
     except (checkpoints.CheckpointError, OSError) as error:
         raise UserError(f"the model cannot be saved: {error}") from error
+
+
+def _flat(params: Any) -> dict[Names, Array]:
+    """The parameters by their names from the outside to the inside."""
+    flat: Any = flatten_dict(params)
+    return flat
 
 
 def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dict[Names, Array]) -> Iterator[NewTensor]:
