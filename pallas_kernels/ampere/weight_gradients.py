@@ -7,7 +7,7 @@ so there is a block for every tile, and a multiprocessor takes the next one when
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
