@@ -193,8 +193,9 @@ def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weig
 
     def rows_of(operands, part: int):
         hidden, z = operands
-        of_weights = [down[:2] for down in downs]
-        of_rows = _by_block(partial(plan.kernels.down_projection, hidden), of_weights, rows.units[part])
+        operand, of_experts = plan.kernels.down_operands(hidden, [down.weight for down in downs])
+        of_weights = [(weight, down.bias) for weight, down in zip(of_experts, downs, strict=True)]
+        of_rows = _by_block(partial(plan.kernels.down_projection, operand), of_weights, rows.units[part])
         if z is None:
             return of_rows
         return low_rank.plus(of_rows, partial(plan.kernels.down_projection, z, downs[0].b, None, rows.all))
@@ -349,8 +350,9 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
 
     def rows_of(operands, part: int):
         d_pre_activations, _, arrived = operands
-        ups = [weights_and_biases(ups)[:1] for ups in batched((*params.ups, *arrived), len(params.ups))]
-        of_rows = _by_block(partial(plan.kernels.up_backward, d_pre_activations), ups, rows.units[part])
+        ups = [weights_and_biases(ups)[0] for ups in batched((*params.ups, *arrived), len(params.ups))]
+        operand, of_experts = plan.kernels.up_operands(d_pre_activations, ups)
+        of_rows = _by_block(partial(plan.kernels.up_backward, operand), list(zip(of_experts)), rows.units[part])
         if not adapted:
             return of_rows
         return low_rank.plus(of_rows, partial(plan.kernels.up_backward, *zip(*adapted, strict=True), rows.all))

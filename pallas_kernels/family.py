@@ -7,7 +7,7 @@ family they are.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxtyping import Array, Int
 
@@ -55,6 +55,16 @@ class Kernels(Protocol):
     @property
     def in_fp8(self) -> Callable[[], "Kernels"] | None:
         """The function that gives the family with its row products in 8 bits, see `fp8`; None where there is none."""
+        ...
+
+    def down_operands(self, hidden: Array, weights: list[Array], /) -> tuple[Any, list[Any]]:
+        """What `down_projection` takes for all blocks of columns: made of the rows, and of each block of experts."""
+        ...
+
+    def up_operands(
+        self, d_pre_activations: tuple[Array, ...], weights: list[tuple[Array, ...]], /
+    ) -> tuple[Any, list]:
+        """The like for `up_backward`."""
         ...
 
     def unsupported(self, x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], /) -> str | None:

@@ -4,6 +4,7 @@ A scale is a power of two, so that a decoded number has no more digits than the 
 (Noune et al., arXiv 2206.02915; Micikevicius et al., arXiv 2209.05433, for e4m3.)
 """
 
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -80,13 +81,13 @@ class _Family:
         vars(self).update(operations)
 
 
-def in_8_bits(kernels: Any) -> Any:
+def in_8_bits(kernels: Any, down_operands: Callable, up_operands: Callable) -> Any:
     """The family with its row products in 8 bits: up and down projection, and the gradients of rows.
 
     Weight gradients take what is not rounded.
     """
-    own = (kernels.up_projection, kernels.down_projection, kernels.down_backward, kernels.up_backward)
-    return _Family(vars(kernels) | {operation.__name__: partial(operation, fp8=True) for operation in own})
+    own = {name: partial(getattr(kernels, name), fp8=True) for name in ("up_projection", "down_backward")}
+    return _Family(vars(kernels) | own | {"down_operands": down_operands, "up_operands": up_operands})
 
 
 def rounding_operands(kernels: Any) -> Any:
@@ -96,14 +97,14 @@ def rounding_operands(kernels: Any) -> Any:
         (x,) = rounded(-1, x)
         return kernels.up_projection(x, tuple(rounded(1, w)[0] for w in weights), *args, **options)
 
-    def down_projection(hidden, w_down, *args, **options):
-        return kernels.down_projection(*rounded(-1, hidden), *rounded(1, w_down), *args, **options)
+    def down_operands(hidden, weights):
+        return rounded(-1, hidden)[0], [rounded(1, w)[0] for w in weights]
 
     def down_backward(dy, w_down, *args, **options):
         return kernels.down_backward(*rounded(-1, dy), *rounded(2, w_down), *args, **options)
 
-    def up_backward(d_pre_activations, weights, *args, **options):
-        return kernels.up_backward(rounded(-1, *d_pre_activations), rounded(2, *weights), *args, **options)
+    def up_operands(d_pre_activations, weights):
+        return rounded(-1, *d_pre_activations), [rounded(2, *of_block) for of_block in weights]
 
-    own = (up_projection, down_projection, down_backward, up_backward)
+    own = (up_projection, down_operands, down_backward, up_operands)
     return _Family(vars(kernels) | {operation.__name__: operation for operation in own})

@@ -13,7 +13,9 @@ from functools import cache, partial
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels import contract
 from pallas_kernels.fp8 import in_8_bits
+from pallas_kernels.hopper import fp8 as _fp8
 from pallas_kernels.hopper.down_backward import down_backward as down_backward
 from pallas_kernels.hopper.projections import column_block as column_block
 from pallas_kernels.hopper.projections import down_projection as down_projection
@@ -36,7 +38,8 @@ from pallas_kernels.routing.token_selection import experts_added as experts_adde
 from pallas_kernels.routing.token_selection import token_cutoffs as token_cutoffs
 from pallas_kernels.xla.router import router_backward as router_backward
 
-in_fp8 = cache(partial(in_8_bits, sys.modules[__name__]))
+in_fp8 = cache(partial(in_8_bits, sys.modules[__name__], _fp8.down_operands, _fp8.up_operands))
+down_operands = up_operands = contract.as_they_are
 transformable = False
 overlaps = True
 

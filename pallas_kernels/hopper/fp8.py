@@ -1,5 +1,6 @@
 """Rows in 8 bits, in one pass over device memory: XLA reads them twice, and converts by arithmetic on bits."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
 from itertools import chain
@@ -81,6 +82,19 @@ def quantize_tokens(tokens: Float[Array, "T k"], groups: Dispatch) -> tuple[Arra
     """Tokens in 8 bits, for rows to gather, and the scale of each row's token; 0 for rows without one."""
     (scaled,) = quantize(tokens)
     return scaled.values, scaled.scales.at[groups.expert_token_indices].get(mode="fill", fill_value=0)
+
+
+def down_operands(hidden: Float[Array, "R n"], weights: Sequence[Float[Array, "E n d"]]) -> tuple[Scaled, list[Scaled]]:
+    """The operands of `down_projection` in 8 bits."""
+    return quantize(hidden)[0], [quantize_weights(w, axis=1, dtype=hidden.dtype)[0] for w in weights]
+
+
+def up_operands(
+    d_pre_activations: tuple[Float[Array, "R n"], ...], weights: Sequence[tuple[Float[Array, "E d n"], ...]]
+) -> tuple[tuple[Scaled, ...], list[tuple[Scaled, ...]]]:
+    """The operands of `up_backward` in 8 bits; projections share their scales, since one accumulator sums them."""
+    dtype = d_pre_activations[0].dtype
+    return tuple(quantize(*d_pre_activations)), [tuple(quantize_weights(*w, axis=2, dtype=dtype)) for w in weights]
 
 
 def quantize_weights(*weights: Float[Array, "E a b"], axis: int, dtype) -> list[Scaled]:

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.contract import Dispatch, Quantized
+from pallas_kernels.fp8 import Scaled
 from pallas_kernels.hopper.elementwise import value
-from pallas_kernels.hopper.fp8 import quantize as quantize_rows
 from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, store_of_rows
@@ -147,17 +147,16 @@ def column_block(num_rows: int, d: int, n: int, num_experts: int, dtype, *, tuni
     return find_tuning("column_block", tuning, num_rows, dtype, d=d, n=n, E=num_experts).columns
 
 
-@traced_once("num_columns", "fp8", "tuning")
+@traced_once("num_columns", "tuning")
 def down_projection(
-    hidden: Float[Array, "R n"],
-    w_down: Float[Array, "E n d"],
+    hidden: Float[Array, "R n"] | Scaled,
+    w_down: Float[Array, "E n d"] | Scaled,
     b_down: Float[Array, "E d"] | None,
     groups: Dispatch[TileSchedule],
     first_column: Int[Array, ""] | int,
     num_columns: int,
     *,
     into: Float[Array, "R columns"] | None = None,
-    fp8: bool = False,
     tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
@@ -166,45 +165,44 @@ def down_projection(
         bias = lax.dynamic_slice_in_dim(b_down, first_column, num_columns, axis=1)
         bias = by_tiles([bias], -(-num_columns // TILE_COLUMNS))
     block, pairs = (first_column, num_columns), ((hidden, w_down),)
-    return _rows_of_block("down_projection", pairs, groups, *block, bias, into, tuning, transposed=False, fp8=fp8)
+    return _rows_of_block("down_projection", pairs, groups, *block, bias, into, tuning, transposed=False)
 
 
-@traced_once("num_columns", "fp8", "tuning")
+@traced_once("num_columns", "tuning")
 def up_backward(
-    d_pre_activations: tuple[Float[Array, "R n"], ...],
-    weights: tuple[Float[Array, "E d n"], ...],
+    d_pre_activations: tuple[Float[Array, "R n"] | Scaled, ...],
+    weights: tuple[Float[Array, "E d n"] | Scaled, ...],
     groups: Dispatch[TileSchedule],
     first_column: Int[Array, ""] | int,
     num_columns: int,
     *,
     into: Float[Array, "R columns"] | None = None,
-    fp8: bool = False,
     tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """`Σ dP · Wᵀ` over the projections, into one accumulator; see the portable twin."""
     block, pairs = (first_column, num_columns), tuple(zip(d_pre_activations, weights, strict=True))
-    return _rows_of_block("up_backward", pairs, groups, *block, None, into, tuning, transposed=True, fp8=fp8)
+    return _rows_of_block("up_backward", pairs, groups, *block, None, into, tuning, transposed=True)
 
 
-def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into, tuning, *, transposed, fp8):
+def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into, tuning, *, transposed):
     """The sum over `pairs` of rows `(R, k)` times a block of columns of weights `(E, k, d)`, or `(E, d, k)` transposed.
 
-    The `bias` is `(E, column tiles, 256)` or None. Rows of other groups are kept from `into`, if that is given.
+    Of pairs in 8 bits, from `fp8.down_operands` or `fp8.up_operands`, all weights are. The `bias` is
+    `(E, column tiles, 256)` or None. Rows of other groups are kept from `into`, if that is given.
     """
-    (num_rows, depth), dtype = pairs[0][0].shape, pairs[0][0].dtype
-    shape, columns_at, column_tiles = pairs[0][1].shape, 1 if transposed else 2, -(-num_columns // TILE_COLUMNS)
-    first_column, scales = jnp.asarray(first_column, jnp.int32), None
-    if fp8 or pairs[0][1].dtype != dtype:  # converted for the block's columns alone
-        blocks = [lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs]
-        if fp8:
-            rows = quantize_rows(*(rows for rows, _ in pairs))
-            weights = quantize_weights(*blocks, axis=3 - columns_at, dtype=dtype)
-            scales, transposed = (rows[0].scales, by_tiles([weights[0].scales], column_tiles)), True
-            pairs = [(r.values, w.values) for r, w in zip(rows, weights, strict=True)]
-        else:
-            pairs = [(rows, block.astype(dtype)) for (rows, _), block in zip(pairs, blocks, strict=True)]
+    first_column, column_tiles, scales = jnp.asarray(first_column, jnp.int32), -(-num_columns // TILE_COLUMNS), None
+    packed = isinstance(pairs[0][0], Scaled)
+    if packed:
+        rows, weights = pairs[0]
+        of_columns = lax.dynamic_slice_in_dim(weights.scales, first_column, num_columns, axis=1)
+        scales, transposed = (rows.scales, by_tiles([of_columns], column_tiles)), True
+        pairs = tuple((rows.values, weights.values) for rows, weights in pairs)
+    (num_rows, depth), dtype, columns_at = pairs[0][0].shape, pairs[0][0].dtype, 1 if transposed else 2
+    shape, steps_each = pairs[0][1].shape, -(-depth // K_STEP)
+    if pairs[0][1].dtype != dtype:  # converted for the block's columns alone
+        blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs)
+        pairs = tuple((rows, block.astype(dtype)) for (rows, _), block in zip(pairs, blocks, strict=True))
         first_column = jnp.zeros_like(first_column)
-    pairs, steps_each = tuple(pairs), -(-pairs[0][0].shape[1] // K_STEP)
 
     def load(refs, tile, k, slot):
         column = refs.first_column[0] + tile.column_tile * TILE_COLUMNS
@@ -249,8 +247,8 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
         finish=finish,
         store=store,
         transposed_weights=transposed,
-        packed=fp8,
-        tuning=find_tuning(kernel, tuning, num_rows, dtype, d=shape[columns_at], n=depth, E=shape[0]),
+        packed=packed,
+        tuning=find_tuning(kernel, tuning, num_rows, dtype, d=shape[columns_at], n=depth * (1 + packed), E=shape[0]),
     )
     rows = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
     copies = 2 if transposed else 1 + PANELS
