@@ -17,7 +17,6 @@ from train_example.config import AttentionKernel, QKNorm
 
 _CUDNN_CAPABILITY = (8, 0)
 _CUDNN_MAX_WIDTH = 128
-_TOKAMAX_CAPABILITY, _TOKAMAX_WIDTHS, _TOKAMAX_LENGTHS = (9, 0), (64, 128), 128
 
 
 class RMSNorm(nn.Module):
@@ -109,7 +108,6 @@ class Attention(nn.Module):
       kernel: what computes the attention; None for the best that can run here.
       qk_norm: what the norms of queries and keys take together; None for no norms.
       norm_epsilon: ε of these norms.
-      over_devices: whether the tokens are split over devices.
     """
 
     num_heads: int
@@ -118,7 +116,6 @@ class Attention(nn.Module):
     kernel: AttentionKernel | None = None
     qk_norm: QKNorm | None = None
     norm_epsilon: float = 1e-6
-    over_devices: bool = False
 
     @nn.compact
     def __call__(
@@ -133,8 +130,7 @@ class Attention(nn.Module):
         key = rotate(self._normed(project(self.num_kv_heads, "key"), "key_norm"), rotation)
         value = project(self.num_kv_heads, "value")
         if context is None:
-            kernel = self.kernel or best_kernel(query, over_devices=self.over_devices)
-            y = causal_attention(query, key, value, kernel)
+            y = causal_attention(query, key, value, self.kernel or best_kernel(query))
         else:
             positions = context.positions(x.shape[1])
             key, value = self._cached("key", key, positions), self._cached("value", value, positions)
@@ -183,21 +179,15 @@ def tokamax_attention() -> Callable[..., Array] | None:
         return None
 
 
-def best_kernel(query: Float[Array, "B S heads h"], *, over_devices: bool = False) -> AttentionKernel:
-    """The fastest that can run for 16-bit types on an NVIDIA GPU, XLA's elsewhere.
-
-    On Hopper that is tokamax's where it is installed and the tokens are on one device, otherwise cuDNN's since Ampere.
-    """
+def best_kernel(query: Float[Array, "B S heads h"]) -> AttentionKernel:
+    """CuDNN's where it can run: 16-bit types on an NVIDIA GPU since Ampere, heads of a width that it takes."""
     device = jax.devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version:
         return "xla"
     capability = tuple(int(number) for number in device.compute_capability.split("."))
     _, length, _, width = query.shape
     fits = length % 2 == 0 and width % 8 == 0 and width <= _CUDNN_MAX_WIDTH
-    if not fits or query.dtype.itemsize != 2 or capability < _CUDNN_CAPABILITY:
-        return "xla"
-    measured = capability == _TOKAMAX_CAPABILITY and width in _TOKAMAX_WIDTHS and length % _TOKAMAX_LENGTHS == 0
-    return "tokamax" if measured and not over_devices and tokamax_attention() else "cudnn"
+    return "cudnn" if fits and query.dtype.itemsize == 2 and capability >= _CUDNN_CAPABILITY else "xla"
 
 
 class DenseFeedForward(nn.Module):

@@ -77,9 +77,7 @@ class Decoder(nn.Module):
         """What makes the attention, as `name=` calls it, and the feed-forward layer of the stack's blocks."""
         config, dtype = self.config, self.dtype
         qk_norm = config.qk_norm, config.norm_epsilon
-        attention = partial(
-            Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm, self.parallel is not None
-        )
+        attention = partial(Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm)
         if name.startswith("moe") and self.dense_twin is None:
             options = {"experts": self.experts, "parallel": self.parallel, "train": train}
             feed_forward = partial(MoE, self.moe, dtype=dtype, **options, name="moe")
