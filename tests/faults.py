@@ -209,7 +209,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_apply", "filled=state.filled + count", "filled=state.filled + tokens.shape[1]", "generate"),
     ("candidates", "before < sampling.top_p", "before + probabilities < sampling.top_p", "generate"),
     ("Block.__call__", "mask=context.real(x.shape[1])", "mask=None", "generate"),
-    ("_decode", "jnp.where(stopped, 0,", "jnp.where(False, 0,", "generate"),
+    ("next_tokens", "jnp.where(stopped, 0,", "jnp.where(False, 0,", "generate"),
     # public checkpoints
     ("decode_mxfp4", "[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]", "decode"),
     ("decode_mxfp4", "jnp.where(scale == MXFP4_NAN", "jnp.where(scale == 256", "decode"),

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field, fields
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 from blaze_jax import MoEConfig, Router
 
 VOCABULARY = 256
 """How many values a byte has."""
 
-AttentionKernel = Literal["cudnn", "tokamax", "xla"]
+AttentionKernel = Literal["cudnn", "xla"]
 """The kernel of the attention: cuDNN's flash attention, which keeps no scores, or plain XLA, which runs everywhere."""
 
 QKNorm = Literal["head", "token"]
@@ -98,16 +98,10 @@ class ModelConfig:
             stacks[f"{kind}_{before}" if before else kind] = list(layers)
         return stacks
 
-    def moe(
-        self,
-        *,
-        save: Save = "pre_activations",
-        precision: Precision | None = None,
-        implementation: Implementation | None = None,
-    ) -> MoEConfig:
-        """The Mixture-of-Experts layer of a block."""
+    def moe(self, **options: Any) -> MoEConfig:
+        """The Mixture-of-Experts layer of a block, with `options` of `MoEConfig` that are not the model's."""
         own = {field.name: getattr(self, field.name) for field in fields(MoEConfig) if hasattr(self, field.name)}
-        return MoEConfig(**own, save=save, precision=precision, implementation=implementation)
+        return MoEConfig(**own, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

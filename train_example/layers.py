@@ -1,9 +1,7 @@
 """The layers of a block beside its experts: RMSNorm, rotary attention with grouped keys, a dense feed-forward layer."""
 
-import importlib
-import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -130,13 +128,13 @@ class Attention(nn.Module):
         key = rotate(self._normed(project(self.num_kv_heads, "key"), "key_norm"), rotation)
         value = project(self.num_kv_heads, "value")
         if context is None:
-            y = causal_attention(query, key, value, self.kernel or best_kernel(query))
+            kernel = self.kernel or best_kernel(query)
+            y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
         else:
             positions = context.positions(x.shape[1])
             key, value = self._cached("key", key, positions), self._cached("value", value, positions)
             visible = (jnp.arange(key.shape[1]) <= positions[..., None])[:, None]
-            kernel = None if self.kernel == "tokamax" else self.kernel  # which has none for so few queries
-            y = jax.nn.dot_product_attention(query, key, value, mask=visible, implementation=kernel)
+            y = jax.nn.dot_product_attention(query, key, value, mask=visible, implementation=self.kernel)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=False, dtype=self.dtype, name="out")(y)
 
     def _cached(
@@ -157,26 +155,6 @@ class Attention(nn.Module):
             return x
         norm = RMSNorm(self.dtype, self.norm_epsilon, name=name)
         return norm(x) if self.qk_norm == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
-
-
-def causal_attention(query: Array, key: Array, value: Array, kernel: AttentionKernel) -> Float[Array, "B S heads h"]:
-    """Each token's attention to itself and those before it, by that kernel."""
-    if kernel != "tokamax":
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
-    attention = tokamax_attention()
-    if attention is None:
-        raise NotImplementedError("attention='tokamax' needs the package: pip install tokamax")
-    return attention(query, key, value, is_causal=True, implementation="mosaic_gpu")
-
-
-@cache
-def tokamax_attention() -> Callable[..., Array] | None:
-    """`tokamax.dot_product_attention`, without its warnings that nobody tuned it; None where it cannot be imported."""
-    logging.getLogger("absl").addFilter(lambda record: "Autotuning cache miss" not in record.getMessage())
-    try:
-        return importlib.import_module("tokamax").dot_product_attention
-    except ImportError:
-        return None
 
 
 def best_kernel(query: Float[Array, "B S heads h"]) -> AttentionKernel:

@@ -1,7 +1,5 @@
 """The norm against Flax's, rotary attention against a definition in NumPy, and cuDNN's attention against XLA's."""
 
-from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -10,20 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train_example.small import CONFIG
 from train_example import layers
-from train_example.config import UserError
-from train_example.layers import (
-    Attention,
-    RMSNorm,
-    best_kernel,
-    causal_attention,
-    rms_norm,
-    rotate,
-    rotation,
-    tokamax_attention,
-)
-from train_example.program import model as program_model
+from train_example.layers import Attention, RMSNorm, best_kernel, rms_norm, rotate, rotation
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.02)])
@@ -100,33 +86,27 @@ def test_the_kernel_is_cudnns_where_that_can_run(monkeypatch, capability, versio
     assert best_kernel(query) == "xla"
 
 
-def test_a_kernel_of_a_package_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(program_model, "tokamax_attention", lambda: None)
-    with pytest.raises(UserError, match="--attention tokamax needs the package tokamax"):
-        program_model.make_model(replace(CONFIG, attention="tokamax"))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "length"), [(16, 16, 64, 1024), (16, 4, 128, 512), (4, 4, 64, 38)]
 )
-@pytest.mark.parametrize("kernel", ["cudnn", "tokamax"])
-def test_kernels_compute_what_xla_computes(kernel, heads, kv_heads, width, length):
-    if kernel == "tokamax" and (length % 128 or tokamax_attention() is None):
-        pytest.skip("tokamax is not installed, or not for this length")
+def test_cudnn_computes_what_xla_computes(heads, kv_heads, width, length):
     keys = jax.random.split(jax.random.key(0), 4)
     counts = (heads, kv_heads, kv_heads, heads)
     *inputs, dy = (jax.random.normal(k, (2, length, n, width), jnp.bfloat16) for k, n in zip(keys, counts, strict=True))
 
     def run(kernel):
-        y, backward = jax.vjp(partial(causal_attention, kernel=kernel), *inputs)
+        def attend(query, key, value):
+            return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
+
+        y, backward = jax.vjp(attend, *inputs)
         return y, *backward(dy)
 
     assert best_kernel(inputs[0]) == "cudnn"
     # Without this option cuDNN adds up the gradients of queries in any order; `compile_step` asks for it, too.
     equal_bits = {"xla_gpu_exclude_nondeterministic_ops": True}
-    compiled = jax.jit(run, static_argnums=0, compiler_options=equal_bits)
-    found, again, expected = compiled(kernel), compiled(kernel), run("xla")
+    cudnn = jax.jit(run, static_argnums=0, compiler_options=equal_bits)
+    found, again, expected = cudnn("cudnn"), cudnn("cudnn"), run("xla")
     for ours, twice, theirs in zip(found, again, expected, strict=True):
         np.testing.assert_array_equal(ours, twice)
         error = jnp.linalg.norm((ours - theirs).astype(jnp.float32)) / jnp.linalg.norm(theirs.astype(jnp.float32))

@@ -16,7 +16,6 @@ from blaze_jax.benchmark.peers import UnavailableError, sorted_layer, tokamax_ra
 from pallas_kernels.compile_only import compile_for_gpu
 from train_example.compile_step import jit_once
 from train_example.config import ExpertsLayer, TrainConfig, UserError
-from train_example.layers import tokamax_attention
 from train_example.model import Decoder
 from train_example.program.devices import state_shardings
 from train_example.public_models.weights import load_params
@@ -29,12 +28,10 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     """The model of a run.
 
     Raises:
-      UserError: its layer of experts or its attention is not installed, or not for a mesh.
+      UserError: its layer of experts is not installed, or not for a mesh.
     """
     if parallel is not None and config.experts_layer.startswith("sort"):
         raise UserError(f"--experts-layer {config.experts_layer} runs on one device: leave --mesh out")
-    if config.attention == "tokamax" and (parallel is not None or tokamax_attention() is None):
-        raise UserError("--attention tokamax needs the package tokamax, and one device: leave --mesh out")
     moe = config.model.moe(save=config.save, precision=config.precision, implementation=config.implementation)
     return Decoder(
         config.model,
