@@ -24,7 +24,7 @@ class Scaled(NamedTuple):
     """Numbers `values · scales`.
 
     Attributes:
-      values: float8_e4m3fn.
+      values: float8_e4m3fn; for Hopper's kernels two of them in each number of a 16-bit type, along the last axis.
       scales: float32, powers of two, one for each row along an axis.
     """
 
@@ -67,11 +67,6 @@ def rounded(axis: int, *arrays: Float[Array, "..."]) -> tuple[Float[Array, "..."
 @rounded.defjvp
 def _rounded_jvp(axis, primals, tangents):
     return rounded(axis, *primals), tuple(tangents)
-
-
-def packed(values: Float[Array, "... k"], dtype) -> Float[Array, "... k/2"]:
-    """Pairs of 8-bit numbers along the last axis as numbers of a 16-bit `dtype`, of the same bytes."""
-    return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 2), dtype)
 
 
 class _Family:

@@ -26,7 +26,7 @@ MAGNITUDE = 0x7FFFFFFF  # of a float32's bits; the larger the number, the larger
 
 @traced_once()
 def quantize_rows(arrays: tuple[Float[Array, "R k"], ...]) -> list[Scaled]:
-    """What `fp8.quantize` gives for 16-bit rows, a multiple of 16 wide: values as `fp8.packed`, and their scales.
+    """What `fp8.quantize` gives for 16-bit rows, a multiple of 16 wide, two values in each 16-bit number.
 
     A thread block takes a row of all arrays at a time, holds it in registers, and finds its largest number.
     """

@@ -59,7 +59,7 @@ def test_the_kernel_gives_the_same_bits_and_one_scale_for_several_arrays(width):
     for ours, theirs in zip(found, fp8.quantize(*arrays), strict=True):
         assert_same_bits(ours.scales, theirs.scales)
         known = np.isfinite(theirs.scales)
-        values = np.asarray(fp8.packed(theirs.values, jnp.bfloat16)).view(np.uint16)
+        values = np.asarray(theirs.values).view(np.uint16)
         np.testing.assert_array_equal(np.asarray(ours.values).view(np.uint16)[known], values[known])
 
 
