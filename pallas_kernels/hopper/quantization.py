@@ -34,7 +34,9 @@ def as_dtype(pre_activations: tuple[Any, ...], dtype) -> tuple[Any, ...]:
 
 def quantize_panels(low: jax.Array, high: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """A block from its two panels (64, 64) in float32: one of `dtype`, and the scales (64,)."""
-    scales = quantization_scales(jnp.maximum(jnp.abs(low), jnp.abs(high)).max(axis=1))
+    # By their bits, among which NaN's are the largest: XLA for CPUs, where this is interpreted, loses NaN in a max.
+    bits = (lax.bitcast_convert_type(jnp.abs(panel), jnp.int32) for panel in (low, high))
+    scales = quantization_scales(lax.bitcast_convert_type(jnp.maximum(*bits).max(axis=1), jnp.float32))
     factor = lax.broadcast_in_dim(1 / scales, low.shape, (0,))
     return pack_bytes(low, high, factor, dtype), scales
 

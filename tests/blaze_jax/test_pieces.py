@@ -46,5 +46,7 @@ def test_as_one_device(way, save, monkeypatch, traced_anew):
     monkeypatch.setattr(xla, "column_block", lambda *_: WIDTH // 2 + 1)  # the second block is narrower
     monkeypatch.setattr("pallas_kernels.xla.experts.empty", poisoned)
     axes, options = WAYS[way]
-    assert_as_one_device(Way(axes, "shard_map", options), replace(CONFIG, save=save), 40)
+    # Where devices share an expert's width, its blocks of 128 columns with one scale are others.
+    tolerance = 0.01 if save == "int8" and axes.get("tensor", 1) > 1 else None
+    assert_as_one_device(Way(axes, "shard_map", options), replace(CONFIG, save=save), 40, tolerance=tolerance)
     assert len(pieces) > 1
