@@ -23,9 +23,6 @@ Precision = Literal["fp8"]
 FAMILIES: dict[str, Any] = {"hopper": hopper, "ampere": ampere}
 """The kernels behind "mosaic_gpu", by name."""
 
-FP8_MULTIPLE = 16
-"""Rows of 8-bit numbers must begin at multiples of 16 bytes, for bulk copies."""
-
 _demanded: ContextVar[str | None] = ContextVar("family", default=None)
 
 
@@ -130,9 +127,10 @@ def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...]) -> Ke
             "leave it out, or use implementation='xla'"
         )
     _, width, model_width = weights[-1].shape
-    if kernels.overlaps and (width % FP8_MULTIPLE or model_width % FP8_MULTIPLE):
+    multiple = kernels.fp8_multiple
+    if width % multiple or model_width % multiple:
         raise NotImplementedError(
-            f"precision='fp8' needs widths that are multiples of {FP8_MULTIPLE}, got model width {model_width} and "
+            f"precision='fp8' needs widths that are multiples of {multiple}, got model width {model_width} and "
             f"expert width {width}; leave it out, or use implementation='xla'"
         )
     return kernels.in_fp8()

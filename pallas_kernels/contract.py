@@ -151,6 +151,13 @@ class Quantized(NamedTuple):
     scales: Float[Array, "..."]
 
 
+MAGNITUDE_BITS, INFINITY_BITS = 0x7FFFFFFF, 0x7F800000
+"""Those of a float32 but its sign, which order magnitudes as integers; and infinity's, above which NaN's are."""
+
+BYTE_OFFSET = 2.0**23 + 128
+"""Added to a number, in float32, it leaves in the last byte the whole number next to it, plus 128."""
+
+
 def quantization_scales(largest: Float[Array, "..."]) -> Float[Array, "..."]:
     """The scales of blocks by their largest magnitude: NaN unless that is finite, 1 where all are as good as zero."""
     scales = largest * (1 / 127)

@@ -57,6 +57,11 @@ class Kernels(Protocol):
         """The function that gives the family with its row products in 8 bits, see `fp8`; None where there is none."""
         ...
 
+    @property
+    def fp8_multiple(self) -> int:
+        """What both widths of the experts must be multiples of for products in 8 bits."""
+        ...
+
     def down_operands(self, hidden: Array, weights: list[Array], /) -> tuple[Any, list[Any]]:
         """What `down_projection` takes for all blocks of columns: made of the rows, and of each block of experts."""
         ...

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.contract import INFINITY_BITS
+
 E4M3 = jnp.float8_e4m3fn
 
 _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127  # of float32
 _LARGEST_EXPONENT = 7  # that a row's largest number comes to have; e4m3's largest is 448
-SMALLEST_FIELD, INFINITE_FIELD = _LARGEST_EXPONENT + 1, 255
+_SMALLEST_FIELD = _LARGEST_EXPONENT + 1
 
 
 class Scaled(NamedTuple):
@@ -41,7 +43,7 @@ def quantize(*arrays: Float[Array, "..."], axis: int = -1) -> list[Scaled]:
     largest = reduce(jnp.maximum, (jnp.max(jnp.abs(array), axis) for array in arrays)).astype(jnp.float32)
     largest = lax.bitcast_convert_type(largest, jnp.int32)
     scales, inverse = (lax.bitcast_convert_type(b, jnp.float32) for b in scale_field(largest, jnp.maximum))
-    scales = jnp.where(largest >= INFINITE_FIELD << _MANTISSA_BITS, jnp.nan, scales)
+    scales = jnp.where(largest >= INFINITY_BITS, jnp.nan, scales)
 
     def encode(array):
         return (array.astype(jnp.float32) * jnp.expand_dims(inverse, axis)).astype(E4M3)
@@ -51,7 +53,7 @@ def quantize(*arrays: Float[Array, "..."], axis: int = -1) -> list[Scaled]:
 
 def scale_field(largest, maximum):
     """The bits of a row's scale, and of its inverse, from those of its largest number, all as of float32."""
-    field = maximum(largest >> _MANTISSA_BITS, SMALLEST_FIELD) - _LARGEST_EXPONENT
+    field = maximum(largest >> _MANTISSA_BITS, _SMALLEST_FIELD) - _LARGEST_EXPONENT
     return field << _MANTISSA_BITS, ((field ^ -1) + (2 * _EXPONENT_BIAS + 1)) << _MANTISSA_BITS
 
 

@@ -33,7 +33,7 @@ from pallas_kernels.xla.experts import column_block as column_block
 from pallas_kernels.xla.router import router_backward as router_backward
 
 in_parts = of_experts = None  # these kernels compute all rows at once
-in_fp8 = None
+in_fp8, fp8_multiple = None, 1
 down_operands = up_operands = contract.as_they_are
 why_kernels_spill = contract.no_limit
 transformable = False

@@ -13,15 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ampere.operands import HALF, WarpOutput
-from pallas_kernels.contract import Quantized
+from pallas_kernels.contract import BYTE_OFFSET, INFINITY_BITS, MAGNITUDE_BITS, Quantized
 from pallas_kernels.simt.matrices import CHUNK
 from pallas_kernels.simt.threads import combine_lanes, when
 from pallas_kernels.simt.values import Float, Int, Long, maximum, minimum, multiply_add, reciprocal, select
 
 LANE_WORDS = 2
 BLOCK_WORDS = 4 * LANE_WORDS
-BYTE_OFFSET = 2.0**23 + 128
-"""Added to a number, it leaves in the last byte the whole number next to it, plus 128."""
 
 
 def quantized_shapes(num_rows: int, n: int) -> Quantized:
@@ -39,10 +37,10 @@ def store_quantized(
         row = where.lane // 4 + first_row + 8 * i
         # Past the last column are biases of others.
         own = [select(column + e * CHUNK < n, x, 0.0) for e, v in enumerate(values) for x in v[2 * i : 2 * i + 2]]
-        largest = combine_lanes(maximum, reduce(maximum, (x.bits() & 0x7FFFFFFF for x in own)), 4)
+        largest = combine_lanes(maximum, reduce(maximum, (x.bits() & MAGNITUDE_BITS for x in own)), 4)
         scale = largest.as_float() * (1 / 127)
         scale = select(Float(float(np.finfo(np.float32).tiny)) > scale, 1.0, scale)
-        scale = select(largest < 0x7F800000, scale, float("nan"))  # as `contract.quantization_scales` has it
+        scale = select(largest < INFINITY_BITS, scale, float("nan"))  # as `contract.quantization_scales` has it
         factor = reciprocal(scale)
         numbers = [multiply_add(x, factor, BYTE_OFFSET).bits() & 255 for x in own]
         words = [reduce(lambda word, b: word << 8 | b, numbers[j + 3 : j - 1 if j else None : -1]) for j in (0, 4)]

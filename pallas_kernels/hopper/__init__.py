@@ -39,6 +39,7 @@ from pallas_kernels.routing.token_selection import token_cutoffs as token_cutoff
 from pallas_kernels.xla.router import router_backward as router_backward
 
 in_fp8 = cache(partial(in_8_bits, sys.modules[__name__], _fp8.down_operands, _fp8.up_operands))
+fp8_multiple = _fp8.WIDTH_MULTIPLE
 down_operands = up_operands = contract.as_they_are
 transformable = False
 overlaps = True

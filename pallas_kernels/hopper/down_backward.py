@@ -16,7 +16,7 @@ from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, load_columns, store_columns
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, load_quantized
-from pallas_kernels.hopper.row_matmul import PanelRowMatmul, by_tiles, of_own_columns, of_own_rows, ragged_copy
+from pallas_kernels.hopper.row_matmul import PanelRowMatmul, by_tiles, decoded, ragged_copy
 from pallas_kernels.hopper.tile_kernel import PANELS
 from pallas_kernels.mosaic.row_groups import (
     GROUP_ROWS,
@@ -105,10 +105,7 @@ def down_backward(
         d_weight = plgpu.layout_cast(jnp.zeros((GROUP_ROWS,), jnp.float32), ROWS)
         for first in range(0, PANEL, PIECE):
             column = panel * PANEL + first
-            d_hidden = accumulator[:, column : column + PIECE]
-            if refs.scales is not None:
-                d_hidden = d_hidden * of_own_rows(refs.scales[0], part, d_hidden.shape)
-                d_hidden = d_hidden * of_own_columns(refs.scales[1], part, column, d_hidden.shape)
+            d_hidden = decoded(refs, part, accumulator[:, column : column + PIECE], column)
             if quantized:
                 block, half = divmod(panel, 2)
                 pre = [load_quantized(b, first, half, s) for b, s in zip(own, scales[block], strict=True)]

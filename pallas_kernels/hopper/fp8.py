@@ -10,18 +10,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import simt
-from pallas_kernels.contract import Dispatch
-from pallas_kernels.fp8 import INFINITE_FIELD, Scaled, scale_field
+from pallas_kernels.contract import INFINITY_BITS, MAGNITUDE_BITS, Dispatch
+from pallas_kernels.fp8 import Scaled, scale_field
 from pallas_kernels.mosaic.device import num_sms
-from pallas_kernels.simt.matrices import pack_bytes
+from pallas_kernels.simt.matrices import pack_e4m3
 from pallas_kernels.simt.threads import loop, warp_maximum, when
 from pallas_kernels.simt.values import WARP, Long, maximum, minimum, select
 from pallas_kernels.traced_once import traced_once
 
+WIDTH_MULTIPLE = 16
+"""Rows of 8-bit numbers must begin at multiples of 16 bytes, for bulk copies."""
+
 THREADS, WARPS = 128, 4
 BLOCKS_PER_SM = 16
 COLUMNS = 8  # that a thread loads at once: 16 bytes
-MAGNITUDE = 0x7FFFFFFF  # of a float32's bits; the larger the number, the larger are these as an integer
 
 
 @traced_once()
@@ -45,7 +47,7 @@ def quantize_rows(arrays: tuple[Float[Array, "R k"], ...]) -> list[Scaled]:
         def quantize_row(row, *loaded):
             following = load(row + blocks)  # under way while this one is worked on
             numbers = [vector.wide().elements() for vector in loaded]
-            most = warp_maximum(reduce(maximum, (number.bits() & MAGNITUDE for number in chain(*numbers))))
+            most = warp_maximum(reduce(maximum, (number.bits() & MAGNITUDE_BITS for number in chain(*numbers))))
             turn = row // blocks % 2 * WARPS  # words of the turn before may still be read
             with when((thread % WARP).equals(0)):
                 largest[turn + warp] = most
@@ -56,10 +58,10 @@ def quantize_rows(arrays: tuple[Float[Array, "R k"], ...]) -> list[Scaled]:
             for (output, column), own in zip(targets, numbers, strict=True):
                 scaled = [number * inverse for number in own]
                 with when(column < width) if width % (THREADS * COLUMNS) else nullcontext():
-                    words = [pack_bytes(scaled[:4]), pack_bytes(scaled[4:])]
+                    words = [pack_e4m3(scaled[:4]), pack_e4m3(scaled[4:])]
                     output.store_words(Long(row) * (width // 2) + column // 2, words)
             with when(thread.equals(0)):
-                scales[row] = select(most >= INFINITE_FIELD << 23, float("nan"), scale)
+                scales[row] = select(most >= INFINITY_BITS, float("nan"), scale)
             return following
 
         loop(simt.block(), num_rows, blocks, quantize_row, load(simt.block()))

@@ -22,6 +22,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as math_ops
 
+from pallas_kernels.contract import BYTE_OFFSET
 from pallas_kernels.hopper import inline_interpreter as forms
 from pallas_kernels.mosaic.interpreter import in_interpreter
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS
@@ -217,10 +218,6 @@ def load_columns(panel, first_column: int, byte: int | None = None):
         return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return run(panel).astype(jnp.float32)
-
-
-BYTE_OFFSET = 2.0**23 + 128
-"""Added to a number, in float32, it leaves in the last byte the whole number next to it, plus 128."""
 
 
 def permuted_bytes(low, high, order: int):

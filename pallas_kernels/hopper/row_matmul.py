@@ -257,18 +257,24 @@ def store_rows(refs, part: RowTile, panel: int, values: jax.Array, output, colum
 
 
 def tile_panel(refs, part: RowTile, accumulator, panel: int):
-    """64 columns of a tile: decoded by `refs.scales`, if they have some, and plus their part of `refs.bias`.
-
-    The scales are those of rows `(R,)`, and of columns `(E, column tiles, 256)`, as biases are; float32 all.
-    """
+    """64 columns of a tile, `decoded`, plus their part of `refs.bias` `(E, column tiles, 256)` float32, if any."""
     columns = accumulator[:, panel * PANEL : (panel + 1) * PANEL]
-    if refs.scales is not None:
-        of_rows, of_columns = refs.scales
-        columns = columns * of_own_rows(of_rows, part, columns.shape)
-        columns = columns * of_own_columns(of_columns, part, panel * PANEL, columns.shape)
+    columns = decoded(refs, part, columns, panel * PANEL)
     if refs.bias is not None:
         columns = columns + of_own_columns(refs.bias, part, panel * PANEL, columns.shape)
     return columns
+
+
+def decoded(refs, part: RowTile, columns, first: int):
+    """Columns of a tile, from its column `first` on, times `refs.scales`, if the operands have some.
+
+    Those are of rows `(R,)`, and of columns `(E, column tiles, 256)`; float32 both.
+    """
+    if refs.scales is None:
+        return columns
+    of_rows, of_columns = refs.scales
+    columns = columns * of_own_rows(of_rows, part, columns.shape)
+    return columns * of_own_columns(of_columns, part, first, columns.shape)
 
 
 def of_own_rows(values, part: RowTile, shape: tuple[int, int]) -> jax.Array:

@@ -260,7 +260,7 @@ class Code:
         text = f"cvt.rn.{_PTX_NAMES[kind]}x2.f32 $0, $1, $2;"
         return llvm.inline_asm(_type("int32"), [high, low], text, "=r,f,f")
 
-    def pack_bytes(self, numbers):
+    def pack_e4m3(self, numbers):
         pairs = "".join(
             f"cvt.rn.satfinite.e4m3x2.f32 {name}, ${i + 2}, ${i + 1}; " for name, i in (("low", 0), ("high", 2))
         )

@@ -402,7 +402,7 @@ class Numpy:
         pair = np.stack(np.broadcast_arrays(low, high), 1).astype(kind)
         return pair.view(np.int32)[:, 0]
 
-    def pack_bytes(self, numbers):
+    def pack_e4m3(self, numbers):
         return np.stack(np.broadcast_arrays(*numbers), 1).astype("float8_e4m3fn").view(np.int32)[:, 0]
 
     def unpack(self, word, kind):

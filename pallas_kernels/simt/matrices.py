@@ -67,9 +67,9 @@ def unpack(word: Int, kind: str) -> list[Float]:
     return [Float(x) for x in machine().unpack(word.value, kind)]
 
 
-def pack_bytes(numbers: Sequence[Float]) -> Int:
+def pack_e4m3(numbers: Sequence[Float]) -> Int:
     """Four numbers, none above 448, rounded to float8_e4m3fn, in one register. GPUs since Hopper and Ada have it."""
-    return Int(machine().pack_bytes([number.value for number in numbers]))
+    return Int(machine().pack_e4m3([number.value for number in numbers]))
 
 
 def pack(low: Float, high: Float, kind: str) -> Int:
