@@ -46,7 +46,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_select", "ranking = jnp.where(ranking == 0, 0, ranking)", "ranking = ranking", "routing router"),
     ("_select", "jnp.where(best == -jnp.inf, EMPTY_SLOT,", "jnp.where(best == jnp.inf, EMPTY_SLOT,", "routing router"),
     ("_select", "ranking = jnp.where(logits == -jnp.inf, -jnp.inf, ranking)", "ranking = ranking", "routing router"),
-    ("_keep_best_groups", "top_k(grouped, min(2, grouped.shape[-1]))", "top_k(grouped, 1)", "routing router"),
+    ("_keep_best_groups", "top_k(grouped, min(rule.scores_per_group, grouped.shape[-1]))", "top_k(grouped, 1)", "routing router"),
     ("_weights", "return rule.scale * jnp.where(values", "return jnp.where(values", "routing router"),
     ("balance_loss", "return demand.shape[0] * jnp.vdot(share", "return jnp.vdot(share", "routing router"),
     ("mean_losses", "jnp.square(jax.nn.logsumexp(logits, axis=-1))", "jax.nn.logsumexp(logits, axis=-1)", "routing router"),
