@@ -80,9 +80,12 @@ STUDIES = {
     ),
     # few tokens for each of many experts: their last tiles count
     "rounding": Study(measure_rounding, [Sizes(16384, 1536, 256, 512, 8)], [Sizes(2048, 128, 64, 32, 4)]),
-    "atomic": Study(  # experts of one neuron: in a grid of a narrow side, of a kernel's tile, and of a million
+    "atomic": Study(  # experts of one neuron: on both sides of where the layer chooses another form
         measure_atomic,
-        [Sizes(16384, 1024, 1, e, k) for e, k in ((4096, 16), (16384, 64), (2**20, 64))],
+        [
+            Sizes(4096, 1024, 1, e, k)
+            for e, k in ((1024, 16), (4096, 16), (16384, 16), (65536, 16), (65536, 256), (2**20, 256))
+        ],
         [Sizes(256, 64, 1, 1024, 16)],
         ("config", "dtype", "family"),
     ),

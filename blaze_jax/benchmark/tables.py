@@ -239,11 +239,17 @@ def _reading(record: Record) -> Iterator[Row]:
     yield "layer at the file's speed", f"{record['share_of_file']:.0%} by medians", ""
 
 
-@_rows("atomic", "form | forward+backward, ms (kernels alone) | ns per pair | chosen")
+@_rows("atomic", "form | forward+backward, ms (kernels alone) | ns per pair | chosen | a gather, in pairs of products")
 def _atomic(record: Record) -> Iterator[Row]:
     for name, row in record["forms"].items():
         time = f"{milliseconds(row['wall_us'])} ({milliseconds(row['us'])})"
-        yield name, time, f"{row['ns_per_pair']:.2f}", "yes" if name == record["chosen"] else ""
+        yield (
+            name,
+            time,
+            f"{row['ns_per_pair']:.2f}",
+            "yes" if name == record["chosen"] else "",
+            cell(row, "in_products", ".0f"),
+        )
 
 
 @_rows(
