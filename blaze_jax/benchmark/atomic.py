@@ -49,12 +49,12 @@ def measure_atomic(sizes: Sizes, dtype, *, repeats: int, implementation=None) ->
     for form in get_args(Form):
         if 12 * tokens * d * computed_pairs(form, num_experts, slots) < MOST_OPERATIONS:
             run = forward_and_backward(partial(compute_pairs, form=form, **options))
-            calls[form] = partial(jax.jit(run), *arguments, x)
+            calls[form] = partial(run, *arguments, x)
 
     def layer(x, params):
         return atomic_moe(x, params, config.batch_statistics(), config, train=True)[0]
 
-    calls[WHOLE_LAYER] = partial(jax.jit(forward_and_backward(layer)), x, params, x)
+    calls[WHOLE_LAYER] = partial(forward_and_backward(layer), x, params, x)
     calls = _compiled(calls)
     timings, walls = time_calls(calls, repeats=repeats), wall_times(calls, repeats=repeats)
     rows_of_table = {}
@@ -70,8 +70,8 @@ def measure_atomic(sizes: Sizes, dtype, *, repeats: int, implementation=None) ->
 
 
 def _compiled(calls: Mapping[str, partial]) -> dict[str, partial]:
-    """The calls of jitted functions, which are compiled side by side."""
-    lowered = [call.func.lower(*call.args) for call in calls.values()]
+    """The calls, whose functions are compiled side by side."""
+    lowered = [jax.jit(call.func).lower(*call.args) for call in calls.values()]
     with ThreadPoolExecutor() as pool:
         programs = pool.map(lambda program: program.compile(), lowered)
         return {name: partial(run, *call.args) for (name, call), run in zip(calls.items(), programs, strict=True)}

@@ -293,9 +293,10 @@ def _apply(
     given = {kind: stacked(of_kind) for kind, of_kind in {**variables, "cache": state.cache}.items()}
     if experts is not None:
         given["routing"] = collection_of(config, experts)
-    records = state.experts is not None
-    logits, updated = model.apply(given, tokens, context=context, last=last, mutable=["cache", *["routing"] * records])
-    if records:
+    logits, updated = model.apply(
+        given, tokens, context=context, last=last, mutable=["cache"] if state.experts is None else ["cache", "routing"]
+    )
+    if state.experts is not None:
         sequence, positions = jnp.arange(tokens.shape[0])[:, None], context.positions(tokens.shape[1])
         chosen = experts_in(config, updated["routing"]).astype(state.experts.dtype)
         chosen = state.experts.at[:, sequence, positions].set(chosen, mode="drop", unique_indices=True)
