@@ -306,6 +306,16 @@ def _training(record: Record) -> Iterator[Row]:
     yield record["layer"], cell(record, "tokens_per_second", ",.0f"), *memory, *rest
 
 
+@_rows("precision_training", "products of | final loss, bits/byte, by seed | mean | difference, mean | ms a step")
+def _precision_training(record: Record) -> Iterator[Row]:
+    """Means with their standard errors; the differences are between runs from one seed."""
+    for name, row in record["precisions"].items():
+        finals = ", ".join(f"{loss:.4f}" for loss in row["final_losses"])
+        means = [f"{row['mean']:.4f} ± {row['standard_error']:.4f}"]
+        means.append(f"{row['difference']:+.4f} ± {row['difference_standard_error']:.4f}")
+        yield name, finals, *means, f"{row['step_seconds'] * 1e3:.1f}"
+
+
 @_rows("step_profile", "part | ms | of step | bound, ms | reached | launches | bound by")
 def _step_profile(record: Record) -> Iterator[Row]:
     step = record["step_ms"]
