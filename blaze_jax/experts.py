@@ -22,14 +22,7 @@ from blaze_jax.exchange import HERE, Transport, gathered
 from blaze_jax.experts_vjp import INDEX_NAME, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.gradient_sums import GradientSums, sums_on_offer
-from blaze_jax.implementation import (
-    Implementation,
-    Precision,
-    check_precision,
-    choose_implementation,
-    kernels_in_fp8,
-    kernels_of,
-)
+from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.low_rank import has_adapters
 from blaze_jax.parallelism import Parallelism
@@ -44,6 +37,7 @@ from blaze_jax.plan import (
     check_mean_experts,
     token_ranges,
 )
+from blaze_jax.precision import Precision, check_precision, kernels_in_fp8
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
 from pallas_kernels.compat import (
     has_symbolic_sizes,
@@ -254,9 +248,10 @@ def _compute(
     biases = tuple(bias for bias in biases if bias is not None)
     implementation = choose_implementation(implementation, x, weights_here, biases)
     kernels = kernels_of(implementation, dtype=x.dtype)
-    if precision == "fp8":
-        kernels = kernels_in_fp8(kernels, x, weights_here)
     num_experts, width, model_width = weights_here[-1].shape
+    if precision == "fp8":
+        expected_rows = x.shape[0] // chunks * expected * lax.axis_size(transport.tensor)
+        kernels = kernels_in_fp8(kernels, x, weights_here, expected_rows)
     sizes = x.shape[0], model_width, width, num_experts, math.ceil(expected)
     dtypes = x.dtype.name, weights_here[0].dtype.name
     tell_observers(TracedLayer(*sizes, *dtypes, activation, save, implementation))

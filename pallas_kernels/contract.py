@@ -172,11 +172,6 @@ def accumulator_dtype(*dtypes) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
-def as_they_are(rows, weights):
-    """The operands of products in blocks of columns, where a family needs nothing made of them first."""
-    return rows, weights
-
-
 def no_limit(*_) -> None:
     """Why an operation cannot run, or runs slowly, in a family where nothing stands against it: None."""
 

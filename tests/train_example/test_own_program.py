@@ -10,7 +10,7 @@ import tomllib
 import blaze_jax
 from tests.train_example.small import ROOT
 
-PROGRAMS = ("__main__", "compare_layers", "profile_step")
+PROGRAMS = ("__main__", "compare_layers", "compare_precisions", "profile_step")
 CORE = sorted(path for path in (ROOT / "train_example").glob("*.py") if path.stem not in PROGRAMS)
 """All that is not in a folder beside; the programs open what is."""
 PUBLIC = {"flax", "jax", "jaxtyping", "numpy", "optax"}
