@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from blaze_jax.adapters import is_adapter
-from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, UNCODED, Coding
+from blaze_jax.codings import FLOAT8_BLOCK, UNCODED, Coding
 from blaze_jax.checkpoints.folder import Folder, copied
 from blaze_jax.checkpoints.layouts import SELECTION_BIAS, Block, Source, find_block
 from blaze_jax.checks import check_integers
