@@ -192,8 +192,8 @@ def added(params: Mapping[str, Array], adapter: LoRA) -> dict[str, Array]:
 def merge(params: Mapping[str, Array], config) -> dict[str, Array]:
     """A layer's parameters with its adapters added to the weights, which keep their dtypes, and without adapters.
 
-    Compressed weights are decoded, and become bfloat16. They are those of `dataclasses.replace(config, adapter=None)`. In bfloat16 a weight takes up of what is added to it
-    no more than its 8 bits hold.
+    They are those of `dataclasses.replace(config, adapter=None)`. In bfloat16, which compressed weights become, a
+    weight takes up of what is added to it no more than its 8 bits hold.
 
     Args:
       params: arrays named and shaped as `config.parameters(d)` says.

@@ -221,7 +221,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_outside_of_a_range", "(n + 1) % step", "n % step", "config"),
     ("_blocks", "-(-part.stop // size) * scale", "part.stop // size * scale", "load parity"),
     ("Source.read", "slice(part.start - start, part.stop - start)", "slice(0, part.stop - part.start)", "load parity"),
-    ("_load_kernels", "slice(part.start - start, part.stop - start)", "part", "load"),
+    ("_load_kernels", "part.start - start", "part.start", "load"),
     ("_empty", "start = -memory.ctypes.data % 64", "start = -memory.ctypes.data % 64 + 2", "load"),
     ("require", "if self.shape != tuple(shape):", "if len(self.shape) != len(tuple(shape)):", "errors"),
     ("_stays_inside", 'or ".." in path.parts', "", "errors"),
