@@ -51,8 +51,7 @@ def decode_mxfp4(
       scales: the exponents.
       dtype: the result's type; bfloat16 and float32 are exact.
     """
-    pairs = jnp.stack([blocks & 15, blocks >> 4], axis=1)
-    codes = pairs.reshape(-1, MXFP4_BLOCK, *blocks.shape[1:]).astype(jnp.int32)
+    codes = _halves(blocks).reshape(-1, MXFP4_BLOCK, *blocks.shape[1:]).astype(jnp.int32)
     sign, power, half = codes >> 3, codes >> 1 & 3, codes & 1
     scale = scales[:, None].astype(jnp.int32)
     # 0.5 is half of 1: without a leading one, but with the same exponent as 1 and 1.5.
@@ -79,7 +78,7 @@ def decode_nf4(
     codes: UInt8[Array, "bytes n"], scales: Float[Array, "groups n"], dtype: DTypeLike
 ) -> Float[Array, "values n"]:
     """Returns numbers of NF4: two codes in a byte, the lower bits first, times the scale of 64 along the first axis."""
-    pairs = jnp.stack([codes & 15, codes >> 4], axis=1).reshape(-1, NF4_GROUP, *codes.shape[1:])
+    pairs = _halves(codes).reshape(-1, NF4_GROUP, *codes.shape[1:])
     numbers: list = [jnp.float32(value) for value in _NORMAL_FLOAT4]
     for bit in range(4):  # selections: a GPU would look each number up in memory otherwise
         is_odd = (pairs >> bit & 1).astype(bool)
@@ -124,6 +123,12 @@ def encode_nf4(values: Float[Array, "values n"]) -> tuple[UInt8[Array, "bytes n"
     shares = groups / jnp.where(scales > 0, scales, 1).astype(jnp.float32)[:, None]
     above = (shares > (low + high) / 2 for low, high in pairwise(_NORMAL_FLOAT4))
     return _in_bytes(sum(above, jnp.zeros(groups.shape, jnp.uint8)).reshape(values.shape)), scales
+
+
+def _halves(codes: UInt8[Array, "bytes n"]) -> UInt8[Array, "bytes 2 n"]:
+    """Returns the lower and the upper bits of each byte; not stacked, or XLA would keep what is made of them apart."""
+    shifts = jnp.array([0, 4], jnp.uint8).reshape(2, *(1 for _ in codes.shape[1:]))
+    return codes[:, None] >> shifts & 15
 
 
 def _in_bytes(codes: UInt8[Array, "values n"]) -> UInt8[Array, "bytes n"]:

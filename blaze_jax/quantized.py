@@ -86,11 +86,11 @@ def quantize(weights: Float[Array, "... in out"], form: Form) -> QuantizedWeight
     coding, multiple = CODINGS[check_form(form)], inputs_multiple(form)
     if weights.ndim < 2 or weights.shape[-2] % multiple:
         raise ValueError(f"weights of shape {weights.shape} must have inputs, the last axis but one, in {multiple}s")
-    encode = coding.encode
-    assert encode is not None
+    encode: Any = coding.encode
     for _ in range(weights.ndim - 2):
         encode = jax.vmap(encode)
-    return QuantizedWeight(*encode(weights), form)
+    values, scales = encode(weights)
+    return QuantizedWeight(values, scales, form)
 
 
 def inputs_multiple(form: Form) -> int:
@@ -98,16 +98,11 @@ def inputs_multiple(form: Form) -> int:
     return 1 if form == "float8" else CODINGS[form].steps[-1][0]
 
 
-def check_form(form: str) -> Form:
+def check_form(form: Form) -> Form:
     """Returns the form; ValueError unless it is one."""
     if form not in CODINGS:
         raise ValueError(f"{form=} must be one of {', '.join(get_args(Form))}")
     return form
-
-
-def quantized_like(shape: tuple[int, ...], form: Form) -> QuantizedWeight:
-    """The shapes and types of the arrays of matrices of that shape."""
-    return jax.eval_shape(partial(quantize, form=form), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
 
 
 def quantize_experts(params: Mapping[str, Any], form: Form) -> dict[str, Any]:

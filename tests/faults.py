@@ -211,7 +211,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("Block.__call__", "mask=context.real(x.shape[1])", "mask=None", "generate"),
     ("next_tokens", "jnp.where(stopped, 0,", "jnp.where(False, 0,", "generate"),
     # public checkpoints
-    ("decode_mxfp4", "[blocks & 15, blocks >> 4]", "[blocks >> 4, blocks & 15]", "codings"),
+    ("_halves", "[0, 4]", "[4, 0]", "codings"),
     ("decode_mxfp4", "jnp.where(scale == MXFP4_NAN", "jnp.where(scale == 256", "codings"),
     ("view", "if self.alternating else np.split", "if False else np.split", "load parity"),
     ("_fused", 'Tensor("experts.gate_up_proj", ("w_gate", "w_up"), alt', 'Tensor("experts.gate_up_proj", ("w_up", "w_gate"), alt', "load parity"),

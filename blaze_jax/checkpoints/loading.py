@@ -163,12 +163,12 @@ def load(
     dtypes = {name: _dtype(sources) if dtype is None else np.dtype(dtype) for name, sources in block.sources.items()}
     dtypes[SELECTION_BIAS] = np.dtype(np.float32)
     kept = {name: UNCODED._replace(dtypes=(dtype,)) for name, dtype in dtypes.items()}
-    compressed = () if base is None else tuple(name for name in WEIGHTS if name in block.entries)
-    for name in compressed:
-        _check_compressible(name, block.entries[name].shape, check_form(base), shardings[name])
-        kept[name] = CODINGS[base]
+    if base is not None:
+        for name in filter(block.entries.__contains__, WEIGHTS):
+            _check_compressible(name, block.entries[name].shape, check_form(base), shardings[name])
+            kept[name] = CODINGS[base]
     loaded: dict[str, Any] = {
-        name: QuantizedWeight(*arrays, form=base) if name in compressed else arrays[0]
+        name: QuantizedWeight(*arrays, form=base) if base and name in WEIGHTS else arrays[0]
         for name, arrays in _load_kernels(block, shardings, kept).items()
     }
     for name, parameter in block.entries.items():
@@ -201,8 +201,10 @@ def _load_kernels(block: Block, shardings: dict[str, Sharding], kept: dict[str, 
             slices = zip(index or (slice(None),) * len(shape), shape, strict=True)
             bounds = tuple(part.indices(size)[:2] for part, size in slices)
             stored = _stored_shapes([stop - start for start, stop in bounds], kept[name])
-            arrays = zip(stored, kept[name].dtypes, strict=True)
-            parts[name, bounds][device] = [_empty(shape, np.dtype(dtype), device) for shape, dtype in arrays]
+            types = [np.dtype(dtype) for dtype in kept[name].dtypes]
+            parts[name, bounds][device] = [
+                _empty(size, dtype, device) for size, dtype in zip(stored, types, strict=True)
+            ]
     # An expert's matrices lie together in the file, and its gate and up projection may lie in one another.
     matrices = sorted(
         (expert, name, bounds)
