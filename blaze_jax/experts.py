@@ -38,6 +38,7 @@ from blaze_jax.plan import (
     token_ranges,
 )
 from blaze_jax.precision import Precision, check_precision, kernels_in_fp8
+from blaze_jax.quantized import any_quantized, check_quantized, decoded, is_quantized
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
 from pallas_kernels.compat import (
     has_symbolic_sizes,
@@ -158,7 +159,9 @@ def compute_experts(
         raise ValueError(f"{save=} must be one of {', '.join(get_args(Save))}")
     check_precision(precision)
     given = {"x": x, "experts": experts, "weights": weights, **params}
-    arrays = {name: as_array(name, given[name]) for name in _AXES if name in given}
+    check_quantized(params, frozen)
+    names = [name for name in _AXES if name in given]
+    arrays = {name: given[name] if is_quantized(given[name]) else as_array(name, given[name]) for name in names}
     x, weights, experts = (arrays[name] for name in ("x", "weights", "experts"))
     adapters = {name: array for name, array in params.items() if is_adapter(name)}
     shards = _in_order(act, arrays | adapters)
@@ -243,7 +246,7 @@ def _compute(
     if transport is HERE and (mean_experts is None or has_symbolic_sizes(x)):
         mean_experts = row_budget = None  # on one device no more rows can come than there are slots
     expected = experts.shape[1] if mean_experts is None else mean_experts
-    params = jax.eval_shape(lambda p: transport.parameters(p, x.dtype), shards)
+    params = jax.eval_shape(lambda p: transport.parameters(decoded(p, x.dtype), x.dtype), shards)
     weights_here, biases, *adapters = zip(*params.ups, params.down, strict=True)
     biases = tuple(bias for bias in biases if bias is not None)
     implementation = choose_implementation(implementation, x, weights_here, biases)
@@ -286,7 +289,7 @@ def _compute(
         share = tokens_at_once * expected * lax.axis_size(transport.tensor)
         multiples = math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts * transport.parts  # a gap for each group
         rows = multiples * ROW_MULTIPLE
-    plan = Plan(activation, save, kernels, transport, rows, ranges, frozen)
+    plan = Plan(activation, save, kernels, transport, rows, ranges, frozen, any_quantized(shards))
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     chunked, shards = vary_over((chunked, shards), varying_axes(chunked, shards))
     if offered is None or frozen:  # whose matrices have no gradients: the sums are refused

@@ -66,16 +66,16 @@ def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters, sums
             outputs, pre_activations = lax.optimization_barrier((outputs, pre_activations))
         kept = tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)
     chunks = tuple(chunk._replace(experts=None) for chunk in chunks)  # pyright: ignore[reportArgumentType]  (of no use)
-    residuals = chunks, shards, kept, gathered if plan.transport.keep else None, sums.first
+    residuals = chunks, shards, kept, gathered if plan.keep else None, sums.first
     return (outputs, sums.arrays), residuals
 
 
 def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, up_projection: Callable):
     """Yields each chunk's output, pre-activations of the first turn's rows, and what was gathered."""
-    if plan.transport.fsdp:  # or XLA would gather the parameters of all layers at once
+    if plan.transport.fsdp or plan.quantized:  # or XLA would gather, or decode, the parameters of all layers at once
         x, shards = lax.optimization_barrier((chunks[0].x, shards))
         chunks = (chunks[0]._replace(x=x), *chunks[1:])
-    params = plan.transport.parameters(shards, chunks[0].x.dtype)
+    params = plan.parameters(shards, chunks[0].x.dtype)
     for chunk in chunks:
         compute = partial(_output_in_ranges, plan.ranges) if plan.ranges else _output
         y, pre_activations, xs = compute(plan, params, up_projection, chunk)
@@ -92,7 +92,7 @@ def _backward(plan: Plan, residuals, gradients):
         xs, shards, d_outputs = lax.optimization_barrier((xs, shards, d_outputs))
 
     def arrive(own):
-        params = transport.parameters(with_frozen(own, shards), chunks[0].x.dtype)
+        params = plan.parameters(with_frozen(own, shards), chunks[0].x.dtype)
         return plan.trained(params), params
 
     _, scatter_params, params = jax.vjp(arrive, plan.trained(shards), has_aux=True)

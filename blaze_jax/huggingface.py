@@ -16,11 +16,9 @@ from typing import Any
 
 from blaze_jax.activations import clamped_swiglu
 from blaze_jax.checks import shown
+from blaze_jax.codings import FLOAT8_BLOCK
 from blaze_jax.json_file import CheckpointError, read_json
 from blaze_jax.router import Router
-
-FLOAT8_BLOCK = 128
-"""Rows, and columns, of float8 that share a scale, in the files of DeepSeek-V3 and of Qwen."""
 
 
 @dataclass(frozen=True, kw_only=True)
