@@ -199,7 +199,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_gradients_of_turns", "before = dx, GradientSums(d_params, sums.first), d_weights", "before = None, sums, None", "meshes"),
     ("_weight_gradients", "[known.down, *known.ups][len(own) :][: len(gradients)]", "[known.down, *known.ups][: len(gradients)]", "meshes"),
     ("_route", "(routed.experts != EMPTY_SLOT).any(1), slots", "jnp.ones(num_tokens, bool), slots", "token_counts routing meshes"),
-    ("_surroundings", "(family_in_demand(), forced_turn())", "()", "eager"),
+    ("_surroundings", "around = family_in_demand(), is_fp8_everywhere(), forced_turn()", "around = ()", "eager precision"),
     ("_surroundings", "None if are_observers() or sums_on_offer() else", "", "eager"),
     ("traced_once", "jax.jit(run, static_argnames=settings, inline=INLINE_WHILE_TRACING if inlined else False)", "run", "eager"),
     ("as_on_all", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", "meshes"),

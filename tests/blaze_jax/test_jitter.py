@@ -90,6 +90,9 @@ def test_linen_takes_it_from_a_stream():
         model.apply(variables, X, mutable=["losses"])
     assert_close(model.apply(variables, X, train=False), layer(PARAMS, X, PLAIN, train=False)[0])
 
+
+@pytest.mark.slow
+def test_linen_gives_each_repetition_its_own_numbers_in_a_scan():
     class Stack(nn.Module):
         @nn.compact
         def __call__(self, x):

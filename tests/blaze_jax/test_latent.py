@@ -55,8 +55,8 @@ def test_output_and_gradients_are_those_of_the_definition(config):
     assert_close(out, ref)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["linen", "nnx"])
-@pytest.mark.default_cases("linen")
 def test_every_form_has_the_same_numbers(door):
     params, x = random_parameters(LATENT), random_tokens(30)
     out, ref = (gradients_through(name, params, x, LATENT) for name in (door, "function"))

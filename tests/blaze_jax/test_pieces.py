@@ -25,14 +25,17 @@ WAYS = {
 }
 
 
+IN_8_BITS = ("own tokens of four, further turns", "own experts, further turns", "both, and the width")
+CASES = [(way, "pre_activations") for way in WAYS] + [(way, "int8") for way in IN_8_BITS]
+
+
 def poisoned(shape, dtype, *like):
     """What buffers may hold before they are written."""
     return zeros(shape, dtype, *like) + jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 99, dtype)
 
 
-@pytest.mark.parametrize("save", ["pre_activations", "int8"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.default_cases("own tokens of four, further turns-*", "own experts of four-pre_activations")
+@pytest.mark.parametrize(("way", "save"), CASES)
+@pytest.mark.default_cases("own tokens of four, further turns-int8", "own experts of four-pre_activations")
 def test_as_one_device(way, save, monkeypatch, traced_anew):
     pieces = []
 

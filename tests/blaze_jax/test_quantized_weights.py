@@ -58,10 +58,9 @@ def loss(adapters, x, others, config, door="function"):
 run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=(3, 4))
 
 
-@pytest.mark.parametrize("save", ["pre_activations", "inputs"])
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.default_cases("nf4-function-inputs")
+@pytest.mark.parametrize(("form", "save"), [(form, "inputs") for form in FORMS] + [("nf4", "pre_activations")])
+@pytest.mark.default_cases("nf4-inputs-function")
 def test_a_layer_computes_as_with_decoded_weights(form, door, save):
     """To the bit: output, and gradients of adapters and tokens, of which nothing of the base has any."""
     config, x = replace(ADAPTED, save=save, implementation="xla"), tokens()
@@ -136,6 +135,7 @@ def test_merged_parameters_are_decoded(form):
     assert_same_bits(merge(of_router, router)["w_down"], params["w_down"].astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_nnx_trains_adapters_beside_a_compressed_base():
     config, x = replace(ADAPTED, save="inputs"), tokens("bfloat16")
     model = blaze_jax.nnx.MoE(D, config, dtype=jnp.bfloat16, train=False, rngs=nnx.Rngs(0))

@@ -116,7 +116,7 @@ def compare(problem, in_ranges, **options):
 
 
 @pytest.mark.parametrize("transformed", ["checkpoint", "vmap", "shard_map"])
-@pytest.mark.default_cases("vmap", "shard_map")
+@pytest.mark.default_cases("shard_map")
 def test_under_transformations(in_ranges, transformed):
     problem, other = (make_problem(*ROUTINGS["random"], biases=False, seed=seed) for seed in (0, 1))
     run = partial(results, in_ranges)

@@ -17,7 +17,7 @@ from tests.numerics import assert_close, assert_same_bits
 
 PAGES = {path.stem: path for path in (README, *DOCS.glob("*.md"))}
 WITH_CODE = {name for name, path in PAGES.items() if "```python" in path.read_text(encoding="utf-8")}
-WITH_OWN_TEST = {"README", "adapters", "checkpoints", "memory", "routers", "sharding", "tutorial"}
+WITH_OWN_TEST = {"README", "adapters", "checkpoints", "example", "memory", "routers", "sharding", "tutorial"}
 
 
 @cache
@@ -50,6 +50,7 @@ def test_the_readme_uses_the_layer(folder):
     assert jnp.isfinite(names["loss"])
 
 
+@pytest.mark.slow
 def test_adapters_are_trained(folder):
     names = run("adapters", folder)
     assert names["history"][-1] < 0.95 * names["history"][0]

@@ -96,6 +96,7 @@ def folder(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("replay") / "model", "olmoe")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_its_record_is_replayed(folder, tmp_path, monkeypatch, capsys):
     prompts, out, scores = tmp_path / "prompts", tmp_path / "out.jsonl", tmp_path / "scores.jsonl"
     prompts.write_text("The list\nA\nfor one in two\n")

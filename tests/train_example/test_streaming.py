@@ -77,6 +77,7 @@ def test_the_command_line_writes_the_same_texts(checkpoint, tmp_path, capsys):
     assert (tmp_path / "streamed.jsonl").read_text() == (tmp_path / "resident.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [(), ("--expert-bits", 3)])
 def test_time_prints_the_plan_beside_what_came_out(bits, checkpoint, capsys):
     options = "--time", "--checkpoint", checkpoint, "--tokens", 4, "--batch-size", 2, "--gpu-bytes", "24GB", *bits
