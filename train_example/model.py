@@ -46,17 +46,24 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: Int[Array, "B S"], *, train: bool = False, context: Context | None = None, last: bool = False
+        self,
+        tokens: Int[Array, "B S"],
+        *,
+        train: bool = False,
+        context: Context | None = None,
+        last: bool = False,
+        hidden: bool = False,
     ) -> Float[Array, "B S V"]:
         """Float32 logits of the token that follows each of `tokens`; `train` is that of `blaze_jax.MoE`.
 
         With `context`, the tokens go on where those end whose keys and values are in the collection "cache", and join
         them there: apply with `mutable=["cache"]`. With `last` the logits `(B, 1, V)` are of the last real ones alone.
+        With `hidden` there are no logits, but what the head would make them of, `(B, S, d)` in `dtype`.
         """
         config = self.config
         embedding = self.param("embedding", nn.initializers.normal(1.0), (config.vocabulary, config.width))
         with jax.named_scope("embedding"):
-            if context is None:
+            if context is None and self.moe.adapter is None:
                 # Not a gather: its gradient is a scatter, and a GPU leaves open in which order that adds up.
                 x = jax.nn.one_hot(tokens, config.vocabulary, dtype=self.dtype) @ embedding.astype(self.dtype)
             else:
@@ -69,6 +76,8 @@ class Decoder(nn.Module):
         if context is not None and last:
             x = jnp.take_along_axis(x, jnp.maximum(context.added - 1, 0)[:, None, None], axis=1)
         x = norm(name="final_norm")(x)
+        if hidden:
+            return x
         if config.tied_head:
             return (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
         return nn.Dense(config.vocabulary, use_bias=False, dtype=self.dtype, name="head")(x).astype(jnp.float32)
