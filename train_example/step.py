@@ -187,7 +187,8 @@ def cross_entropy_in_parts(
     def of_part(part: tuple[Float[Array, "t d"], Int[Array, " t"]]) -> Float[Array, ""]:
         own, targets = part
         logits = (own @ head).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).sum()
+        # With labels as integers the gradient is a scatter, in whose place XLA sorts where bits have to be equal.
+        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(targets, logits.shape[1])).sum()
 
     with jax.named_scope("loss"):
         own, targets = hidden.reshape(parts, -1, hidden.shape[-1]), windows[:, 1:].reshape(parts, -1)
