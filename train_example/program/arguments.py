@@ -132,6 +132,8 @@ def _checked(config: TrainConfig) -> TrainConfig:
         _check_frozen(config)
     elif config.base != "bf16":
         raise UserError(f"--base {config.base} is of a frozen base, which is not trained: say --adapter rank=16, too")
+    if config.merge and not (config.adapter and config.checkpoint):
+        raise UserError("--merge is of a public model's adapters: say --checkpoint and --adapter, too")
     if config.sequence_length > (model.max_positions or config.sequence_length):
         raise UserError(
             f"--sequence-length {config.sequence_length} must be at most {model.max_positions}, the "
