@@ -7,11 +7,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from blaze_jax import RESIDUAL_NAMES, DenseTwin, MoE, MoEConfig, Parallelism, expert_ffn
+from blaze_jax import RESIDUAL_NAMES, DenseTwin, MoE, MoEConfig, Parallelism, adapter_mask, expert_ffn
 from train_example.config import AttentionKernel, ModelConfig, Remat
 from train_example.layers import Attention, Context, DenseFeedForward, RMSNorm, Rotation, rotation
 
@@ -136,6 +137,20 @@ def stacked(variables: Tree) -> Tree:
         return jax.tree.map(lambda *layers: jnp.stack(layers), *tree) if isinstance(tree, tuple) else tree
 
     return {name: stack(tree) for name, tree in variables.items()}
+
+
+def adapters_of(params: Tree) -> Tree:
+    """The adapters among a model's parameters, and nothing else."""
+    flat, mask = flatten_dict(params), flatten_dict(adapter_mask(params))
+    return unflatten_dict({path: value for path, value in flat.items() if mask[path]})
+
+
+def together(adapters: Tree, base: Tree) -> Tree:
+    """A model's parameters: those that are trained and those that are not, if there are any; of layers apart, too."""
+    if isinstance(base, tuple):
+        return tuple(map(together, adapters, base))
+    shared = adapters.keys() & base.keys()
+    return {**adapters, **base, **{name: together(adapters[name], base[name]) for name in shared}}
 
 
 class Block(nn.Module):

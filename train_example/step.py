@@ -13,9 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from blaze_jax import expert_ffn
-from train_example.adapters import adapters_of, together
 from train_example.config import TrainConfig
-from train_example.model import Decoder, Tree, layers_apart, stacked
+from train_example.model import Decoder, Tree, adapters_of, layers_apart, stacked, together
 
 type Report = dict[str, Array]
 type Batch = UInt8[Array, "A M S+1"] | UInt8[np.ndarray, "A M S+1"]

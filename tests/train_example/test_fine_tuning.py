@@ -17,10 +17,9 @@ from tests.numerics import assert_close, assert_same_bits
 from tests.train_example.small import windows
 from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.__main__ import main
-from train_example.adapters import adapters_of, together
 from train_example.config import UserError
 from train_example.generate.__main__ import main as generate
-from train_example.model import Decoder
+from train_example.model import Decoder, adapters_of, together
 from train_example.program.arguments import new_config
 from train_example.program.metrics import read_metrics
 from train_example.program.model import first_state, make_model

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from train_example.adapters import together
 from train_example.compile_step import jit_once
 from train_example.config import TrainConfig, UserError
 from train_example.data import Stream
 from train_example.generate.offload import ExpertsOf, Offload
 from train_example.generate.streaming import without_experts
-from train_example.model import Decoder, Tree, layers_apart
+from train_example.model import Decoder, Tree, layers_apart, together
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints
 from train_example.program.model import frozen_base, generating_model

@@ -14,8 +14,8 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from blaze_jax.benchmark.mesh import parse_mesh
 from blaze_jax.quantized import inputs_multiple
-from train_example.adapters import parse_adapter
 from train_example.config import TrainConfig, UserError
+from train_example.program.adapters import parse_adapter
 from train_example.program.devices import Cluster
 from train_example.program.model import GPU_BYTES
 from train_example.program.presets import FINE_TUNING, OF_ADAPTERS, PRESETS

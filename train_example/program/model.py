@@ -14,12 +14,14 @@ from jaxtyping import Array
 from blaze_jax import Parallelism, expert_ffn
 from blaze_jax.benchmark.memory import plan_of
 from blaze_jax.benchmark.peers import UnavailableError, sorted_layer, tokamax_ragged_dot
+from blaze_jax.implementation import demanded_family
 from blaze_jax.quantized import Form
 from pallas_kernels.compile_only import compile_for_gpu
-from train_example.adapters import parse_adapter
+from pallas_kernels.compile_only.gpus import GPUS
 from train_example.compile_step import jit_once
 from train_example.config import ExpertsLayer, TrainConfig, UserError
 from train_example.model import Decoder
+from train_example.program.adapters import parse_adapter
 from train_example.program.devices import state_shardings
 from train_example.public_models.weights import load_params, params_like, random_params
 from train_example.step import TrainState, Tree, init_state, make_optimizer, make_train_step
@@ -135,7 +137,9 @@ def memory_plan(config: TrainConfig, gpu: str) -> str:
     batch = jax.ShapeDtypeStruct(microbatches, np.int32)
     try:
         step = make_train_step(config, model)
-        plan = plan_of(compile_for_gpu(step, state, batch, gpu=gpu, donate_argnums=0).memory)
+        own = "hopper" if GPUS[gpu].capability == (9, 0) and config.dtype == "bfloat16" else "ampere"
+        with demanded_family(own if model.moe.implementation == "mosaic_gpu" else None):
+            plan = plan_of(compile_for_gpu(step, state, batch, gpu=gpu, donate_argnums=0).memory)
     except NotImplementedError as error:
         raise UserError(f"--compile-only {gpu}: {error}") from error
     if plan is None:

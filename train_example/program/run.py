@@ -17,14 +17,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from pallas_kernels.mosaic.device import on_nvidia_gpu
-from train_example.adapters import save_adapters, together
 from train_example.config import TrainConfig, UserError
 from train_example.data import Corpus, open_text
 from train_example.generate.decoding import Generator
 from train_example.generate.models import printable
 from train_example.generate.sampling import Sampling
 from train_example.loop import due, mesh_of, train
-from train_example.model import Decoder
+from train_example.model import Decoder, together
+from train_example.program.adapters import save_adapters
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints, only_run_in
 from train_example.program.devices import parallelism, state_shardings

@@ -252,13 +252,13 @@ def _layer_by_layer(
     They are in stacks, each filled one layer after the other, or apart where the model's blocks are unrolled.
     """
     params = unflatten_dict(others)
-    put = jax.jit(_put, donate_argnums=0)
     for name, layers in model.config.stacks().items():
         of_stack = {path[1:]: leaf for path, leaf in like.items() if path[0] == name}
         if model.unroll:
             params[name] = tuple(map(unflatten_dict, layers_of(layers, of_stack)))
             continue
         stacked = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), of_stack)
+        put = jax.jit(_put, donate_argnums=0, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, of_stack))
         for at, one in enumerate(layers_of(layers, of_stack)):
             stacked = put(stacked, one, at)
         params[name] = unflatten_dict(stacked)

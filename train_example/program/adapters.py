@@ -1,18 +1,14 @@
-"""Adapters beside a frozen base: how the command line names them, and the parameters of both, apart and together."""
+"""Adapters of a run: how the command line names them, and their files."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from blaze_jax import LoRA, checkpoints
-from blaze_jax.adapters import is_adapter
 from train_example.config import TrainConfig, UserError
-from train_example.model import Decoder
-
-type Tree = Any
+from train_example.model import Decoder, Tree
 
 _FIELDS: dict[str, Callable[[str], Any]] = {
     "rank": int,
@@ -40,20 +36,6 @@ def parse_adapter(text: str) -> LoRA:
         return LoRA(**given)
     except ValueError as error:
         raise UserError(f"--adapter {text}: {error}") from error
-
-
-def adapters_of(params: Tree) -> Tree:
-    """The adapters among a model's parameters, and nothing else."""
-    flat: Any = flatten_dict(params)
-    return unflatten_dict({path: value for path, value in flat.items() if is_adapter(path[-1])})
-
-
-def together(adapters: Tree, base: Tree) -> Tree:
-    """A model's parameters: those that are trained and those that are not, if there are any; of layers apart, too."""
-    if isinstance(base, tuple):
-        return tuple(map(together, adapters, base))
-    shared = adapters.keys() & base.keys()
-    return {**adapters, **base, **{name: together(adapters[name], base[name]) for name in shared}}
 
 
 def save_adapters(folder: Path, config: TrainConfig, model: Decoder, params: Tree) -> None:
