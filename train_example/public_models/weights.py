@@ -245,7 +245,10 @@ def _load_layers(
 
 
 def _layer_by_layer(
-    model: Decoder, like: dict[Names, Any], others: dict[Names, Array], layers_of: Callable[..., Iterator[dict[Names, Any]]]
+    model: Decoder,
+    like: dict[Names, Any],
+    others: dict[Names, Array],
+    layers_of: Callable[..., Iterator[dict[Names, Any]]],
 ) -> Params:
     """A model's parameters: `others`, and those of its layers, a stack of which `layers_of(layers, like)` yields.
 
