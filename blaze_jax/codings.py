@@ -8,9 +8,10 @@ from itertools import batched, pairwise
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 FLOAT8_BLOCK = 128
 """Rows, and columns, of float8 that share a scale, in the files of DeepSeek-V3 and of Qwen."""
@@ -56,12 +57,12 @@ def decode_mxfp4(
     scale = scales[:, None].astype(jnp.int32)
     # 0.5 is half of 1: without a leading one, but with the same exponent as 1 and 1.5.
     exponent = jnp.where(power == 0, scale - 1, scale + power - 1)
-    fraction = jnp.where(power == 0, 0, half << 6)
+    fraction = _select(power == 0, 0, half << 6)
     too_small = (128 | fraction) >> jnp.clip(1 - exponent, 0, 8)
     bits = jnp.where(exponent > 0, exponent << 7 | fraction, too_small)
-    bits = jnp.where(exponent > 254, 0x7F80, bits)
-    bits = jnp.where(codes & 7 == 0, 0, bits) | sign << 15
-    bits = jnp.where(scale == MXFP4_NAN, 0x7FC0, bits).reshape(-1, *blocks.shape[1:])
+    bits = _select(exponent > 254, 0x7F80, bits)
+    bits = _select(codes & 7 == 0, 0, bits) | sign << 15
+    bits = _select(scale == MXFP4_NAN, 0x7FC0, bits).reshape(-1, *blocks.shape[1:])
     if jnp.dtype(dtype) == jnp.bfloat16:
         return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
     return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32).astype(dtype)
@@ -78,12 +79,13 @@ def decode_nf4(
     codes: UInt8[Array, "bytes n"], scales: Float[Array, "groups n"], dtype: DTypeLike
 ) -> Float[Array, "values n"]:
     """Returns numbers of NF4: two codes in a byte, the lower bits first, times the scale of 64 along the first axis."""
-    pairs = _halves(codes).reshape(-1, NF4_GROUP, *codes.shape[1:])
-    numbers: list = [jnp.float32(value) for value in _NORMAL_FLOAT4]
+    pairs = _halves(codes).reshape(-1, NF4_GROUP, *codes.shape[1:]).astype(jnp.int32)
+    numbers: list = np.array(_NORMAL_FLOAT4, np.float32).view(np.int32).tolist()
     for bit in range(4):  # selections: a GPU would look each number up in memory otherwise
         is_odd = (pairs >> bit & 1).astype(bool)
-        numbers = [jnp.where(is_odd, odd, even) for even, odd in batched(numbers, 2)]
-    decoded = numbers[0] * scales[:, None].astype(jnp.float32)
+        choose = jnp.where if bit else _select  # the first is among constants
+        numbers = [choose(is_odd, odd, even) for even, odd in batched(numbers, 2)]
+    decoded = lax.bitcast_convert_type(numbers[0], jnp.float32) * scales[:, None].astype(jnp.float32)
     return decoded.astype(dtype).reshape(-1, *codes.shape[1:])
 
 
@@ -129,6 +131,15 @@ def _halves(codes: UInt8[Array, "bytes n"]) -> UInt8[Array, "bytes 2 n"]:
     """Returns the lower and the upper bits of each byte; not stacked, or XLA would keep what is made of them apart."""
     shifts = jnp.array([0, 4], jnp.uint8).reshape(2, *(1 for _ in codes.shape[1:]))
     return codes[:, None] >> shifts & 15
+
+
+def _select(condition: Bool[Array, "..."], constant: int, other: Int[Array, "..."] | int) -> Int[Array, "..."]:
+    """Returns the constant where the condition holds, otherwise the other; by arithmetic on their bits.
+
+    `jnp.where` makes an array of the constant, which jax moves out of a differentiated loop over layers: it would be
+    there, as large as the result, as long as the loop runs.
+    """
+    return other ^ (-condition.astype(jnp.int32) & (other ^ constant))
 
 
 def _in_bytes(codes: UInt8[Array, "values n"]) -> UInt8[Array, "bytes n"]:

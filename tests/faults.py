@@ -212,7 +212,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("next_tokens", "jnp.where(stopped, 0,", "jnp.where(False, 0,", "generate"),
     # public checkpoints
     ("_halves", "[0, 4]", "[4, 0]", "codings"),
-    ("decode_mxfp4", "jnp.where(scale == MXFP4_NAN", "jnp.where(scale == 256", "codings"),
+    ("decode_mxfp4", "_select(scale == MXFP4_NAN", "_select(scale == 256", "codings"),
     ("view", "if self.alternating else np.split", "if False else np.split", "load parity"),
     ("_fused", 'Tensor("experts.gate_up_proj", ("w_gate", "w_up"), alt', 'Tensor("experts.gate_up_proj", ("w_up", "w_gate"), alt', "load parity"),
     ("_MIXTRAL", '_by_expert("w1", "w3", "w2")', '_by_expert("w3", "w1", "w2")', "load parity"),

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = parse_arguments(argv)
         if arguments.compile_only:
-            print(memory_plan(new_config(arguments.options)))
+            print(memory_plan(new_config(arguments.options), arguments.compile_only))
             return 0
         allow_all_memory()
         if arguments.cluster is not None:

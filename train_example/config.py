@@ -28,6 +28,8 @@ Implementation = Literal["mosaic_gpu", "xla"]
 Precision = Literal["fp8"]
 Trained = Literal["all", "experts"]
 DType = Literal["bfloat16", "float32"]
+Base = Literal["bf16", "float8", "mxfp4", "nf4"]
+"""What a frozen base is kept in: bfloat16, or with its experts compressed, see `blaze_jax.QuantizedWeight`."""
 
 
 class UserError(Exception):
@@ -136,6 +138,10 @@ class TrainConfig:
       unroll: whether the program has every block by itself, instead of a loop over one.
       checkpoint: folder of a public model, OLMoE or Qwen3-MoE, to fine-tune and save again; left out, a fresh one.
       trained: what part of the model is trained: all of it, or the experts' matrices.
+      adapter: trains adapters of the experts alone, such as rank=16, or rank=16,alpha=32,targets=gate+up,shared, where
+        the experts share A; left out, the model itself.
+      base: what the frozen weights of experts beside adapters are kept in, decoded a layer at a time.
+      merge: whether a public model is saved with its adapters in it, and not only they by themselves.
       evaluate_every: steps between evaluations on the held-out text.
       checkpoint_every: steps between checkpoints.
     """
@@ -163,5 +169,8 @@ class TrainConfig:
     unroll: bool = False
     checkpoint: str | None = None
     trained: Trained = "all"
+    adapter: str | None = None
+    base: Base = "bf16"
+    merge: bool = False
     evaluate_every: int
     checkpoint_every: int

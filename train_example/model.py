@@ -7,11 +7,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from blaze_jax import RESIDUAL_NAMES, DenseTwin, MoE, MoEConfig, Parallelism, expert_ffn
+from blaze_jax import RESIDUAL_NAMES, DenseTwin, MoE, MoEConfig, Parallelism, adapter_mask, expert_ffn
 from train_example.config import AttentionKernel, ModelConfig, Remat
 from train_example.layers import Attention, Context, DenseFeedForward, RMSNorm, Rotation, rotation
 
@@ -46,17 +47,24 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, tokens: Int[Array, "B S"], *, train: bool = False, context: Context | None = None, last: bool = False
+        self,
+        tokens: Int[Array, "B S"],
+        *,
+        train: bool = False,
+        context: Context | None = None,
+        last: bool = False,
+        hidden: bool = False,
     ) -> Float[Array, "B S V"]:
         """Float32 logits of the token that follows each of `tokens`; `train` is that of `blaze_jax.MoE`.
 
         With `context`, the tokens go on where those end whose keys and values are in the collection "cache", and join
         them there: apply with `mutable=["cache"]`. With `last` the logits `(B, 1, V)` are of the last real ones alone.
+        With `hidden` there are no logits, but what the head would make them of, `(B, S, d)` in `dtype`.
         """
         config = self.config
         embedding = self.param("embedding", nn.initializers.normal(1.0), (config.vocabulary, config.width))
         with jax.named_scope("embedding"):
-            if context is None:
+            if context is None and self.moe.adapter is None:
                 # Not a gather: its gradient is a scatter, and a GPU leaves open in which order that adds up.
                 x = jax.nn.one_hot(tokens, config.vocabulary, dtype=self.dtype) @ embedding.astype(self.dtype)
             else:
@@ -69,6 +77,8 @@ class Decoder(nn.Module):
         if context is not None and last:
             x = jnp.take_along_axis(x, jnp.maximum(context.added - 1, 0)[:, None, None], axis=1)
         x = norm(name="final_norm")(x)
+        if hidden:
+            return x
         if config.tied_head:
             return (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
         return nn.Dense(config.vocabulary, use_bias=False, dtype=self.dtype, name="head")(x).astype(jnp.float32)
@@ -127,6 +137,20 @@ def stacked(variables: Tree) -> Tree:
         return jax.tree.map(lambda *layers: jnp.stack(layers), *tree) if isinstance(tree, tuple) else tree
 
     return {name: stack(tree) for name, tree in variables.items()}
+
+
+def adapters_of(params: Tree) -> Tree:
+    """The adapters among a model's parameters, and nothing else."""
+    flat, mask = flatten_dict(params), flatten_dict(adapter_mask(params))
+    return unflatten_dict({path: value for path, value in flat.items() if mask[path]})
+
+
+def together(adapters: Tree, base: Tree) -> Tree:
+    """A model's parameters: those that are trained and those that are not, if there are any; of layers apart, too."""
+    if isinstance(base, tuple):
+        return tuple(map(together, adapters, base))
+    shared = adapters.keys() & base.keys()
+    return {**adapters, **base, **{name: together(adapters[name], base[name]) for name in shared}}
 
 
 class Block(nn.Module):

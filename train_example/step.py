@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from blaze_jax import expert_ffn
 from train_example.config import TrainConfig
-from train_example.model import Decoder, Tree, layers_apart, stacked
+from train_example.model import Decoder, Tree, adapters_of, layers_apart, stacked, together
 
 type Report = dict[str, Array]
 type Batch = UInt8[Array, "A M S+1"] | UInt8[np.ndarray, "A M S+1"]
@@ -24,6 +24,10 @@ _FINAL_SHARE = 0.1
 _CLIP_NORM = 1.0
 _EXPERT_MATRICES = ("w_gate", "w_up", "w_down")
 _FLOAT32_PARAMETERS = ("scale", "w_router", "b_router")
+"""How the names of parameters begin that are not computed with in 16 bits."""
+
+_LOGITS = 2**26
+"""Logits that are in memory at a time beside a frozen head: 256 MiB."""
 
 
 class TrainState(NamedTuple):
@@ -34,12 +38,14 @@ class TrainState(NamedTuple):
       params: float32 parameters; those of unrolled blocks as `layers_apart` has them.
       router_state: the routers' selection biases, empty where there are none.
       optimizer_state: moments of the optimizer.
+      frozen: what is not trained beside adapters, which alone `params` are then; a checkpoint does not hold it.
     """
 
     step: Int[Array, ""]
     params: Tree
     router_state: Tree
     optimizer_state: Tree
+    frozen: Tree = {}  # noqa: RUF012  (nobody writes into it)
 
 
 class StepMetrics(NamedTuple):
@@ -100,12 +106,13 @@ def matrices(params: optax.Params) -> optax.Params:
 
 
 def init_state(config: TrainConfig, model: Decoder, seed: Int[Array, ""] | None = None) -> TrainState:
-    """The state before the first step, from the configuration's seed or another."""
+    """The state before the first step, from the configuration's seed or another; of adapters, without their base."""
     looped = model.clone(unroll=False)  # the same numbers, from a program that compiles in a tenth of the time
     variables = nn.unbox(
         looped.init(jax.random.key(config.seed if seed is None else seed), jnp.zeros((1, 1), jnp.int32))
     )
     params = layers_apart(model.config, variables["params"]) if model.unroll else variables["params"]
+    params = params if model.moe.adapter is None else adapters_of(params)
     return TrainState(jnp.int32(0), params, variables.get("router_state", {}), make_optimizer(config).init(params))
 
 
@@ -126,7 +133,7 @@ def make_train_step(
             params = optax.apply_updates(state.params, updates)
             gradient_norm = optax.tree.norm(grads)
         metrics = StepMetrics(gradient_norm=gradient_norm, learning_rate=jnp.asarray(schedule(state.step)), **report)
-        return TrainState(state.step + 1, params, router_state, optimizer_state), metrics
+        return TrainState(state.step + 1, params, router_state, optimizer_state, state.frozen), metrics
 
     return train_step
 
@@ -140,9 +147,8 @@ def make_evaluation(model: Decoder) -> Callable[[TrainState, Batch], Float[Array
 
     def evaluate(state: TrainState, batches: Batch) -> Float[Array, ""]:
         params = stacked(working_copy(state.params, model.dtype)) if apart else state.params  # no float32 stacks
-        variables = {"params": params, "router_state": state.router_state}
-        means = lax.map(lambda w: cross_entropy(jnp.asarray(model.apply(variables, w[:, :-1])), w), batches)
-        return means.mean()
+        variables = {"params": together(params, state.frozen), "router_state": state.router_state}
+        return lax.map(lambda w: _apply_for_loss(model, variables, w)[0], batches).mean()
 
     return evaluate
 
@@ -154,21 +160,55 @@ def cross_entropy(logits: Float[Array, "M S V"], windows: UInt8[Array, "M S+1"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
+def _apply_for_loss(model: Decoder, variables: Tree, windows: UInt8[Array, "M S+1"], **options) -> tuple[Array, Tree]:
+    """The cross entropy, and the collections that `options` has mutable.
+
+    Beside a frozen head the logits, which would be most of the memory, exist for some of the tokens at a time.
+    """
+    frozen = model.moe.adapter is not None
+    applied = model.apply(variables, windows[:, :-1], hidden=frozen, **options)
+    outputs, sown = applied if "mutable" in options else (applied, {})
+    if not frozen:
+        return cross_entropy(jnp.asarray(outputs), windows), sown
+    params = variables["params"]
+    head = params["embedding"].T if model.config.tied_head else params["head"]["kernel"]
+    return cross_entropy_in_parts(jnp.asarray(outputs), head.astype(model.dtype), windows), sown
+
+
+def cross_entropy_in_parts(
+    hidden: Float[Array, "M S d"], head: Float[Array, "d V"], windows: UInt8[Array, "M S+1"]
+) -> Float[Array, ""]:
+    """`cross_entropy` of the logits `hidden · head`, of which `_LOGITS` exist at a time, backward computed again."""
+    tokens = windows[:, 1:].size
+    parts = next(n for n in range(-(-tokens * head.shape[1] // _LOGITS), tokens + 1) if tokens % n == 0)
+
+    @jax.checkpoint
+    def of_part(part: tuple[Float[Array, "t d"], Int[Array, " t"]]) -> Float[Array, ""]:
+        own, targets = part
+        logits = (own @ head).astype(jnp.float32)
+        # With labels as integers the gradient is a scatter, in whose place XLA sorts where bits have to be equal.
+        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(targets, logits.shape[1])).sum()
+
+    with jax.named_scope("loss"):
+        own, targets = hidden.reshape(parts, -1, hidden.shape[-1]), windows[:, 1:].reshape(parts, -1)
+        return lax.map(of_part, (own, targets.astype(jnp.int32))).sum() / tokens
+
+
 def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, tuple[Tree, Report]]:
     """Mean gradients, the router state after the last microbatch and what all of them report.
 
     One microbatch's gradients have the dtype of the working copy; the mean of several is summed in float32. Those of
     the experts' matrices are added to their sums where they are computed, on one device.
     """
-    params = working_copy(state.params, model.dtype)
+    params, frozen = working_copy(state.params, model.dtype), state.frozen
     if batch.shape[0] == 1:  # needs no second copy of the gradients to add to
-        return jax.grad(_loss, argnums=1, has_aux=True)(model, params, state.router_state, batch[0])
+        return jax.grad(_loss, argnums=1, has_aux=True)(model, params, frozen, state.router_state, batch[0])
 
     def add(carry: tuple[Tree, Tree, Tree], windows: UInt8[Array, "M S+1"]) -> tuple[tuple[Tree, Tree, Tree], Report]:
         total, sums, router_state = carry
 
         def loss(others: Tree, unread: Tree) -> tuple[tuple[Array, Tree], tuple[Tree, Report]]:
-            return _loss_and_sums(model, _joined(others, params), router_state, windows, unread)
+            return _loss_and_sums(model, _joined(others, params), frozen, router_state, windows, unread)
 
         unread = jax.tree.map(lambda array: lax.empty(array.shape, array.dtype), sums)
         (value, _), gradients, (router_state, report) = jax.vjp(loss, _without(params, sums), unread, has_aux=True)
@@ -189,7 +229,8 @@ def _no_sums(model: Decoder, params: Tree) -> Tree:
 
     That is over a mesh, where other devices' gradients have to be added first, and for other experts.
     """
-    if model.parallel is not None or model.dense_twin is not None or model.experts is not expert_ffn:
+    elsewhere = model.parallel is not None or model.dense_twin is not None or model.experts is not expert_ffn
+    if elsewhere or model.moe.adapter is not None:  # adapters' are small
         return {}
     stacks = jax.eval_shape(stacked, params)
     names = [name for name in model.config.stacks() if name.startswith("moe")]
@@ -223,31 +264,30 @@ def working_copy(params: Tree, dtype: DTypeLike) -> Tree:
     """
 
     def copy(path: tuple, param: Array) -> Array:
-        return param if path[-1].key in _FLOAT32_PARAMETERS else param.astype(dtype)
+        return param if path[-1].key.startswith(_FLOAT32_PARAMETERS) else param.astype(dtype)
 
     with jax.named_scope("working_copy"):
         return jax.tree_util.tree_map_with_path(copy, params)
 
 
 def _loss(
-    model: Decoder, params: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"]
+    model: Decoder, params: Tree, frozen: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"]
 ) -> tuple[Float[Array, ""], tuple[Tree, Report]]:
     """The training loss, cross entropy plus the layers' auxiliary losses, and the new router state."""
-    (loss, _), aux = _loss_and_sums(model, params, router_state, windows, {})
+    (loss, _), aux = _loss_and_sums(model, params, frozen, router_state, windows, {})
     return loss, aux
 
 
 def _loss_and_sums(
-    model: Decoder, params: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"], sums: Tree
+    model: Decoder, params: Tree, frozen: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"], sums: Tree
 ) -> tuple[tuple[Float[Array, ""], Tree], tuple[Tree, Report]]:
     """`_loss`, and the collection "gradient_sums", whose gradients flow through the layers."""
-    variables = {"params": stacked(params), "router_state": router_state}
+    variables = {"params": together(stacked(params), frozen), "router_state": router_state}
     collections = ["losses", "intermediates", "router_state"]
     if sums:
         variables["gradient_sums"] = {n: {"moe": stack["moe"] | {"layer": jnp.int32(0)}} for n, stack in sums.items()}
         collections.append("gradient_sums")
-    logits, sown = model.apply(variables, windows[:, :-1], train=True, mutable=collections)
-    loss = cross_entropy(logits, windows)
+    loss, sown = _apply_for_loss(model, variables, windows, train=True, mutable=collections)
     auxiliary_loss = sum((leaf.sum() for leaf in jax.tree.leaves(sown.get("losses", {}))), jnp.float32(0))
     stacks = {name: layers for name, layers in model.config.stacks().items() if name.startswith("moe")}
     if model.dense_twin is None:

@@ -29,9 +29,9 @@ def lines_of_code(source):
     return len(lines)
 
 
-def test_model_step_data_and_loop_are_some_600_lines_in_eight_files():
+def test_model_step_data_and_loop_are_some_700_lines_in_eight_files():
     assert len(CORE) <= 8
-    assert sum(lines_of_code(path.read_text()) for path in CORE) <= 675
+    assert sum(lines_of_code(path.read_text()) for path in CORE) <= 725
 
 
 def test_they_use_what_an_import_of_blaze_jax_offers():

@@ -114,7 +114,7 @@ def test_the_memory_of_a_step_is_planned_without_weights(tmp_path, capsys):
     shutil.copy(FIXTURES / "olmoe" / "config.json", tmp_path)
     arguments = ["--checkpoint", str(tmp_path), "--compile-only", "h200", "--trained", "experts"]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    assert "4 × 64 tokens a step, trained: experts: 0 GB" in capsys.readouterr().out
+    assert "4 × 64 tokens a step, trained: experts: 0.0 GB (0.0 GiB), of which" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 

@@ -17,10 +17,10 @@ from train_example.config import TrainConfig, UserError
 from train_example.data import Stream
 from train_example.generate.offload import ExpertsOf, Offload
 from train_example.generate.streaming import without_experts
-from train_example.model import Decoder, Tree, layers_apart
+from train_example.model import Decoder, Tree, layers_apart, together
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints
-from train_example.program.model import generating_model
+from train_example.program.model import frozen_base, generating_model
 from train_example.public_models.tokens import end_tokens, open_tokenizer
 from train_example.public_models.weights import load_experts, load_params
 from train_example.step import init_state, working_copy
@@ -112,6 +112,8 @@ def open_model(
         variables = saved.restore_variables(step, jax.eval_shape(partial(init_state, config, model)))
     variables["params"] = jit_once(partial(working_copy, dtype=model.dtype))(variables["params"])
     variables = {kind: layers_apart(model.config, of_kind) for kind, of_kind in variables.items()}
+    if config.adapter is not None:
+        variables["params"] = together(variables["params"], frozen_base(config, model.clone(unroll=True)))
     experts = None
     if offload is not None:
         variables, layers = without_experts(variables)

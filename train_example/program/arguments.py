@@ -13,15 +13,18 @@ from types import NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from blaze_jax.benchmark.mesh import parse_mesh
+from blaze_jax.quantized import inputs_multiple
 from train_example.config import TrainConfig, UserError
+from train_example.program.adapters import parse_adapter
 from train_example.program.devices import Cluster
-from train_example.program.presets import FINE_TUNING, PRESETS
+from train_example.program.model import GPU_BYTES
+from train_example.program.presets import FINE_TUNING, OF_ADAPTERS, PRESETS
 from train_example.public_models.config import public_config
 
 _OPTIONS = tuple(field.name for field in fields(TrainConfig) if field.name not in ("preset", "model"))
 _CLUSTER = ("cluster", "coordinator", "processes", "process")
 _HELP = dict(re.findall(r"^  (\w+): (.*(?:\n    .*)*?)\.$", inspect.getdoc(TrainConfig) or "", re.MULTILINE))
-_MAY_CHANGE = {"data", "checkpoint", "checkpoint_every", "steps", "schedule_steps"}
+_MAY_CHANGE = {"data", "checkpoint", "checkpoint_every", "steps", "schedule_steps", "merge"}
 """Options that a resumed run may change. The text itself is compared, not its path, and so are the model's sizes."""
 _MAX_WHOLE = 2**31 - 1
 
@@ -63,7 +66,10 @@ def new_config(options: dict[str, Any]) -> TrainConfig:
     Raises:
       UserError: options do not fit each other.
     """
-    return _checked(replace(_start(options), **options))
+    start = _start(options)
+    if options.get("adapter") is not None:
+        start = replace(start, **OF_ADAPTERS)
+    return _checked(replace(start, **options))
 
 
 def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) -> TrainConfig:
@@ -121,6 +127,13 @@ def _checked(config: TrainConfig) -> TrainConfig:
             raise UserError(f"--experts-layer {layer} has no token rounding and no expert capacity")
         elif model.activation != "swiglu":
             raise UserError(f"--experts-layer {layer} has no {model.activation}, only swiglu")
+    if config.adapter is not None:
+        parse_adapter(config.adapter)
+        _check_frozen(config)
+    elif config.base != "bf16":
+        raise UserError(f"--base {config.base} is of a frozen base, which is not trained: say --adapter rank=16, too")
+    if config.merge and not (config.adapter and config.checkpoint):
+        raise UserError("--merge is of a public model's adapters: say --checkpoint and --adapter, too")
     if config.sequence_length > (model.max_positions or config.sequence_length):
         raise UserError(
             f"--sequence-length {config.sequence_length} must be at most {model.max_positions}, the "
@@ -129,6 +142,26 @@ def _checked(config: TrainConfig) -> TrainConfig:
     if config.batch_size % config.accumulate:
         raise UserError(f"--accumulate {config.accumulate} must divide --batch-size {config.batch_size}")
     return config
+
+
+def _check_frozen(config: TrainConfig) -> None:
+    """Raises UserError for what does not go with adapters, or with what their base is kept in."""
+    for option, there in {
+        "--trained experts": config.trained == "experts",
+        "--unroll": config.unroll,
+        f"--precision {config.precision}": config.precision is not None,
+        "--save int8": config.save == "int8",
+        f"--experts-layer {config.experts_layer}": config.experts_layer != "blaze_jax",
+    }.items():
+        if there:
+            raise UserError(f"--adapter trains adapters of blaze_jax's experts, in a loop: leave {option} out")
+    multiple = 1 if config.base == "bf16" else inputs_multiple(config.base)
+    sizes = config.model.width, config.model.expert_width
+    if any(size % multiple for size in sizes):
+        raise UserError(
+            f"--base {config.base} has scales of {multiple} inputs, must divide the model's width {sizes[0]} and its "
+            f"experts' {sizes[1]}: choose float8 or bf16"
+        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -148,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, metavar="FOLDER", help="the run's folder (runs/PRESET-TIME)")
     add("--resume", action="store_true", help="go on with the run in --out")
-    add("--compile-only", choices=("h200",), help="print the memory that it needs there, and stop")
+    add("--compile-only", choices=tuple(GPU_BYTES), help="print the memory that it needs there, and stop")
     add_options(parser, *_OPTIONS)
     add("--mesh", type=parse_mesh, metavar="ROLE=N,...", help="devices by role, such as fsdp=2,expert=4 (one device)")
     add("--cluster", action="store_true", help="one of several processes, as the environment says: Slurm, Kubernetes")

@@ -54,7 +54,7 @@ class Run:
     def __init__(self, config: TrainConfig, parallel: Parallelism | None = None):
         self.config = config
         self.seconds: dict[str, float] = {}
-        self._corpus = Corpus(open_text(config.data), config.sequence_length)
+        self._corpus = Corpus(open_text(config.data), config.sequence_length, config.model.vocabulary)
         self._model = make_model(config, parallel)
         with self.phase("initial state"):
             self.state = jax.block_until_ready(first_state(config, self._model, None))

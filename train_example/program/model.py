@@ -8,20 +8,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Array
 
 from blaze_jax import Parallelism, expert_ffn
 from blaze_jax.benchmark.memory import plan_of
 from blaze_jax.benchmark.peers import UnavailableError, sorted_layer, tokamax_ragged_dot
+from blaze_jax.implementation import demanded_family
+from blaze_jax.quantized import Form
 from pallas_kernels.compile_only import compile_for_gpu
+from pallas_kernels.compile_only.gpus import GPUS
 from train_example.compile_step import jit_once
 from train_example.config import ExpertsLayer, TrainConfig, UserError
 from train_example.model import Decoder
+from train_example.program.adapters import parse_adapter
 from train_example.program.devices import state_shardings
-from train_example.public_models.weights import load_params
-from train_example.step import TrainState, init_state, make_optimizer, make_train_step
+from train_example.public_models.weights import load_params, params_like, random_params
+from train_example.step import TrainState, Tree, init_state, make_optimizer, make_train_step
 
-_H200_BYTES = 141 * 10**9
+GPU_BYTES = {
+    name: gigabytes * 10**9 for name, gigabytes in {"h200": 141, "h100": 80, "a100": 80, "rtx4090": 24}.items()
+}
 
 
 def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Decoder:
@@ -32,7 +39,11 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     """
     if parallel is not None and config.experts_layer.startswith("sort"):
         raise UserError(f"--experts-layer {config.experts_layer} runs on one device: leave --mesh out")
-    moe = config.model.moe(save=config.save, precision=config.precision, implementation=config.implementation)
+    if parallel is not None and config.adapter is not None:
+        raise UserError("--adapter trains on one device: leave --mesh out")
+    adapter = None if config.adapter is None else parse_adapter(config.adapter)
+    options = {"save": config.save, "precision": config.precision, "implementation": config.implementation}
+    moe = config.model.moe(adapter=adapter, **options)
     return Decoder(
         config.model,
         moe,
@@ -81,6 +92,9 @@ def experts_function(experts_layer: ExpertsLayer) -> Callable[..., Array]:
 def first_state(config: TrainConfig, model: Decoder, restored: Callable[[TrainState], TrainState] | None) -> TrainState:
     """The state to go on from: `restored(like)`, the public model's, or a fresh one, split as the mesh has it."""
     init = partial(init_state, config, model)
+    if config.adapter is not None:
+        state = jit_once(init)() if restored is None else restored(jax.eval_shape(init))
+        return state._replace(frozen=frozen_base(config, model))
     like = jax.eval_shape(init)
     shardings = state_shardings(model.parallel, like, model.moe, config.model.width)
     if restored is not None:
@@ -95,26 +109,49 @@ def first_state(config: TrainConfig, model: Decoder, restored: Callable[[TrainSt
     return jit_once(init, shardings)()
 
 
-def memory_plan(config: TrainConfig) -> str:
-    """The memory that a step needs on an H200, in a line, by the compiler's own plan: with no GPU, and no weights.
+def frozen_base(config: TrainConfig, model: Decoder) -> Tree:
+    """What is not trained beside adapters: the public model's parameters, or without one random ones, for timing."""
+    options: dict[str, Any] = {"dtype": jnp.bfloat16, "base": _form(config)}
+    if config.checkpoint:
+        return load_params(config.checkpoint, model, **options)
+    return random_params(model, **options, seed=config.seed)
+
+
+def _form(config: TrainConfig) -> Form | None:
+    return None if config.base == "bf16" else config.base
+
+
+def memory_plan(config: TrainConfig, gpu: str) -> str:
+    """The memory that a step needs on a GPU, in a line, by the compiler's own plan: with no GPU, and no weights.
 
     The attention is XLA's, which keeps its scores: cuDNN's can be compiled on a GPU only, and needs less.
 
     Raises:
-      UserError: the compiler for an H200 is not installed.
+      UserError: the compiler for it is not installed.
     """
     model = make_model(replace(config, implementation=config.implementation or "mosaic_gpu", attention="xla"))
     state: Any = jax.eval_shape(partial(init_state, config, model))
+    if config.adapter is not None:
+        state = state._replace(frozen=unflatten_dict(params_like(model, None, jnp.bfloat16, _form(config))))
     microbatches = (config.accumulate, config.batch_size // config.accumulate, config.sequence_length + 1)
     batch = jax.ShapeDtypeStruct(microbatches, np.int32)
     try:
-        plan = plan_of(compile_for_gpu(make_train_step(config, model), state, batch, donate_argnums=0).memory)
+        step = make_train_step(config, model)
+        own = "hopper" if GPUS[gpu].capability == (9, 0) and config.dtype == "bfloat16" else "ampere"
+        with demanded_family(own if model.moe.implementation == "mosaic_gpu" else None):
+            plan = plan_of(compile_for_gpu(step, state, batch, gpu=gpu, donate_argnums=0).memory)
     except NotImplementedError as error:
-        raise UserError(f"--compile-only h200: {error}") from error
+        raise UserError(f"--compile-only {gpu}: {error}") from error
     if plan is None:
-        raise UserError("--compile-only h200: this version of jax's plugin says nothing of the memory")
-    fits = "fits on one" if plan.total <= _H200_BYTES else f"takes {-(-plan.total // _H200_BYTES)} or more"
+        raise UserError(f"--compile-only {gpu}: this version of jax's plugin says nothing of the memory")
+    there = GPU_BYTES[gpu]
+    fits = "fits on one" if plan.total <= there else f"takes {-(-plan.total // there)} or more"
+    trained = config.trained
+    if config.adapter is not None:
+        number = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        trained = f"adapters of {number / 1e6:,.0f} million parameters beside a base in {config.base}"
     return (
-        f"{config.batch_size} × {config.sequence_length} tokens a step, trained: {config.trained}: "
-        f"{plan.total / 1e9:.0f} GB, of which state and batch {plan.arguments / 1e9:.0f} GB; {fits} H200"
+        f"{config.batch_size} × {config.sequence_length} tokens a step, trained: {trained}: "
+        f"{plan.total / 1e9:.1f} GB ({plan.total / 2**30:.1f} GiB), of which state and batch "
+        f"{plan.arguments / 1e9:.1f} GB; {fits} {gpu.upper()}"
     )

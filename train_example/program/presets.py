@@ -1,4 +1,4 @@
-"""The models to choose from: one for a laptop's CPU, five for GPUs."""
+"""The models to choose from: one for a laptop's CPU, six for GPUs."""
 
 from typing import Any
 
@@ -71,8 +71,30 @@ _PRESETS = (
         {"head_width": 128, "qk_norm": "head", "rotary_base": 1e6, "load_balancing_weight": 1e-3},
         unroll=True,
     ),
+    # All of Qwen3-30B-A3B, of which one GPU trains adapters, by --adapter; without, it needs several.
+    _preset(
+        "qwen3-30b-a3b",
+        (2048, 48, 32, 4, 128, 8, 768),
+        (1000, 8, 512, 4e-4, 100, 500),
+        {
+            "head_width": 128,
+            "qk_norm": "head",
+            "rotary_base": 1e6,
+            "load_balancing_weight": 1e-3,
+            "vocabulary": 151_936,
+        },
+    ),
 )
 PRESETS = {preset.preset: preset for preset in _PRESETS}
+
+OF_ADAPTERS: dict[str, Any] = {
+    "learning_rate": 2e-4,
+    "weight_decay": 0.0,
+    "remat": "full",
+    "save": "inputs",
+    "unroll": False,
+}
+"""What `--adapter` changes of a preset, or of `FINE_TUNING`: the base is most of the memory, so little else is kept."""
 
 FINE_TUNING = _preset("checkpoint", (128, 4, 4, 4, 16, 4, 64), (100, 4, 512, 1e-5, 20, 100), weight_decay=0.0)
 """The run that `--checkpoint` starts from; its model is another."""

@@ -23,7 +23,8 @@ from train_example.generate.decoding import Generator
 from train_example.generate.models import printable
 from train_example.generate.sampling import Sampling
 from train_example.loop import due, mesh_of, train
-from train_example.model import Decoder
+from train_example.model import Decoder, together
+from train_example.program.adapters import save_adapters
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints, only_run_in
 from train_example.program.devices import parallelism, state_shardings
@@ -32,7 +33,7 @@ from train_example.program.model import first_state, generating_model, make_mode
 from train_example.program.results import plot
 from train_example.public_models.tokens import token_stream
 from train_example.public_models.weights import save_model
-from train_example.step import TrainState, Tree
+from train_example.step import TrainState, Tree, init_state
 
 _MIB = 2**20
 _MAX_COUNTED = 64 * _MIB
@@ -89,12 +90,15 @@ def run(arguments: Namespace) -> None:
             command = f"python -m train_example --resume --out {shlex.quote(str(out))}"
             print(f"stopped after step {done} of {config.steps}; go on with: {command}")
             return
-        variables: Tree = {"params": state.params, "router_state": state.router_state}
+        variables: Tree = {"params": together(state.params, state.frozen), "router_state": state.router_state}
         if setup.model.parallel is not None:
             variables = multihost_utils.process_allgather(variables, tiled=True)
         if is_first_process:
             _report(setup, variables, log)
-        if is_first_process and config.checkpoint:
+        if is_first_process and config.adapter is not None:
+            save_adapters(out / "adapter", config, setup.model, state.params)
+            print(f"the adapters are in {out / 'adapter'}, in PEFT's format")
+        if is_first_process and config.checkpoint and (config.adapter is None or config.merge):
             if not (out / "model").exists():  # as after --resume of a run that was done
                 save_model(out / "model", config.checkpoint, setup.model, variables["params"])
             print(f"the model is in {out / 'model'}, in the format that it came in")
@@ -214,7 +218,7 @@ def _train(setup: Setup, log: MetricsLog) -> TrainState:
             show(bar, record)
             stop = multihost_utils.process_allgather(np.array(interrupt.requested)).any()  # in any process
             if stop or due(config, record["step"], config.checkpoint_every):
-                setup.saved.save(record["step"], state, description)
+                setup.saved.save(record["step"], state._replace(frozen={}), description)
             if stop:
                 break
     return state
@@ -229,6 +233,12 @@ def _introduction(setup: Setup) -> str:
         f"text: {documents}, {len(stream):,} {stream.unit}, the last {corpus.held_out_units:,} of them held out",
         f"training {start}to step {config.steps}, losses in bits per byte, results in {setup.out}",
     ]
+    if config.adapter is not None:
+        trained = sum(
+            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(partial(init_state, config, setup.model)).params)
+        )
+        numbers = "" if config.checkpoint else ", of random numbers, for timing"
+        lines.insert(1, f"trained: {trained / 1e6:,.1f} million, beside a base in {config.base}{numbers}")
     if (scheduled := config.schedule_steps or config.steps) != config.steps:
         after = ", then a tenth of its peak" if scheduled < config.steps else ""
         lines.append(f"learning rate: that of a run of {scheduled} steps{after} (--schedule-steps)")
@@ -238,7 +248,7 @@ def _introduction(setup: Setup) -> str:
 
 
 def _report(setup: Setup, variables: Tree, log: MetricsLog) -> None:
-    """Leaves the figure and a sample, and prints the sample and the final line."""
+    """Leaves the figure and, but for adapters, a sample; prints the sample and the final line."""
     corpus, config, stream = setup.corpus, setup.config, setup.corpus.stream
     unigram = setup.text["unigram_bits"]
     title = (
@@ -246,6 +256,10 @@ def _report(setup: Setup, variables: Tree, log: MetricsLog) -> None:
         f"{config.steps:,} steps of {config.batch_size} × {config.sequence_length:,} {stream.unit}"
     )
     plot(log.records, unigram, title, setup.out / "training.png")
+    final = f"final: held-out {log.records[-1]['held_out']:.3f} bits/byte, unigram {unigram:.3f} bits/byte"
+    if config.adapter is not None:  # a generator takes a copy of each layer's base
+        print(f"no sample: python -m train_example.generate --run {shlex.quote(str(setup.out))} makes some\n{final}")
+        return
 
     prompt = stream.read(corpus.training_units, min(_PROMPT, config.sequence_length))
     sampling = Sampling(_TEMPERATURE)
@@ -254,4 +268,4 @@ def _report(setup: Setup, variables: Tree, log: MetricsLog) -> None:
     (setup.out / "sample.txt").write_text(text, encoding="utf-8")
 
     print(f"sample, after the first {len(prompt)} {stream.unit}:\n{text}\n")
-    print(f"final: held-out {log.records[-1]['held_out']:.3f} bits/byte, unigram {unigram:.3f} bits/byte")
+    print(final)

@@ -2,7 +2,8 @@
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -18,12 +19,15 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from blaze_jax import MoEConfig, checkpoints
+from blaze_jax import MoEConfig, checkpoints, merge
+from blaze_jax.adapters import is_adapter
 from blaze_jax.checkpoints.folder import DTYPES, INDEX
 from blaze_jax.checkpoints.layouts import PLAIN, find_block
 from blaze_jax.checkpoints.loading import place
 from blaze_jax.checkpoints.saving import layer_tensors
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
+from blaze_jax.quantized import WEIGHTS, Form, is_quantized, quantize
+from train_example.compile_step import jit_once
 from train_example.config import UserError
 from train_example.model import Decoder
 from train_example.step import working_copy
@@ -94,8 +98,11 @@ def load_params(
     *,
     dtype: DTypeLike = jnp.float32,
     experts: bool = True,
+    base: Form | None = None,
 ) -> Params:
     """The parameters of a public model, as the decoder has them; those of unrolled blocks as `layers_apart` has them.
+
+    A decoder's adapters are not among them.
 
     Args:
       folder: where it is.
@@ -103,6 +110,7 @@ def load_params(
       shardings: where each parameter goes, by `NamedSharding`; None for the first device.
       dtype: type of the matrices; what `working_copy` leaves in float32 is float32.
       experts: whether the layers of experts are read, too, or left to `load_experts`.
+      base: the form in which the experts' weights stay compressed; None for plain numbers.
 
     Raises:
       UserError: a tensor is missing, unknown or of another shape or type; the message names it and its file.
@@ -110,17 +118,38 @@ def load_params(
     try:
         files = checkpoints.Folder(folder)
         _check_names(files, model)
-        like = _like(model, shardings, dtype)
+        like = params_like(model, shardings, dtype, base)
         if not experts:
             like = {path: leaf for path, leaf in like.items() if "moe" not in path}
-        params = unflatten_dict(_read(files, "", _OF_MODEL, like))
-        for stack, layers in model.config.stacks().items():
-            of_stack = {path[1:]: leaf for path, leaf in like.items() if path[0] == stack}
-            one_by_one = _load_layers(files, model, layers, of_stack)
-            params[stack] = tuple(map(unflatten_dict, one_by_one)) if model.unroll else _stack(one_by_one, of_stack)
+        others = _read(files, "", _OF_MODEL, like)
+        return _layer_by_layer(model, like, others, partial(_load_layers, files, model))
     except checkpoints.CheckpointError as error:
         raise UserError(f"--checkpoint {folder}: {error}") from error
-    return params
+
+
+def random_params(model: Decoder, *, dtype: DTypeLike, base: Form | None = None, seed: int = 0) -> Params:
+    """Random numbers in the place of what `load_params` reads, for timing; drawn, and compressed, where they stay."""
+    like = params_like(model, None, dtype, base)
+
+    def drawn(key: Array, leaf: Any) -> Any:
+        if leaf.ndim == 1:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        if is_quantized(leaf):  # an expert at a time, for little memory beside the result
+            draw = partial(jax.random.normal, shape=leaf.shape[1:], dtype=leaf.dtype)
+            return lax.map(lambda key: quantize(0.02 * draw(key), leaf.form), jax.random.split(key, leaf.shape[0]))
+        return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
+
+    def drawn_of(number: int, of: dict[Names, Any]) -> dict[Names, Any]:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), number), len(of))
+        return {path: drawn(key, leaf) for key, (path, leaf) in zip(keys, of.items(), strict=True)}
+
+    def layers_of(layers: list[int], of_stack: dict[Names, Any]) -> Iterator[dict[Names, Any]]:
+        draw = jit_once(partial(drawn_of, of={path: _of_one_layer(leaf) for path, leaf in of_stack.items()}))
+        yield from map(draw, layers)
+
+    of_model = {path: leaf for path, leaf in like.items() if path in _OF_MODEL}
+    others = jit_once(partial(drawn_of, of=of_model))(model.config.num_layers)
+    return _layer_by_layer(model, like, others, layers_of)
 
 
 def load_experts(folder: str | Path, model: Decoder, *, dtype: DTypeLike = jnp.float32) -> Iterator[Params]:
@@ -176,6 +205,8 @@ def _flat(params: Any) -> dict[Names, Array]:
 def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dict[Names, Array]) -> Iterator[NewTensor]:
     yield from _new_tensors(files, _prefix(layer), _OF_LAYER, params)
     if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
+        if moe.adapter is not None:
+            experts, moe = merge(experts, moe), replace(moe, adapter=None)
         block = checkpoints.Layer(experts, layout=find_block(files, layer, moe).layout.name)
         dtypes = {new.name: DTYPES[files[new.name].dtype] for new in layer_tensors(layer, block, moe)}
         in_dtype = {dtype: layer_tensors(layer, block, moe, dtype) for dtype in set(dtypes.values())}
@@ -197,30 +228,48 @@ def _new_tensors(
 
 
 def _load_layers(
-    files: checkpoints.Folder, model: Decoder, layers: list[int], like: dict[Names, jax.ShapeDtypeStruct]
-) -> Iterator[dict[Names, Array]]:
+    files: checkpoints.Folder, model: Decoder, layers: list[int], like: dict[Names, Any]
+) -> Iterator[dict[Names, Any]]:
     """The parameters of each of a run of blocks; `like` says how all of them are stacked."""
     of_layer = {path: _of_one_layer(leaf) for path, leaf in like.items()}
-    experts = {path[1]: leaf.sharding for path, leaf in of_layer.items() if path[0] == "moe"}
+    of_experts = {path[1]: leaf for path, leaf in of_layer.items() if path[0] == "moe"}
+    experts = {name: jax.tree.leaves(leaf)[0].sharding for name, leaf in of_experts.items()}
+    base = next((leaf.form for leaf in of_experts.values() if is_quantized(leaf)), None)
     for layer in layers:
         one = _read(files, _prefix(layer), _OF_LAYER, of_layer)
         if experts:
-            loaded = checkpoints.load(files, layer, model.moe, sharding=experts)  # the router's type may be its own
-            one |= {("moe", name): value.astype(of_layer["moe", name].dtype) for name, value in loaded.params.items()}
+            loaded = checkpoints.load(files, layer, model.moe, sharding=experts, base=base)
+            for name, value in loaded.params.items():  # the router's type may be its own
+                one["moe", name] = value if is_quantized(value) else value.astype(of_experts[name].dtype)
         yield one
 
 
-def _stack(layers: Iterator[dict[Names, Array]], like: dict[Names, jax.ShapeDtypeStruct]) -> Params:
-    """The parameters of the layers, each with a leading axis of layers, filled one layer after the other."""
-    stacked = {path: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for path, leaf in like.items()}
-    put = jax.jit(_put, donate_argnums=0, out_shardings={path: leaf.sharding for path, leaf in like.items()})
-    for at, one in enumerate(layers):
-        stacked = put(stacked, one, at)
-    return unflatten_dict(stacked)
+def _layer_by_layer(
+    model: Decoder,
+    like: dict[Names, Any],
+    others: dict[Names, Array],
+    layers_of: Callable[..., Iterator[dict[Names, Any]]],
+) -> Params:
+    """A model's parameters: `others`, and those of its layers, a stack of which `layers_of(layers, like)` yields.
+
+    They are in stacks, each filled one layer after the other, or apart where the model's blocks are unrolled.
+    """
+    params = unflatten_dict(others)
+    for name, layers in model.config.stacks().items():
+        of_stack = {path[1:]: leaf for path, leaf in like.items() if path[0] == name}
+        if model.unroll:
+            params[name] = tuple(map(unflatten_dict, layers_of(layers, of_stack)))
+            continue
+        stacked = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), of_stack)
+        put = jax.jit(_put, donate_argnums=0, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, of_stack))
+        for at, one in enumerate(layers_of(layers, of_stack)):
+            stacked = put(stacked, one, at)
+        params[name] = unflatten_dict(stacked)
+    return params
 
 
 def _put(stacked: dict[Names, Array], one: dict[Names, Array], at) -> dict[Names, Array]:
-    return {path: lax.dynamic_update_index_in_dim(stacked[path], value, at, 0) for path, value in one.items()}
+    return jax.tree.map(lambda stack, value: lax.dynamic_update_index_in_dim(stack, value, at, 0), stacked, one)
 
 
 def _read(
@@ -236,14 +285,24 @@ def _read(
     return params
 
 
-def _like(model: Decoder, shardings: Params | None, dtype: DTypeLike) -> dict[Names, jax.ShapeDtypeStruct]:
-    """The shapes and types of the model's parameters, and where each goes."""
+def params_like(
+    model: Decoder, shardings: Params | None, dtype: DTypeLike, base: Form | None = None
+) -> dict[Names, Any]:
+    """The shapes and types of the model's parameters without adapters, and where each goes; see `load_params`."""
     variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
     params = jax.eval_shape(partial(working_copy, dtype=dtype), variables["params"])
-    shapes: dict[Names, Any] = dict(flatten_dict(params))
+    shapes: dict[Names, Any] = {path: leaf for path, leaf in _flat(params).items() if not is_adapter(path[-1])}
     places: dict[Names, Any] = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
     places |= flatten_dict({name: _of_stack(of_name) for name, of_name in (shardings or {}).items()})
-    return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path]) for path, leaf in shapes.items()}
+    for path, leaf in shapes.items():
+        if base is not None and path[-2:-1] == ("moe",) and path[-1] in WEIGHTS:
+            leaf = jax.eval_shape(partial(quantize, form=base), leaf)
+        shapes[path] = jax.tree.map(partial(_placed_at, places[path]), leaf)
+    return shapes
+
+
+def _placed_at(sharding: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _of_stack(shardings: Any) -> Any:
@@ -255,12 +314,16 @@ def _of_stack(shardings: Any) -> Any:
     return jax.tree.map(one, shardings[0]) if isinstance(shardings, tuple) else shardings
 
 
-def _of_one_layer(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _of_one_layer(stack: Any) -> Any:
     """A layer's part of a stack of them, which is not split along that axis."""
-    sharding = stack.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
-    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
+
+    def one(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = array.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(array.shape[1:], array.dtype, sharding=sharding)
+
+    return jax.tree.map(one, stack)
 
 
 def _check_names(files: checkpoints.Folder, model: Decoder) -> None:

@@ -1,0 +1,207 @@
+"""Adapters beside the frozen base of a whole model: what they compute, what is trained, and what is written."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import LoRA, checkpoints
+from blaze_jax.quantized import decoded, is_quantized
+from tests.blaze_jax.checkpoints.models import FIXTURES, expected, tensors_of
+from tests.numerics import assert_close, assert_same_bits
+from tests.train_example.small import windows
+from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
+from train_example.__main__ import main
+from train_example.config import UserError
+from train_example.generate.__main__ import main as generate
+from train_example.model import Decoder, adapters_of, together
+from train_example.program.arguments import new_config
+from train_example.program.metrics import read_metrics
+from train_example.program.model import first_state, make_model
+from train_example.public_models.config import public_config
+from train_example.public_models.weights import load_params, random_params, save_model
+from train_example.step import cross_entropy, cross_entropy_in_parts, init_state, make_train_step
+
+OPTIONS = "--batch-size 4 --sequence-length 16 --learning-rate 0.01 --evaluate-every 2 --checkpoint-every 2"
+
+
+def drawn(tree, seed=0):
+    """Numbers of that tree's shapes, so that no adapter is zero."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape) / 4, a.dtype), tree)
+
+
+@pytest.mark.parametrize(("base", "tolerance"), [(None, 1e-5), ("float8", 2e-2)])
+@pytest.mark.parametrize(("family", "shared"), [("qwen3_moe", True), ("olmoe", False)])
+@pytest.mark.default_cases("qwen3_moe-True-float8-0.02")
+def test_a_model_with_adapters_computes_as_the_merged_one_that_is_saved(tmp_path, family, shared, base, tolerance):
+    config, ids = public_config(FIXTURES / family), expected(family)["ids"]
+    targets = ("gate", "up", "down", "router")
+    moe = config.moe(adapter=LoRA(rank=2, alpha=1, targets=targets, shared=shared), implementation="xla")
+    model, plain = Decoder(config, moe, jnp.float32), Decoder(config, config.moe(), jnp.float32)
+    dtype = jnp.float32 if base is None else jnp.bfloat16
+    frozen = load_params(FIXTURES / family, model, dtype=dtype, base=base)
+    assert is_quantized(frozen["moe_blocks"]["moe"]["w_up"]) == (base is not None)
+    variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), ids))
+    params = together(drawn(adapters_of(variables["params"])), frozen)
+    save_model(tmp_path / "merged", FIXTURES / family, model, params)
+    logits = jax.jit(model.apply)({"params": params}, ids)
+    merged = load_params(tmp_path / "merged", plain)
+    assert_close(logits, jax.jit(plain.apply)({"params": merged}, ids), tolerance)
+    before = jax.jit(plain.apply)({"params": load_params(FIXTURES / family, plain)}, ids)
+    assert np.abs(logits - before).max() > 0.1 * np.abs(before).max()
+
+
+@pytest.mark.parametrize("base", ["bf16", "float8", "mxfp4", "nf4"])
+@pytest.mark.default_cases("nf4")
+def test_a_step_trains_adapters_alone(base):
+    """And its loss and gradients, in parts and with recomputation, are those of decoded weights without either."""
+    config = new_config({"preset": "tiny", "adapter": "rank=4,targets=gate+down,shared", "base": base})
+    sizes = replace(config.model, width=64, num_layers=2, num_experts=4, experts_per_token=2, vocabulary=300)
+    config = replace(config, model=sizes, batch_size=2, sequence_length=16, dtype="float32", learning_rate=0.1)
+    model = make_model(config)
+    state = first_state(config, model, None)
+    state = state._replace(params=drawn(state.params))
+    layers, (d, n, experts) = config.model.num_layers, (64, 64, 4)
+    trained = layers * 4 * (d + experts * n + n + experts * d)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == trained
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer_state) if leaf.ndim]
+    assert sum(leaf.size for leaf in moments) == 2 * trained
+    assert is_quantized(state.frozen["moe_blocks"]["moe"]["w_down"]) == (base != "bf16")
+
+    batch = windows(1, 2, 17)
+    after, metrics = jax.jit(make_train_step(config, model))(state, batch)
+    assert_same_bits(after.frozen, state.frozen)
+    assert all(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (after.params, state.params)), strict=True))
+
+    @jax.jit
+    def reference(params, frozen):
+        params = together(params, decoded(frozen, jnp.float32))
+        logits, sown = model.clone(remat="none").apply({"params": params}, batch[0, :, :-1], mutable=["losses"])
+        loss = cross_entropy(logits, batch[0])
+        return loss + sum(leaf.sum() for leaf in jax.tree.leaves(sown)), loss
+
+    gradients, loss = jax.grad(reference, has_aux=True)(state.params, state.frozen)
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+    norm = np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(gradients)))
+    np.testing.assert_allclose(metrics.gradient_norm, norm, rtol=1e-4)
+
+
+def test_the_loss_in_parts_is_the_loss(monkeypatch):
+    rng, windows = np.random.default_rng(0), np.random.default_rng(1).integers(0, 50, (2, 7))
+    hidden, head = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 6, 8), (8, 50)))
+    monkeypatch.setattr("train_example.step._LOGITS", 150)  # three tokens at a time
+    in_parts = jax.value_and_grad(cross_entropy_in_parts)(hidden, head, windows)
+    assert "f32[12,50]" not in str(jax.make_jaxpr(jax.grad(cross_entropy_in_parts))(hidden, head, windows))
+    whole = jax.value_and_grad(lambda hidden: cross_entropy(hidden @ head, windows))(hidden)
+    assert_close(in_parts, whole, 1e-5)
+
+
+@pytest.mark.slow
+def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    given = ["--checkpoint", str(folder), *OPTIONS.split(), "--schedule-steps", "4"]
+    given += ["--adapter", "rank=2,alpha=4,targets=gate+up+router", "--base", "float8", "--merge"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*given, "--out", str(whole), "--steps", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "beside a base in float8\n" in said
+    assert f"the adapters are in {whole / 'adapter'}, in PEFT's format" in said
+    assert main([*given, "--out", str(parts), "--steps", "2"]) == 0
+    assert main(["--resume", "--out", str(parts), "--steps", "4"]) == 0
+    for file in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "model/layer-00002.safetensors"):
+        assert (whole / file).read_bytes() == (parts / file).read_bytes()
+    losses = [[record["loss"] for record in read_metrics(out / "metrics.jsonl")] for out in (whole, parts)]
+    assert losses[0] == losses[1]
+
+    adapter = checkpoints.read_adapter(whole / "adapter")
+    assert (adapter.rank, adapter.alpha, adapter.targets) == (2, 4, ("gate", "up", "router"))
+    assert json.loads((whole / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+    moe = public_config(folder).moe(adapter=adapter)
+    plain = replace(moe, adapter=None)
+    for layer in (0, 2):  # the model's layers of experts
+        read = checkpoints.load_adapters(whole / "adapter", layer, moe)
+        base = checkpoints.load(folder, layer, plain, base="float8").params
+        merged = checkpoints.load(whole / "model", layer, plain).params["w_up"]
+        change = moe.adapter.scale * np.matmul(read["w_up_lora_a"], read["w_up_lora_b"])
+        assert np.any(change)
+        assert_close(merged, base["w_up"].astype(jnp.float32) + change, 1e-2)
+    before, after = tensors_of(folder), tensors_of(whole / "model")
+    assert before.keys() == after.keys()
+    assert "model.layers.1.mlp.up_proj.weight" in before
+    others = [name for name in before if "layernorm" in name]
+    assert_same_bits({name: after[name] for name in others}, {name: before[name] for name in others})
+
+    capsys.readouterr()
+    assert generate(["--run", str(whole), "--prompt", "lists", "--tokens", "4", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("lists")
+
+
+def test_a_random_base_is_made_in_its_form():
+    config = new_config({"preset": "tiny", "adapter": "rank=4", "base": "nf4"})
+    model = make_model(replace(config, model=replace(config.model, num_layers=2, width=64, num_experts=4)))
+    params = random_params(model, dtype=jnp.bfloat16, base="nf4")
+    weight = params["moe_blocks"]["moe"]["w_up"]
+    assert (weight.form, weight.shape) == ("nf4", (2, 4, 64, 64))
+    values = np.asarray(weight.astype(jnp.float32))
+    assert abs(values.std() / 0.02 - 1) < 0.05
+    assert np.any(values[0] != values[1])
+    assert not adapters_of(params)
+    like = jax.eval_shape(partial(init_state, config, model)).params
+    assert like.keys() == {"moe_blocks"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--adapter rank=0", "--adapter rank=0: rank=0 must be at least 1"),
+        ("--adapter rank", "--adapter rank: 'rank' must be one of rank=N, alpha=NUMBER, targets="),
+        ("--adapter size=4", "'size=4' must be one of rank=N"),
+        ("--adapter rank=4,shared=no", "'shared=no' must be one of rank=N"),
+        (
+            "--adapter rank=4,targets=gate+head",
+            "targets=('gate', 'head') must be None, or a tuple of different ones of",
+        ),
+        ("--base nf4", "--base nf4 is of a frozen base, which is not trained: say --adapter rank=16, too"),
+        ("--adapter rank=4 --base int4", "argument --base: invalid choice: 'int4'"),
+        ("--adapter rank=4 --unroll", "in a loop: leave --unroll out"),
+        ("--adapter rank=4 --trained experts", "leave --trained experts out"),
+        (
+            f"--checkpoint {FIXTURES / 'olmoe'} --adapter rank=4 --base nf4",
+            "scales of 64 inputs, must divide the model's",
+        ),
+        ("--adapter rank=4 --mesh data=1", "--adapter trains on one device: leave --mesh out"),
+        ("--compile-only b100", "argument --compile-only: invalid choice"),
+        ("--merge", "--merge is of a public model's adapters: say --checkpoint and --adapter, too"),
+    ],
+)
+@pytest.mark.default_cases("*")
+def test_what_does_not_fit_is_told_in_one_line(options, message, tmp_path, capsys):
+    assert main([*options.split(), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_do_not_fit_are_named(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    config = new_config({"checkpoint": str(folder), "adapter": "rank=2", "base": "float8"})
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        first_state(config, make_model(config), None)
+
+
+@pytest.mark.compile_only
+@pytest.mark.slow
+def test_a_step_is_planned_for_an_absent_gpu(capsys):
+    assert main(["--preset", "tiny", "--adapter", "rank=4,shared", "--base", "nf4", "--compile-only", "h100"]) == 0
+    planned = capsys.readouterr().out
+    assert "trained: adapters of 0 million parameters beside a base in nf4: 0." in planned
+    assert planned.endswith("fits on one H100\n")

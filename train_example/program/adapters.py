@@ -1,0 +1,54 @@
+"""Adapters of a run: how the command line names them, and their files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from blaze_jax import LoRA, checkpoints
+from train_example.config import TrainConfig, UserError
+from train_example.model import Decoder, Tree
+
+_FIELDS: dict[str, Callable[[str], Any]] = {
+    "rank": int,
+    "alpha": float,
+    "targets": lambda text: tuple(text.split("+")),
+    "shared": {"": True}.__getitem__,
+}
+
+
+def parse_adapter(text: str) -> LoRA:
+    """The adapters that `--adapter` asks for: "rank=16,alpha=32,targets=gate+up+down+router,shared".
+
+    Raises:
+      UserError: it cannot be read, or names what there is not.
+    """
+    given = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            given[name] = _FIELDS[name](value)
+        except (KeyError, ValueError):
+            allowed = "rank=N, alpha=NUMBER, targets=gate+up+down+router, or some of them, and shared"
+            raise UserError(f"--adapter {text}: {part!r} must be one of {allowed}, with commas") from None
+    try:
+        return LoRA(**given)
+    except ValueError as error:
+        raise UserError(f"--adapter {text}: {error}") from error
+
+
+def save_adapters(folder: Path, config: TrainConfig, model: Decoder, params: Tree) -> None:
+    """Writes the adapters of all layers as PEFT does, for transformers and `blaze_jax.checkpoints.load_adapters`.
+
+    Raises:
+      UserError: they cannot be written.
+    """
+    layers = {}
+    for stack, numbers in model.config.stacks().items():
+        for at, number in enumerate(numbers if stack in params else ()):
+            layers[number] = jax.tree.map(lambda array, at=at: array[at], params[stack]["moe"])
+    try:
+        checkpoints.save_adapters(folder, layers, model.moe, base_model=config.checkpoint)
+    except OSError as error:
+        raise UserError(f"the adapters cannot be saved: {error}") from error
