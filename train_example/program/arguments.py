@@ -121,6 +121,8 @@ def _checked(config: TrainConfig) -> TrainConfig:
             raise UserError(f"--experts-layer {layer} has no token rounding and no expert capacity")
         elif model.activation != "swiglu":
             raise UserError(f"--experts-layer {layer} has no {model.activation}, only swiglu")
+    if config.optimizer == "adam8":
+        _check_adam8(config)
     if config.sequence_length > (model.max_positions or config.sequence_length):
         raise UserError(
             f"--sequence-length {config.sequence_length} must be at most {model.max_positions}, the "
@@ -129,6 +131,19 @@ def _checked(config: TrainConfig) -> TrainConfig:
     if config.batch_size % config.accumulate:
         raise UserError(f"--accumulate {config.accumulate} must divide --batch-size {config.batch_size}")
     return config
+
+
+def _check_adam8(config: TrainConfig) -> None:
+    """Raises UserError for what does not go together with updates block by block and moments in 8 bits."""
+    for name, value, why in (
+        ("accumulate", 1, "has the gradients of one block at a time, and cannot add them up over microbatches"),
+        ("momentum_dtype", "float32", "keeps both moments in 8 bits"),
+        ("remat", "none", "computes every block again in any case"),
+        ("trained", "all", "trains all parameters"),
+        ("experts_layer", "blaze_jax", "trains this library's layers"),
+    ):
+        if (given := getattr(config, name)) != value:
+            raise UserError(f"--optimizer adam8 {why}: leave --{name.replace('_', '-')} {given} out")
 
 
 class Parser(argparse.ArgumentParser):

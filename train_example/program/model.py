@@ -11,13 +11,14 @@ import numpy as np
 from jaxtyping import Array
 
 from blaze_jax import Parallelism, expert_ffn
-from blaze_jax.benchmark.memory import plan_of
+from blaze_jax.benchmark.memory import MemoryPlan, plan_of
 from blaze_jax.benchmark.peers import UnavailableError, sorted_layer, tokamax_ragged_dot
 from pallas_kernels.compile_only import compile_for_gpu
 from train_example.compile_step import jit_once
 from train_example.config import ExpertsLayer, TrainConfig, UserError
 from train_example.model import Decoder
 from train_example.program.devices import state_shardings
+from train_example.program.layerwise import Layerwise
 from train_example.public_models.weights import load_params
 from train_example.step import TrainState, init_state, make_optimizer, make_train_step
 
@@ -33,6 +34,8 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     if parallel is not None and config.experts_layer.startswith("sort"):
         raise UserError(f"--experts-layer {config.experts_layer} runs on one device: leave --mesh out")
     moe = config.model.moe(save=config.save, precision=config.precision, implementation=config.implementation)
+    if parallel is not None and config.optimizer == "adam8":
+        raise UserError("--optimizer adam8 runs on one device: leave --mesh out")
     return Decoder(
         config.model,
         moe,
@@ -40,7 +43,7 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
         remat=config.remat,
         experts=experts_function(config.experts_layer),
         attention=config.attention,
-        unroll=config.unroll,
+        unroll=config.unroll or config.optimizer == "adam8",
         parallel=parallel,
         dense_twin=moe.dense_twin(config.model.width) if config.experts_layer == "dense-twin" else None,
     )
@@ -80,19 +83,28 @@ def experts_function(experts_layer: ExpertsLayer) -> Callable[..., Array]:
 
 def first_state(config: TrainConfig, model: Decoder, restored: Callable[[TrainState], TrainState] | None) -> TrainState:
     """The state to go on from: `restored(like)`, the public model's, or a fresh one, split as the mesh has it."""
-    init = partial(init_state, config, model)
-    like = jax.eval_shape(init)
+    init, like = partial(init_state, config, model), state_shapes(config, model)
     shardings = state_shardings(model.parallel, like, model.moe, config.model.width)
     if restored is not None:
         if shardings is not None:
             like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, shardings)
         return restored(like)
+    if config.optimizer == "adam8":
+        params = load_params(config.checkpoint, model, dtype=config.dtype) if config.checkpoint else None
+        return Layerwise(config, model).init(params, jit_once)
     if config.checkpoint:
         params = load_params(config.checkpoint, model, shardings and shardings.params)
         make_moments = jit_once(make_optimizer(config).init, shardings and shardings.optimizer_state)
         step = jax.device_put(jnp.int32(0), shardings and shardings.step)
         return TrainState(step, params, {}, make_moments(params))
     return jit_once(init, shardings)()
+
+
+def state_shapes(config: TrainConfig, model: Decoder) -> Any:
+    """The shapes and dtypes of a training state."""
+    return jax.eval_shape(
+        Layerwise(config, model).init if config.optimizer == "adam8" else partial(init_state, config, model)
+    )
 
 
 def memory_plan(config: TrainConfig) -> str:
@@ -104,11 +116,17 @@ def memory_plan(config: TrainConfig) -> str:
       UserError: the compiler for an H200 is not installed.
     """
     model = make_model(replace(config, implementation=config.implementation or "mosaic_gpu", attention="xla"))
-    state: Any = jax.eval_shape(partial(init_state, config, model))
     microbatches = (config.accumulate, config.batch_size // config.accumulate, config.sequence_length + 1)
     batch = jax.ShapeDtypeStruct(microbatches, np.int32)
+
+    def planned(function: Callable, *arguments: Any, donated: tuple[int, ...] = (0,)) -> MemoryPlan | None:
+        return plan_of(compile_for_gpu(function, *arguments, donate_argnums=donated).memory)
+
     try:
-        plan = plan_of(compile_for_gpu(make_train_step(config, model), state, batch, donate_argnums=0).memory)
+        if config.optimizer == "adam8":
+            plan = Layerwise(config, model).plan(batch, planned)
+        else:
+            plan = planned(make_train_step(config, model), state_shapes(config, model), batch)
     except NotImplementedError as error:
         raise UserError(f"--compile-only h200: {error}") from error
     if plan is None:

@@ -1,4 +1,4 @@
-"""The models to choose from: one for a laptop's CPU, five for GPUs."""
+"""The models to choose from: one for a laptop's CPU, six for GPUs."""
 
 from typing import Any
 
@@ -17,6 +17,8 @@ def _preset(
     of_run: dict[str, Any] = dict(zip(_TRAINING, training, strict=True)) | others
     return TrainConfig(preset=name, model=ModelConfig(**of_model), **of_run)
 
+
+_QWEN3 = {"head_width": 128, "qk_norm": "head", "rotary_base": 1e6, "load_balancing_weight": 1e-3}
 
 _PRESETS = (
     _preset("tiny", (128, 4, 4, 4, 16, 4, 64), (400, 16, 128, 3e-3, 40, 100)),
@@ -68,8 +70,16 @@ _PRESETS = (
         "qwen3-30b-a3b-layers",
         (2048, 11, 32, 4, 128, 8, 768),
         (100_000, 4, 4096, 4e-4, 1000, 5000),
-        {"head_width": 128, "qk_norm": "head", "rotary_base": 1e6, "load_balancing_weight": 1e-3},
+        _QWEN3,
         unroll=True,
+    ),
+    # All of it, with its vocabulary, of which bytes are the first 256.
+    _preset(
+        "qwen3-30b-a3b",
+        (2048, 48, 32, 4, 128, 8, 768),
+        (100_000, 1, 4096, 1e-4, 1000, 5000),
+        _QWEN3 | {"vocabulary": 151_936},
+        optimizer="adam8",
     ),
 )
 PRESETS = {preset.preset: preset for preset in _PRESETS}
