@@ -124,7 +124,7 @@ class TrainConfig:
       weight_decay: decay of the matrices.
       seed: seeds the initial parameters, the batches and the sample.
       dtype: type of the computation; parameters are float32, or with adam8 of this type.
-      optimizer: adam; or adam8, whose moments take 8 bits, and which updates each block as soon as it has its gradients,
+      optimizer: adam; or adam8, whose moments take 8 bits, and which updates each block as soon as its gradients exist,
         for models that fill a GPU.
       momentum_dtype: type of the gradients' running mean in the optimizer; all else of its state is float32.
       remat: what the backward pass computes again, for less memory: nothing; all but what the experts keep by `save`;

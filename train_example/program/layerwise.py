@@ -1,4 +1,4 @@
-"""Training that goes through the model part by part: for all parameters of a model that its gradients do not fit beside.
+"""Training that goes through the model part by part, for models that fill a GPU without all of their gradients.
 
 A part is the embedding, a block, or the final norm with the head. A step keeps the input of each block. From the last
 part to the first it computes that part again with its gradients, and updates its parameters with them in the same
