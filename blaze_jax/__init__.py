@@ -14,6 +14,7 @@ from blaze_jax.experts_vjp import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAM
 from blaze_jax.layer import auxiliary_losses, init, init_adapters, moe, statistics
 from blaze_jax.linen import AtomicMoE, MoE
 from blaze_jax.parallelism import Parallelism, transport_options
+from blaze_jax.quantized import QuantizedWeight, quantize, quantize_experts
 from blaze_jax.router import Router
 from blaze_jax.routing import Routing, route, update_selection_bias
 from blaze_jax.version import __version__
@@ -36,6 +37,7 @@ __all__ = [
     "MoE",
     "MoEConfig",
     "Parallelism",
+    "QuantizedWeight",
     "Router",
     "Routing",
     "__version__",
@@ -50,6 +52,8 @@ __all__ = [
     "join_adapters",
     "merge",
     "moe",
+    "quantize",
+    "quantize_experts",
     "route",
     "split_adapters",
     "statistics",

@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from blaze_jax.checks import check_booleans, check_dtypes, check_integers, check_numbers
 from blaze_jax.exchange import own_part
+from blaze_jax.quantized import decoded, is_quantized, not_trained
 from pallas_kernels.contract import accumulator_dtype
 from pallas_kernels.mosaic.device import WIDTH_MULTIPLE
 
@@ -101,7 +102,7 @@ def adapter_mask(params: Any) -> Any:
         keys = (str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path)
         return any(map(is_adapter, keys))
 
-    return jax.tree_util.tree_map_with_path(of_adapter, params)
+    return jax.tree_util.tree_map_with_path(of_adapter, params, is_leaf=is_quantized)
 
 
 def split_adapters(params: Any) -> tuple[Any, Any]:
@@ -117,8 +118,8 @@ def split_adapters(params: Any) -> tuple[Any, Any]:
         raise ValueError(
             "params has no adapters, and nothing would be trained: make them by MoEConfig(adapter=LoRA(...))"
         )
-    adapters = jax.tree.map(lambda p, own: p if own else None, params, mask)
-    return adapters, jax.tree.map(lambda p, own: None if own else p, params, mask)
+    adapters = jax.tree.map(lambda p, own: p if own else None, params, mask, is_leaf=is_quantized)
+    return adapters, jax.tree.map(lambda p, own: None if own else p, params, mask, is_leaf=is_quantized)
 
 
 def join_adapters(adapters: Any, others: Any) -> Any:
@@ -127,8 +128,12 @@ def join_adapters(adapters: Any, others: Any) -> Any:
 
 
 def frozen(params: Mapping[str, Array]) -> dict[str, Array]:
-    """The parameters, of which only adapters have gradients."""
-    return {name: p if is_adapter(name) else lax.stop_gradient(p) for name, p in params.items()}
+    """The parameters, of which only adapters have gradients; compressed ones raise where they are to have some."""
+
+    def of(name: str, p):
+        return p if is_adapter(name) else not_trained(name, p) if is_quantized(p) else lax.stop_gradient(p)
+
+    return {name: of(name, p) for name, p in params.items()}
 
 
 def with_dropout(params: Mapping[str, Array], adapter: LoRA, key: Array) -> dict[str, Array]:
@@ -171,21 +176,24 @@ def for_kernels(
 
 
 def added(params: Mapping[str, Array], adapter: LoRA) -> dict[str, Array]:
-    """The parameters without adapters, whose products are added to the weights, as wide as the wider of the two."""
-    merged = {name: p for name, p in params.items() if not is_adapter(name)}
+    """The parameters without adapters, whose products are added to the weights, as wide as the wider of the two.
+
+    Compressed weights are decoded, those without an adapter to bfloat16.
+    """
+    merged: dict[str, Any] = {name: p for name, p in params.items() if not is_adapter(name)}
     for name in [name.removesuffix(A) for name in params if name.endswith(A)]:
         a, b = params[name + A], params[name + B]
         wide = accumulator_dtype(a.dtype, b.dtype)
         product = jnp.matmul(a.astype(wide), b.astype(wide), precision=lax.Precision.HIGHEST)
         merged[name] = merged[name].astype(wide) + adapter.scale * product
-    return merged
+    return decoded(merged)
 
 
 def merge(params: Mapping[str, Array], config) -> dict[str, Array]:
     """A layer's parameters with its adapters added to the weights, which keep their dtypes, and without adapters.
 
-    They are those of `dataclasses.replace(config, adapter=None)`. In bfloat16 a weight takes up of what is added to it
-    no more than its 8 bits hold.
+    They are those of `dataclasses.replace(config, adapter=None)`. In bfloat16, which compressed weights become, a
+    weight takes up of what is added to it no more than its 8 bits hold.
 
     Args:
       params: arrays named and shaped as `config.parameters(d)` says.

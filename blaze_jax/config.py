@@ -10,8 +10,9 @@ from blaze_jax.activations import Activation, get_activation
 from blaze_jax.adapters import A, B, LoRA
 from blaze_jax.checks import check_booleans, check_integers, check_numbers, shown
 from blaze_jax.huggingface import read_public_model
-from blaze_jax.implementation import Implementation, Precision, check_implementation, check_precision
+from blaze_jax.implementation import Implementation, check_implementation
 from blaze_jax.plan import Save, check_mean_experts
+from blaze_jax.precision import Precision, check_precision
 from blaze_jax.router import Router, check_router
 
 _OF_ROUTERS = {

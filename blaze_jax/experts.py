@@ -22,14 +22,7 @@ from blaze_jax.exchange import HERE, Transport, gathered
 from blaze_jax.experts_vjp import INDEX_NAME, experts_output
 from blaze_jax.explicit_mesh import explicit_mesh, per_device, token_axes
 from blaze_jax.gradient_sums import GradientSums, sums_on_offer
-from blaze_jax.implementation import (
-    Implementation,
-    Precision,
-    check_precision,
-    choose_implementation,
-    kernels_in_fp8,
-    kernels_of,
-)
+from blaze_jax.implementation import Implementation, choose_implementation, kernels_of
 from blaze_jax.layer_observer import TracedLayer, tell_observers
 from blaze_jax.low_rank import has_adapters
 from blaze_jax.parallelism import Parallelism
@@ -44,6 +37,8 @@ from blaze_jax.plan import (
     check_mean_experts,
     token_ranges,
 )
+from blaze_jax.precision import Precision, check_precision, kernels_in_fp8
+from blaze_jax.quantized import any_quantized, check_quantized, decoded, is_quantized
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
 from pallas_kernels.compat import (
     has_symbolic_sizes,
@@ -164,7 +159,9 @@ def compute_experts(
         raise ValueError(f"{save=} must be one of {', '.join(get_args(Save))}")
     check_precision(precision)
     given = {"x": x, "experts": experts, "weights": weights, **params}
-    arrays = {name: as_array(name, given[name]) for name in _AXES if name in given}
+    check_quantized(params, frozen)
+    names = [name for name in _AXES if name in given]
+    arrays = {name: given[name] if is_quantized(given[name]) else as_array(name, given[name]) for name in names}
     x, weights, experts = (arrays[name] for name in ("x", "weights", "experts"))
     adapters = {name: array for name, array in params.items() if is_adapter(name)}
     shards = _in_order(act, arrays | adapters)
@@ -249,14 +246,15 @@ def _compute(
     if transport is HERE and (mean_experts is None or has_symbolic_sizes(x)):
         mean_experts = row_budget = None  # on one device no more rows can come than there are slots
     expected = experts.shape[1] if mean_experts is None else mean_experts
-    params = jax.eval_shape(lambda p: transport.parameters(p, x.dtype), shards)
+    params = jax.eval_shape(lambda p: transport.parameters(decoded(p, x.dtype), x.dtype), shards)
     weights_here, biases, *adapters = zip(*params.ups, params.down, strict=True)
     biases = tuple(bias for bias in biases if bias is not None)
     implementation = choose_implementation(implementation, x, weights_here, biases)
     kernels = kernels_of(implementation, dtype=x.dtype)
-    if precision == "fp8":
-        kernels = kernels_in_fp8(kernels, x, weights_here)
     num_experts, width, model_width = weights_here[-1].shape
+    if precision == "fp8":
+        expected_rows = x.shape[0] // chunks * expected * lax.axis_size(transport.tensor)
+        kernels = kernels_in_fp8(kernels, x, weights_here, expected_rows)
     sizes = x.shape[0], model_width, width, num_experts, math.ceil(expected)
     dtypes = x.dtype.name, weights_here[0].dtype.name
     tell_observers(TracedLayer(*sizes, *dtypes, activation, save, implementation))
@@ -291,7 +289,7 @@ def _compute(
         share = tokens_at_once * expected * lax.axis_size(transport.tensor)
         multiples = math.ceil(row_budget * share / ROW_MULTIPLE) + num_experts * transport.parts  # a gap for each group
         rows = multiples * ROW_MULTIPLE
-    plan = Plan(activation, save, kernels, transport, rows, ranges, frozen)
+    plan = Plan(activation, save, kernels, transport, rows, ranges, frozen, any_quantized(shards))
     # Inside shard_map replicated weights meet sharded tokens: made varying here, their gradient is summed over devices.
     chunked, shards = vary_over((chunked, shards), varying_axes(chunked, shards))
     if offered is None or frozen:  # whose matrices have no gradients: the sums are refused

@@ -66,16 +66,16 @@ def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters, sums
             outputs, pre_activations = lax.optimization_barrier((outputs, pre_activations))
         kept = tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)
     chunks = tuple(chunk._replace(experts=None) for chunk in chunks)  # pyright: ignore[reportArgumentType]  (of no use)
-    residuals = chunks, shards, kept, gathered if plan.transport.keep else None, sums.first
+    residuals = chunks, shards, kept, gathered if plan.keep else None, sums.first
     return (outputs, sums.arrays), residuals
 
 
 def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, up_projection: Callable):
     """Yields each chunk's output, pre-activations of the first turn's rows, and what was gathered."""
-    if plan.transport.fsdp:  # or XLA would gather the parameters of all layers at once
+    if plan.transport.fsdp or plan.quantized:  # or XLA would gather, or decode, the parameters of all layers at once
         x, shards = lax.optimization_barrier((chunks[0].x, shards))
         chunks = (chunks[0]._replace(x=x), *chunks[1:])
-    params = plan.transport.parameters(shards, chunks[0].x.dtype)
+    params = plan.parameters(shards, chunks[0].x.dtype)
     for chunk in chunks:
         compute = partial(_output_in_ranges, plan.ranges) if plan.ranges else _output
         y, pre_activations, xs = compute(plan, params, up_projection, chunk)
@@ -92,7 +92,7 @@ def _backward(plan: Plan, residuals, gradients):
         xs, shards, d_outputs = lax.optimization_barrier((xs, shards, d_outputs))
 
     def arrive(own):
-        params = transport.parameters(with_frozen(own, shards), chunks[0].x.dtype)
+        params = plan.parameters(with_frozen(own, shards), chunks[0].x.dtype)
         return plan.trained(params), params
 
     _, scatter_params, params = jax.vjp(arrive, plan.trained(shards), has_aux=True)
@@ -193,15 +193,17 @@ def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weig
 
     def rows_of(operands, part: int):
         hidden, z = operands
-        operand, of_experts = plan.kernels.down_operands(hidden, [down.weight for down in downs])
         of_weights = [(weight, down.bias) for weight, down in zip(of_experts, downs, strict=True)]
-        of_rows = _by_block(partial(plan.kernels.down_projection, operand), of_weights, rows.units[part])
+        of_rows = _by_block(partial(plan.kernels.down_projection, hidden), of_weights, rows.units[part])
         if z is None:
             return of_rows
         return low_rank.plus(of_rows, partial(plan.kernels.down_projection, z, downs[0].b, None, rows.all))
 
     sizes = {"w_down": downs[0].weight, "dtype": hidden.dtype}
-    operands = hidden, low_rank.reduced_hidden(plan.kernels, hidden, downs[0], rows.all)
+    z, of_experts = low_rank.reduced_hidden(plan.kernels, hidden, downs[0], rows.all), [down.weight for down in downs]
+    if plan.kernels.down_operands:
+        hidden, of_experts = plan.kernels.down_operands(hidden, of_experts)
+    operands = hidden, z
     return token_sums(plan, tokens, rows, weights, rows_of, operands, before, **sizes)[0]
 
 
@@ -348,10 +350,21 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
     dzs = low_rank.reduced_gradients(plan.kernels, down.d_pre_activations, params.ups, rows.all)
     adapted = [(dz, up.a) for dz, up in zip(dzs, params.ups, strict=True) if dz is not None]
 
+    def of_products(operands):
+        d_pre_activations, _, arrived = operands[:3]
+        return d_pre_activations, [
+            weights_and_biases(of)[0] for of in batched((*params.ups, *arrived), len(params.ups))
+        ]
+
+    def prepared(operands, last_use: bool):
+        """With what the products of rows take of them in the fourth place, if that is something else."""
+        if plan.kernels.up_operands is None:
+            return operands
+        made = plan.kernels.up_operands(*of_products(operands), last_use)
+        return (None, None, (), made) if last_use else (*operands, made)
+
     def rows_of(operands, part: int):
-        d_pre_activations, _, arrived = operands
-        ups = [weights_and_biases(ups)[0] for ups in batched((*params.ups, *arrived), len(params.ups))]
-        operand, of_experts = plan.kernels.up_operands(d_pre_activations, ups)
+        operand, of_experts = operands[3] if operands[3:] else of_products(operands)
         of_rows = _by_block(partial(plan.kernels.up_backward, operand), list(zip(of_experts)), rows.units[part])
         if not adapted:
             return of_rows
@@ -363,12 +376,13 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
             dtypes = _dtypes(plan, plan.trained(params))
             gradients = low_rank.gradients(plan.kernels, params, dtypes, rows.all, of_ups, of_down)
             return gradients if sums.arrays is None else _sum(gradients, sums.arrays), operands
+        made = operands[3:]
         d_params_here, operands, arrived = _weight_gradients(plan, params, xs, dys, rows, operands[:2], down, sums)
-        return d_params_here, (*operands, arrived[blocks - 1 :][: (blocks - 1) * len(params.ups)])
+        return d_params_here, (*operands, arrived[blocks - 1 :][: (blocks - 1) * len(params.ups)], *made)
 
     operands = down.d_pre_activations, down.weighted_hidden, down.journeys.arrived[blocks - 1 :]
-    sizes = {"w_down": params.down.weight, "dtype": xs[0].dtype}
-    dx, d_params = token_sums(plan, tokens, rows, None, rows_of, operands, dx, meanwhile=weight_gradients, **sizes)
+    options = {"w_down": params.down.weight, "dtype": xs[0].dtype, "meanwhile": weight_gradients, "prepared": prepared}
+    dx, d_params = token_sums(plan, tokens, rows, None, rows_of, operands, dx, **options)
     return dx, d_params, d_weights
 
 
@@ -405,7 +419,8 @@ def _weight_gradients(plan: Plan, params: Parameters, xs, dys, rows: Rows, opera
             if known and block == 0:
                 others = [known.down, *known.ups][len(own) :][: len(gradients)]
                 gradients = [g.with_bias_added(other) for g, other in zip(gradients, others, strict=True)]
-            if known or transport.blocks > 1:  # or XLA would compute several at a time
+            # Or XLA would compute several at a time, or make operands of 8 bits before, and keep both.
+            if known or transport.blocks > 1 or kernels.up_operands:
                 gradients, operands = lax.optimization_barrier((gradients, operands))
             if block:
                 leave = (partial(transport.block_departs, pair, block) for pair in gradients)

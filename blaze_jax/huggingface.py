@@ -9,17 +9,16 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 from blaze_jax.activations import clamped_swiglu
 from blaze_jax.checks import shown
+from blaze_jax.codings import FLOAT8_BLOCK
 from blaze_jax.json_file import CheckpointError, read_json
 from blaze_jax.router import Router
-
-FLOAT8_BLOCK = 128
-"""Rows, and columns, of float8 that share a scale, in the files of DeepSeek-V3 and of Qwen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,10 +304,17 @@ def _other_norm(fields: Fields) -> float | None:
     return None if order == 1 else order
 
 
+def _if_limited(read: Callable[[Fields], int], fields: Fields) -> int:
+    return read(fields) if _limited(fields) else 1
+
+
+def _limited(fields: Fields) -> bool:
+    return fields.choice("topk_method", ["greedy", "group_limited_greedy"], "greedy") != "greedy"
+
+
 _NORMALIZED = {"normalize_weights": methodcaller("boolean", "norm_topk_prob")}
 _SCALED = {"weight_scale": methodcaller("number", "routed_scaling_factor")}
 _GROUPS = {"num_groups": methodcaller("count", "n_group"), "groups_per_token": methodcaller("count", "topk_group")}
-_BY_BEST = ", of which a group's score is that of its best expert: a Router takes the sum of its two best"
 
 _FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK]}
 _QWEN3 = _Family(router=_NORMALIZED, dense_layers=_listed_or_between, quantization=_FLOAT8)
@@ -335,12 +341,16 @@ _FAMILIES = {
     ),
     **dict.fromkeys(["qwen2_moe", "qwen3_next"], replace(_QWEN3, layer=_QWEN2_SHARED)),
     "deepseek_v2": _Family(
-        router={"normalize_weights": False, **_SCALED},
+        router={
+            "normalize_weights": False,
+            "scores_per_group": lambda fields: 1 if _limited(fields) else 2,
+            **{option: partial(_if_limited, read) for option, read in _GROUPS.items()},
+            **_SCALED,
+        },
         layer={"shared_width": _shared_width},
         dense_layers=_the_first,
         needed={"norm_topk_prob": [False]},
-        only={"scoring_func": ["softmax"], "topk_method": ["greedy"], "moe_layer_freq": [1]},
-        because={"topk_method": _BY_BEST},
+        only={"scoring_func": ["softmax"], "moe_layer_freq": [1]},
         passed=("n_group", "topk_group"),
     ),
     "minimax_m2": _Family(

@@ -18,8 +18,6 @@ from pallas_kernels.mosaic.device import compute_capability, on_nvidia_gpu
 
 Implementation = Literal["mosaic_gpu", "xla"]
 
-Precision = Literal["fp8"]
-
 FAMILIES: dict[str, Any] = {"hopper": hopper, "ampere": ampere}
 """The kernels behind "mosaic_gpu", by name."""
 
@@ -107,33 +105,6 @@ def kernels_of(implementation: Implementation, num_tokens: int = 1, dtype=jnp.bf
     The portable one where there are no tokens, since no kernel is launched without work.
     """
     return _gpu_family(dtype) if implementation == "mosaic_gpu" and num_tokens else xla
-
-
-def check_precision(precision: Precision | None) -> None:
-    """Raises ValueError unless `precision` is None or a name."""
-    if precision not in (None, *get_args(Precision)):
-        raise ValueError(f"{precision=} must be None or one of {', '.join(get_args(Precision))}")
-
-
-def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...]) -> Kernels:
-    """The family with its row products in 8 bits, for tokens `x` and weights `(E, d, n)`, the down weights last.
-
-    Raises:
-      NotImplementedError: it has none, or not of these widths.
-    """
-    if kernels.in_fp8 is None:
-        raise NotImplementedError(
-            f"precision='fp8' needs an NVIDIA Hopper GPU and tokens of bfloat16 or float16, not {x.dtype} on this one; "
-            "leave it out, or use implementation='xla'"
-        )
-    _, width, model_width = weights[-1].shape
-    multiple = kernels.fp8_multiple
-    if width % multiple or model_width % multiple:
-        raise NotImplementedError(
-            f"precision='fp8' needs widths that are multiples of {multiple}, got model width {model_width} and "
-            f"expert width {width}; leave it out, or use implementation='xla'"
-        )
-    return kernels.in_fp8()
 
 
 @contextmanager

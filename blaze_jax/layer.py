@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from blaze_jax.exchange import own_part
 from blaze_jax.experts import expert_ffn, layer_form
 from blaze_jax.layer_program import auxiliary_losses, run_layer
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map, mesh_of
+from blaze_jax.quantized import any_quantized, check_quantized, is_quantized
 from blaze_jax.routing import AxisName, GivenRouting, Routing
 from blaze_jax.transformations import compiled_once
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
@@ -186,6 +187,10 @@ def moe(
         raise ValueError("parallel takes the place of axis_name, and no other experts can be given with it")
     inside = parallel is not None and is_inside_shard_map(parallel)
     params = _checked_parameters(params, config, x, parallel if inside else None)
+    if parallel is not None and (parallel.group or parallel.fsdp) and any_quantized(params):
+        raise ValueError(
+            f"{parallel=} splits parameters, which a QuantizedWeight among them cannot be: leave data only"
+        )
     _check_selection_bias(selection_bias, config)
     if train and axis_name is None and parallel is None:
         warn_inside_shard_map()
@@ -302,6 +307,7 @@ def _checked_parameters(
     if parallel is not None:
         shards = parallel.shards(config, x.shape[-1], use_bias="b_down" in params)
         shapes = {name: shards[name].shape for name in expected}
+    check_quantized(params, frozen=config.adapter is not None)
     return check_arrays("params", params, shapes, config, f"for x of shape {x.shape}")
 
 
@@ -317,7 +323,10 @@ def check_arrays(
         raise ValueError(
             f"{argument}[{boxed[0]!r}] is boxed, as flax.linen's init returns it: give flax.linen.unbox({argument})"
         )
-    arrays = {name: as_array(f"{argument}[{name!r}]", given[name]) for name in shapes}
+    arrays: dict[str, Any] = {
+        name: given[name] if is_quantized(given[name]) else as_array(f"{argument}[{name!r}]", given[name])
+        for name in shapes
+    }
     for name, shape in shapes.items():
         if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
             raise ValueError(f"{argument}[{name!r}] has dtype {arrays[name].dtype}, must be floating")

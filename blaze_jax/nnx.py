@@ -145,7 +145,7 @@ class MoE(nnx.Module):
         """
         train = _phase(self, train)
         warn_of_missing_train(train, self.config)
-        params = {name: getattr(self, name)[...] for name in self.parameter_names}
+        params = {name: getattr(self, name).get_value() for name in self.parameter_names}
         bias = self.selection_bias[...] if self.config.has_selection_bias else None
         lasts = self if is_traced() else None  # what jax does not trace outlives the step
         key = self.rngs() if train and self.config.random_stream and not skip else None

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from blaze_jax.activations import Activation
 from blaze_jax.checks import check_numbers
 from blaze_jax.exchange import HERE, Transport, Trips
+from blaze_jax.quantized import decoded
 from pallas_kernels.compat import is_symbolic_dim, vary_over
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
 from pallas_kernels.family import Kernels
@@ -204,6 +205,7 @@ class Plan:
       row_budget: rows of a buffer; None for as many as there may be.
       ranges: cuts of the tokens; None for all at once.
       frozen: whether weights and biases have no gradients, only adapters do.
+      quantized: whether weights are compressed, and decoded in each pass.
     """
 
     activation: Activation
@@ -213,6 +215,16 @@ class Plan:
     row_budget: int | None = None
     ranges: TokenRanges | None = None
     frozen: bool = False
+    quantized: bool = False
+
+    def parameters(self, shards: Parameters, dtype) -> Parameters:
+        """What this device computes with, of what it has of the parameters."""
+        return self.transport.parameters(decoded(shards, dtype) if self.quantized else shards, dtype)
+
+    @property
+    def keep(self) -> bool:
+        """Whether the backward pass keeps what the forward pass computes with."""
+        return self.transport.keep and not self.quantized
 
     def trained(self, params: Parameters) -> Parameters:
         """What of the parameters has gradients."""

@@ -43,7 +43,8 @@ class Router:
       jitter: in training, the router sees each number of a token times one of its own, uniform from 1 - jitter to
         1 + jitter (Switch Transformer); `moe` then takes a key, and the modules a stream of random numbers, "jitter".
       num_groups: experts fall into this many equal groups of consecutive ids; 1 for no groups.
-      groups_per_token: a token chooses only from this many groups, those with the largest sum of their two best scores.
+      groups_per_token: a token chooses only from this many groups, those with the largest sum of their best scores.
+      scores_per_group: how many of its best scores a group's sum has: 2 (DeepSeek-V3), or 1 (DeepSeek-V2).
       expert_capacity: an expert takes this many tokens, the first by id; the others lose that slot. None for no limit.
       capacity_factor: the same as a multiple of an expert's even share, `T·K/E`, rounded up. The factor counts as the
         decimal number that it is written as: 1.1 of 10 tokens are 11.
@@ -67,6 +68,7 @@ class Router:
     jitter: float = 0.0
     num_groups: int = 1
     groups_per_token: int = 1
+    scores_per_group: int = 2
     expert_capacity: int | None = None
     capacity_factor: float | None = None
     token_rounding: TokenRounding | None = None
@@ -74,7 +76,7 @@ class Router:
     rounding_slots: int = 8
 
     def __post_init__(self):
-        counts = ("num_groups", "groups_per_token", "rounding_tile", "rounding_slots")
+        counts = ("num_groups", "groups_per_token", "scores_per_group", "rounding_tile", "rounding_slots")
         check_integers(**{name: getattr(self, name) for name in counts})
         check_numbers(weight_scale=self.weight_scale, jitter=self.jitter)
         if self.expert_capacity is not None:
@@ -117,6 +119,7 @@ class Router:
             "jitter": (0 <= self.jitter < 1, "at least 0 and less than 1"),
             "num_groups": (groups >= 1, "at least 1"),
             "groups_per_token": (1 <= self.groups_per_token <= groups, f"from 1 to num_groups={groups}"),
+            "scores_per_group": (self.scores_per_group in (1, 2), "1 or 2"),
             "expert_capacity": (self.expert_capacity is None or self.expert_capacity >= 1, "None or at least 1"),
             "capacity_factor": (factor is None or 0 < factor < math.inf, "None or positive and finite"),
             "token_rounding": (self.token_rounding in (None, *rounding), f"None or one of {', '.join(rounding)}"),
@@ -186,6 +189,7 @@ class Router:
             scale=self.weight_scale,
             num_groups=self.num_groups,
             groups_per_token=self.groups_per_token,
+            scores_per_group=self.scores_per_group,
         )
 
     def for_phase(self, train: bool) -> "Router":

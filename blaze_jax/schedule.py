@@ -130,6 +130,7 @@ def token_sums(
     w_down: Float[Array, "E n d"],
     dtype,
     meanwhile: Callable = lambda operands: (None, operands),
+    prepared: Callable = lambda operands, last_use: operands,
 ) -> tuple[Float[Array, "T d"], Any]:
     """The sums of this device's tokens, added to those of `before`, and the result of `meanwhile`.
 
@@ -147,6 +148,8 @@ def token_sums(
       w_down: whose shape says how wide sums and experts are.
       dtype: the dtype of the sums.
       meanwhile: `(result, operands)` of the operands, computed while the last block travels.
+      prepared: the operands `(operands, last_use)` as `rows_of` takes them, made once for all blocks of columns and all
+        parts; `last_use` says that they are used for nothing else.
     """
     kernels, (num_experts, n, width) = plan.kernels, w_down.shape
     departures = plan.transport.departures(tokens.trips, len(rows.parts))
@@ -156,12 +159,14 @@ def token_sums(
     block = block_width(width, kernels.column_block(rows.parts[0].num_rows, width, n, num_experts, dtype))
     if own and not away and before is None:
         result, operands = meanwhile(operands)
+        operands = prepared(operands, True)
         if plan.ranges and width <= n:  # a range's rows are then no wider than its activation
             block = None
         return combine_columns(kernels, rows_of(operands, 0), width, block, rows.parts[0], factors[0], dtype), result
 
     blocks = [(first, min(block, width - first)) for first in range(0, width, block)]
     y, arriving, done = before, [], ()
+    operands = prepared(operands, False)
 
     def sums(part: int, operands, columns: tuple[int, int], out, first_column: int, addend, width: int) -> Array:
         # Or XLA would compute the rows of many blocks, and keep them all.

@@ -12,6 +12,7 @@ from jax.custom_batching import sequential_vmap
 from blaze_jax.gradient_sums import sums_on_offer
 from blaze_jax.implementation import family_in_demand
 from blaze_jax.layer_observer import are_observers
+from blaze_jax.precision import is_fp8_everywhere
 from pallas_kernels.compat import computed_if_used, undifferentiable
 from pallas_kernels.family import Kernels
 from pallas_kernels.traced_once import traced_once
@@ -20,7 +21,8 @@ from pallas_kernels.xla.loops import forced_turn
 
 def _surroundings() -> tuple | None:
     """All that the layer looks at besides its arguments; None if it tells or takes what belongs to one call alone."""
-    return None if are_observers() or sums_on_offer() else (family_in_demand(), forced_turn())
+    around = family_in_demand(), is_fp8_everywhere(), forced_turn()
+    return None if are_observers() or sums_on_offer() else around
 
 
 compiled_once = partial(traced_once, inline=True, surroundings=_surroundings)

@@ -24,7 +24,8 @@ class Rule(NamedTuple):
       normalize: divide a token's weights by their sum (already one after "softmax_selected").
       scale: factor on the weights.
       num_groups: experts fall into this many equal groups of consecutive ids.
-      groups_per_token: a token chooses only from this many groups, those with the largest sum of their two best scores.
+      groups_per_token: a token chooses only from this many groups, those with the largest sum of their best scores.
+      scores_per_group: how many of its best scores a group's sum has, 1 or 2.
     """
 
     experts_per_token: int
@@ -33,6 +34,7 @@ class Rule(NamedTuple):
     scale: float = 1.0
     num_groups: int = 1
     groups_per_token: int = 1
+    scores_per_group: int = 2
 
 
 class Losses(NamedTuple):
@@ -168,11 +170,6 @@ def quantization_scales(largest: Float[Array, "..."]) -> Float[Array, "..."]:
 def accumulator_dtype(*dtypes) -> jnp.dtype:
     """float64 if one of the dtypes is float64, else float32; also where jax promotes no types."""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
-
-
-def as_they_are(rows, weights):
-    """The operands of products in blocks of columns, where a family needs nothing made of them first."""
-    return rows, weights
 
 
 def no_limit(*_) -> None:

@@ -62,14 +62,20 @@ class Kernels(Protocol):
         """What both widths of the experts must be multiples of for products in 8 bits."""
         ...
 
-    def down_operands(self, hidden: Array, weights: list[Array], /) -> tuple[Any, list[Any]]:
-        """What `down_projection` takes for all blocks of columns: made of the rows, and of each block of experts."""
+    @property
+    def down_operands(self) -> Callable[[Array, list[Array]], tuple[Any, list[Any]]] | None:
+        """What `down_projection` takes for all blocks of columns: made of the rows, and of each block of experts.
+
+        The rows are used for nothing else. None where they are taken as they are.
+        """
         ...
 
-    def up_operands(
-        self, d_pre_activations: tuple[Array, ...], weights: list[tuple[Array, ...]], /
-    ) -> tuple[Any, list]:
-        """The like for `up_backward`."""
+    @property
+    def up_operands(self) -> Callable[..., tuple[Any, list[Any]]] | None:
+        """The like for `up_backward`: `up_operands(d_pre_activations, weights, in_place)`.
+
+        Only where `in_place` says so the rows are used for nothing else.
+        """
         ...
 
     def unsupported(self, x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], /) -> str | None:

@@ -100,7 +100,8 @@ def rounding_operands(kernels: Any) -> Any:
     def down_backward(dy, w_down, *args, **options):
         return kernels.down_backward(*rounded(-1, dy), *rounded(2, w_down), *args, **options)
 
-    def up_operands(d_pre_activations, weights):
+    def up_operands(d_pre_activations, weights, in_place=False):
+        del in_place
         return rounded(-1, *d_pre_activations), [rounded(2, *of_block) for of_block in weights]
 
     own = (up_projection, down_operands, down_backward, up_operands)

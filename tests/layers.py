@@ -119,14 +119,14 @@ route = jax.jit(blaze_jax.route, static_argnums=1, static_argnames=OPTIONS)
 """`blaze_jax.route`, compiled once for its options and shape: one by one, its operations take longer to compile."""
 
 
-def random_parameters(config: MoEConfig, *, use_bias: bool = False, dtype="float32") -> dict:
-    """Values of order one for every parameter of tokens of `WIDTH`."""
+def random_parameters(config: MoEConfig, *, use_bias: bool = False, dtype="float32", width: int = WIDTH) -> dict:
+    """Values of order one for every parameter of tokens of that width."""
     rng = np.random.default_rng(0)
     return {
         name: jnp.asarray(rng.standard_normal(parameter.shape) / np.sqrt(([1, *parameter.shape])[-2]), dtype)
-        for name, parameter in config.parameters(WIDTH, use_bias=use_bias).items()
+        for name, parameter in config.parameters(width, use_bias=use_bias).items()
     }
 
 
-def random_tokens(*leading: int, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(1).standard_normal((*leading, WIDTH)), dtype)
+def random_tokens(*leading: int, dtype="float32", width: int = WIDTH):
+    return jnp.asarray(np.random.default_rng(1).standard_normal((*leading, width)), dtype)

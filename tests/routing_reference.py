@@ -39,15 +39,17 @@ def best_first(values, count: int):
     return np.argsort(-values, kind="stable")[:count]
 
 
-def choose(scores, experts_per_token: int, bias=None, num_groups: int = 1, groups_per_token: int = 1, possible=True):
-    """Experts of every token: the best biased scores within the groups whose two best add up to most.
+def choose(
+    scores, experts_per_token: int, bias=None, num_groups: int = 1, groups_per_token: int = 1, possible=True, summed=2
+):
+    """Experts of every token: the best biased scores within the groups whose best, `summed` of each, add up to most.
 
     Where too few are `possible`, slots stay empty.
     """
     chosen = []
     for ranking in np.where(possible, scores if bias is None else scores + bias, -np.inf):
         groups = [np.sort(group[group > -np.inf]) for group in np.split(ranking, num_groups)]
-        strength = np.array([group[-2:].sum() if group.size else -np.inf for group in groups])
+        strength = np.array([group[-summed:].sum() if group.size else -np.inf for group in groups])
         kept = np.isin(np.arange(num_groups), best_first(strength, groups_per_token))
         ranking = np.where(np.repeat(kept, ranking.size // num_groups), ranking, -np.inf)
         best = best_first(ranking, experts_per_token)

@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         scanned = nn.scan(
             block,
             variable_carry="gradient_sums",
-            variable_axes={"params": 0, "losses": 0, "intermediates": 0, "router_state": 0, "cache": 0},
+            variable_axes={"params": 0, "losses": 0, "intermediates": 0, "router_state": 0, "routing": 0, "cache": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
             length=length,

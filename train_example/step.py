@@ -94,10 +94,12 @@ def matrices(params: optax.Params) -> optax.Params:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
 
 
-def init_state(config: TrainConfig, model: Decoder) -> TrainState:
-    """The state before the first step."""
+def init_state(config: TrainConfig, model: Decoder, seed: Int[Array, ""] | None = None) -> TrainState:
+    """The state before the first step, from the configuration's seed or another."""
     looped = model.clone(unroll=False)  # the same numbers, from a program that compiles in a tenth of the time
-    variables = nn.unbox(looped.init(jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)))
+    variables = nn.unbox(
+        looped.init(jax.random.key(config.seed if seed is None else seed), jnp.zeros((1, 1), jnp.int32))
+    )
     params = layers_apart(model.config, variables["params"]) if model.unroll else variables["params"]
     return TrainState(jnp.int32(0), params, variables.get("router_state", {}), make_optimizer(config).init(params))
 

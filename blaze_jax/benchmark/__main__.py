@@ -19,6 +19,7 @@ from blaze_jax.benchmark.layers import compare, measure_memory
 from blaze_jax.benchmark.mesh import Case, expected_efficiency, measure_mesh, parse_mesh, parse_variant
 from blaze_jax.benchmark.own_process import ProcessError, run_apart
 from blaze_jax.benchmark.peers import PEERS, SONICMOE
+from blaze_jax.benchmark.precision import measure_precision
 from blaze_jax.benchmark.rates import measure_kernels
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment, read_results, succeeded
 from blaze_jax.benchmark.routers import measure_routers
@@ -80,9 +81,12 @@ STUDIES = {
     ),
     # few tokens for each of many experts: their last tiles count
     "rounding": Study(measure_rounding, [Sizes(16384, 1536, 256, 512, 8)], [Sizes(2048, 128, 64, 32, 4)]),
-    "atomic": Study(  # experts of one neuron: in a grid of a narrow side, of a kernel's tile, and of a million
+    "atomic": Study(  # experts of one neuron: on both sides of where the layer chooses another form
         measure_atomic,
-        [Sizes(16384, 1024, 1, e, k) for e, k in ((4096, 16), (16384, 64), (2**20, 64))],
+        [
+            Sizes(4096, 1024, 1, e, k)
+            for e, k in ((1024, 16), (4096, 16), (16384, 16), (65536, 16), (65536, 256), (2**20, 256))
+        ],
         [Sizes(256, 64, 1, 1024, 16)],
         ("config", "dtype", "family"),
     ),
@@ -90,6 +94,14 @@ STUDIES = {
         measure_routers,
         [Sizes(24576, 1792, 128, 56, 11), Sizes(32768, 4096, 1024, 128, 8)],
         [Sizes(1024, 64, 32, 16, 3)],
+    ),
+    "precision": Study(  # three sizes where 8 bits shall pay, and two where they should not
+        measure_precision,
+        [
+            *(Sizes(*s) for s in ((65536, 1024, 4096, 16, 4), (32768, 2048, 8192, 16, 4), (32768, 4096, 1024, 128, 8))),
+            *(Sizes(*s) for s in ((24576, 1536, 256, 128, 8), (4096, 4096, 1024, 128, 8))),
+        ],
+        [Sizes(512, 256, 128, 16, 4)],
     ),
     "memory": Study(measure_memory, GPU_SIZES, absent=True),
     "compile-time": Study(measure_compile_time, GPU_SIZES[:1], absent=True),

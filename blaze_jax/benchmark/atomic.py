@@ -1,5 +1,7 @@
 """The forms in which experts of one neuron are computed, against each other: where they cross."""
 
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import get_args
 
@@ -21,7 +23,11 @@ MOST_OPERATIONS = 1e15
 
 
 def measure_atomic(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> Record:
-    """Times forward+backward of experts of one neuron (n = 1) in each of their forms, and with their router."""
+    """Times forward+backward of experts of one neuron (n = 1) in each of their forms, and with their router.
+
+    "in_products" of the gathered form is how many pairs the grouped form computes while one is gathered, which is what
+    `atomic_forms.PAIRS_OF_A_GATHER` is to be; `DENSE_EXPERTS` is the largest E for which "dense" is the fastest.
+    """
     tokens, d, width, num_experts, slots = sizes
     if width != 1:
         raise ValueError(f"{sizes} has experts of width n={width}, must be of one neuron, n=1")
@@ -43,16 +49,29 @@ def measure_atomic(sizes: Sizes, dtype, *, repeats: int, implementation=None) ->
     for form in get_args(Form):
         if 12 * tokens * d * computed_pairs(form, num_experts, slots) < MOST_OPERATIONS:
             run = forward_and_backward(partial(compute_pairs, form=form, **options))
-            calls[form] = partial(jax.jit(run), *arguments, x)
+            calls[form] = partial(run, *arguments, x)
 
     def layer(x, params):
         return atomic_moe(x, params, config.batch_statistics(), config, train=True)[0]
 
-    calls[WHOLE_LAYER] = partial(jax.jit(forward_and_backward(layer)), x, params, x)
+    calls[WHOLE_LAYER] = partial(forward_and_backward(layer), x, params, x)
+    calls = _compiled(calls)
     timings, walls = time_calls(calls, repeats=repeats), wall_times(calls, repeats=repeats)
     rows_of_table = {}
     for name, timing in timings.items():
         wall_us = walls[name].us
         rows_of_table[name] = {**timing.record(), "wall_us": wall_us, "ns_per_pair": 1e3 * wall_us / sizes.pairs}
+    if {"grouped", "gathered"} <= rows_of_table.keys():
+        computed = computed_pairs("grouped", num_experts, slots)
+        ratio = walls["gathered"].us / walls["grouped"].us
+        rows_of_table["gathered"]["in_products"] = ratio * computed / slots
     chosen = choose_form(num_experts, slots)
     return head("atomic", sizes, dtype) | {"chosen": chosen, "forms": rows_of_table}
+
+
+def _compiled(calls: Mapping[str, partial]) -> dict[str, partial]:
+    """The calls, whose functions are compiled side by side."""
+    lowered = [jax.jit(call.func).lower(*call.args) for call in calls.values()]
+    with ThreadPoolExecutor() as pool:
+        programs = pool.map(lambda program: program.compile(), lowered)
+        return {name: partial(run, *call.args) for (name, call), run in zip(calls.items(), programs, strict=True)}

@@ -82,7 +82,7 @@ def flatness(records: Sequence[Record]) -> str:
     return f"From {FLAT_FROM:,} tokens on, {', '.join(said)}; up to {FLAT_WITHIN:.0%} counts as flat." if said else ""
 
 
-_PARTS = {"kernel": "kernels", "alone": "alone"}
+_PARTS = {"kernel": "kernels", "alone": "alone", "precision_kernel": "by_kernel"}
 """Tables in addition to a record's own, by their kind, and what in the record they show."""
 
 _TABLES: dict[str, tuple[Row, Callable[[Record], Iterator[Row]]]] = {}
@@ -239,11 +239,17 @@ def _reading(record: Record) -> Iterator[Row]:
     yield "layer at the file's speed", f"{record['share_of_file']:.0%} by medians", ""
 
 
-@_rows("atomic", "form | forward+backward, ms (kernels alone) | ns per pair | chosen")
+@_rows("atomic", "form | forward+backward, ms (kernels alone) | ns per pair | chosen | a gather, in pairs of products")
 def _atomic(record: Record) -> Iterator[Row]:
     for name, row in record["forms"].items():
         time = f"{milliseconds(row['wall_us'])} ({milliseconds(row['us'])})"
-        yield name, time, f"{row['ns_per_pair']:.2f}", "yes" if name == record["chosen"] else ""
+        yield (
+            name,
+            time,
+            f"{row['ns_per_pair']:.2f}",
+            "yes" if name == record["chosen"] else "",
+            cell(row, "in_products", ".0f"),
+        )
 
 
 @_rows(
@@ -256,6 +262,37 @@ def _routers(record: Record) -> Iterator[Row]:
         times = milliseconds(row["us"]), cell(row, "us_ratio", ".3f"), milliseconds(row["sustained"]["us"])
         planned = [(cell(row, n, ",.0f"), cell(row, f"{n}_ratio", ".3f")) for n in ("temporaries_mib", "peak_mib")]
         yield name, *times, f"{row['pairs']:,}", *planned[0], *planned[1]
+
+
+@_rows(
+    "precision",
+    "products of | single run: forward / both, ms | back to back: forward / both, ms | faster by | MHz | W"
+    " | temporaries, MiB",
+)
+def _precision(record: Record) -> Iterator[Row]:
+    first = next(iter(record["layers"].values()))
+    for name, row in record["layers"].items():
+        passes = [row[phase] for phase in PASSES]
+        runs = [timed["sustained"] for timed in passes]
+        ratios = (first[phase]["sustained"]["us"] / row[phase]["sustained"]["us"] for phase in PASSES)
+        faster = " / ".join(f"{ratio:.2f}×" for ratio in ratios)
+        gauged = cell(runs[1], "mhz", ".0f"), cell(runs[1], "watts", ".0f")
+        yield name, both_ms(passes), both_ms(runs), faster, *gauged, cell(row, "temporaries_mib", ",.0f")
+
+
+@_rows(
+    "precision_kernel", "kernel of forward+backward | 16 bits, µs | 8 bits, µs | faster by | least, µs | by | reached"
+)
+def _precision_kernels(record: Record) -> Iterator[Row]:
+    """What one launch or all of a kernel take in both precisions, and what it must take in 8 bits at least."""
+    wide, narrow, *_ = (of_layer["forward+backward"] for of_layer in record["by_kernel"].values())
+    for name in {**narrow, **wide}:
+        us = [kernels.get(name, {}).get("us") for kernels in (wide, narrow)]
+        faster = f"{us[0] / us[1]:.2f}×" if us[0] and us[1] else ""
+        row = narrow.get(name, {})
+        reached = f"{row['least_us'] / row['us']:.0%}" if row.get("least_us") and row["us"] else ""
+        shown = (f"{value:.0f}" if value else "" for value in us)
+        yield name, *shown, faster, cell(row, "least_us", ".0f"), row.get("bound", ""), reached
 
 
 @_rows("expected", "GPUs | communication, ms | of linear, exposed | hidden")
@@ -273,6 +310,16 @@ def _training(record: Record) -> Iterator[Row]:
     difference = f"{record['final_loss_difference']:+.2%}" if "final_loss_difference" in record else ""
     rest = cell(record, "compile_seconds", ",.0f"), f"{record['final_loss']:.4f}", difference
     yield record["layer"], cell(record, "tokens_per_second", ",.0f"), *memory, *rest
+
+
+@_rows("precision_training", "products of | final loss, bits/byte, by seed | mean | difference, mean | ms a step")
+def _precision_training(record: Record) -> Iterator[Row]:
+    """Means with their standard errors; the differences are between runs from one seed."""
+    for name, row in record["precisions"].items():
+        finals = ", ".join(f"{loss:.4f}" for loss in row["final_losses"])
+        means = [f"{row['mean']:.4f} ± {row['standard_error']:.4f}"]
+        means.append(f"{row['difference']:+.4f} ± {row['difference_standard_error']:.4f}")
+        yield name, finals, *means, f"{row['step_seconds'] * 1e3:.1f}"
 
 
 @_rows("step_profile", "part | ms | of step | bound, ms | reached | launches | bound by")
@@ -314,12 +361,19 @@ def _aligned(*rows: Row) -> Iterator[str]:
         yield "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip()
 
 
+_PRODUCTS = {
+    "dense matmul": "tflops",
+    "dense matmul of 8 bits": "fp8_tflops",
+    "our product of one expert": "one_expert_tflops",
+}
+
+
 def _ceilings(record: Record) -> Iterator[str]:
     """The device's rates, of each pass if they were timed apart."""
     found = record.get("ceilings", {})
     for rates in [found] if "gbs" in found else found.values():
         products = []
-        for what, name in (("dense matmul", "tflops"), ("our product of one expert", "one_expert_tflops")):
+        for what, name in _PRODUCTS.items():
             longer = cell(rates, f"sustained_{name}", ".4g")
             if name in rates:
                 products.append(f"{what} {rates[name]:.4g} TFLOP/s{f' ({longer} back to back)' if longer else ''}")

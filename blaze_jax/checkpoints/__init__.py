@@ -1,17 +1,17 @@
 """Public Mixture-of-Experts checkpoints, of the families that `docs/checkpoints.md` lists.
 
 `read_model` reads a model's `config.json`, `load` the parameters of a layer, and `save` writes layers. On the way lie
-`folder` (files and their headers), `layouts` (which part of which tensor is which parameter), `decode` (compressed
-numbers), `loading` (matrices, brought to devices), `saving` (layers as tensors) and `writing` (files of them).
+`folder` (files and their headers), `layouts` (which part of which tensor is which parameter), `loading` (matrices,
+brought to devices), `saving` (layers as tensors) and `writing` (files of them).
 `hashes` tells of files that are not as they were, and `peft` reads and writes adapters.
 """
 
-from blaze_jax.checkpoints.decode import decode_float8, decode_mxfp4
 from blaze_jax.checkpoints.folder import Folder, MissingExtraError
 from blaze_jax.checkpoints.hashes import check_hashes, write_hashes
 from blaze_jax.checkpoints.loading import Layer, load, read_model
 from blaze_jax.checkpoints.peft import load_adapters, read_adapter, save_adapters
 from blaze_jax.checkpoints.saving import save
+from blaze_jax.codings import decode_float8, decode_mxfp4
 from blaze_jax.huggingface import PublicModel
 from blaze_jax.json_file import CheckpointError
 

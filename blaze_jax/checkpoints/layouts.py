@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from blaze_jax.checkpoints import decode
-from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, MXFP4_BLOCK, MXFP4_NAN, Coding
+from blaze_jax import codings
 from blaze_jax.checkpoints.folder import Folder, Stored, copied
+from blaze_jax.codings import FLOAT8_BLOCK, MXFP4_BLOCK, MXFP4_NAN, Coding
 from blaze_jax.config import MoEConfig, Parameter
 from blaze_jax.json_file import CheckpointError
 
@@ -289,7 +289,7 @@ def find_block(folder: Folder, layer: int, config: MoEConfig) -> Block:
     expected = entries(config, folder[prefix + layout.tensors[0].name].shape[1], layout.use_bias)
     if homeless := sorted(expected.keys() - layout.parameters - {SELECTION_BIAS}):
         raise CheckpointError(f"{folder.origin}: layer {layer}: the layout {layout.name!r} has no {homeless[0]}")
-    sources = {SELECTION_BIAS: [Source(decode.UNCODED, (), (np.zeros(config.num_experts, np.float32),))]}
+    sources = {SELECTION_BIAS: [Source(codings.UNCODED, (), (np.zeros(config.num_experts, np.float32),))]}
     for tensor in layout.of(expected):
         names = [prefix + name for name in tensor.names(config.num_experts)]
         if tensor.parameters == (SELECTION_BIAS,) and names[0] not in folder:
@@ -367,7 +367,7 @@ def _find_source(folder: Folder, name: str, tensor: Tensor, parameter: Parameter
             raise CheckpointError(f"{blocks}: {inputs} inputs of an expert are no multiple of {MXFP4_BLOCK}")
         blocks.require(["U8"], (*leading, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2))
         scales.require(["U8"], (*leading, inputs // MXFP4_BLOCK))
-        return Source(decode.MXFP4, (blocks, scales), (blocks.mapped().reshape(*leading, -1), scales.mapped()))
+        return Source(codings.MXFP4, (blocks, scales), (blocks.mapped().reshape(*leading, -1), scales.mapped()))
     values, scale_name = folder[name], name + FLOAT8_SCALES
     compressible = parameter.kind == "kernel" and len(shape) == 2 and tensor.joined_along is None
     if values.dtype == "F8_E4M3" and compressible:
@@ -375,11 +375,11 @@ def _find_source(folder: Folder, name: str, tensor: Tensor, parameter: Parameter
         _check_block_size(folder)
         scales = folder[scale_name]
         scales.require(["F32"], [-(-size // FLOAT8_BLOCK) for size in shape])
-        return Source(decode.FLOAT8, (values, scales), (values.mapped(), scales.mapped()))
+        return Source(codings.FLOAT8, (values, scales), (values.mapped(), scales.mapped()))
     if scale_name in folder:
         raise CheckpointError(f"{values} has dtype {values.dtype}, but {scale_name!r} holds scales of F8_E4M3")
     values.require((*PLAIN, "F8_E4M3") if compressible else PLAIN, shape)
-    return Source(decode.UNCODED, (values,), (tensor.of_experts(values.mapped(), parameter),))
+    return Source(codings.UNCODED, (values,), (tensor.of_experts(values.mapped(), parameter),))
 
 
 def _check_block_size(folder: Folder) -> None:

@@ -23,14 +23,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from blaze_jax.adapters import is_adapter
-from blaze_jax.checkpoints.decode import FLOAT8_BLOCK, UNCODED, Coding
 from blaze_jax.checkpoints.folder import Folder, copied
 from blaze_jax.checkpoints.layouts import SELECTION_BIAS, Block, Source, find_block
 from blaze_jax.checks import check_integers
+from blaze_jax.codings import FLOAT8_BLOCK, UNCODED, Coding
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.huggingface import PublicModel, read_public_model
 from blaze_jax.nnx import MoE
 from blaze_jax.progress import counted
+from blaze_jax.quantized import CODINGS, WEIGHTS, Form, QuantizedWeight, check_form, inputs_multiple
 
 READERS = 2
 """Threads that read, each a matrix at most, and its copy that is turned: together less than two experts."""
@@ -125,6 +126,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     sharding: Shardings = None,
+    base: Form | None = None,
 ) -> Layer:
     """Reads the block of experts of one layer.
 
@@ -140,6 +142,9 @@ def load(
       dtype: the parameters' type; None for the file's, bfloat16 where it is compressed. The selection bias is float32.
       sharding: where each parameter goes: one sharding for all, or one by name, which leaves out those of the default
         device; None for that device. Only what this process's devices hold is read.
+      base: the form in which the experts' weights stay compressed, as a `QuantizedWeight`, for a layer that trains
+        adapters alone; None for plain numbers. What the file has in that form is kept bit by bit, other numbers are
+        compressed by the device. Such weights are not split over devices.
 
     Returns:
       The layer, for functions, linen and nnx.
@@ -157,7 +162,15 @@ def load(
     shardings = _shardings(sharding, list(block.entries))
     dtypes = {name: _dtype(sources) if dtype is None else np.dtype(dtype) for name, sources in block.sources.items()}
     dtypes[SELECTION_BIAS] = np.dtype(np.float32)
-    loaded = _load_kernels(block, shardings, dtypes)
+    kept = {name: UNCODED._replace(dtypes=(dtype,)) for name, dtype in dtypes.items()}
+    if base is not None:
+        for name in filter(block.entries.__contains__, WEIGHTS):
+            _check_compressible(name, block.entries[name].shape, check_form(base), shardings[name])
+            kept[name] = CODINGS[base]
+    loaded: dict[str, Any] = {
+        name: QuantizedWeight(*arrays, form=base) if base and name in WEIGHTS else arrays[0]
+        for name, arrays in _load_kernels(block, shardings, kept).items()
+    }
     for name, parameter in block.entries.items():
         if parameter.kind != "kernel":
             values = copied(block.sources[name][0].arrays[0]).astype(dtypes[name])
@@ -166,20 +179,32 @@ def load(
     return Layer(params, loaded.get(SELECTION_BIAS), block.layout.name.removesuffix("_mxfp4"))
 
 
+def _check_compressible(name: str, shape: tuple[int, ...], base: Form, sharding: Sharding) -> None:
+    """Raises ValueError unless a kernel can be kept in that form."""
+    if shape[-2] % inputs_multiple(base):
+        raise ValueError(f"{base=} takes inputs in {inputs_multiple(base)}s, but {name} has {shape[-2]}")
+    if not sharding.is_fully_replicated:
+        raise ValueError(f"{base=} cannot be split over devices: leave {name} out of {sharding=}")
+
+
 def place(values: np.ndarray, sharding: Sharding) -> Array:
     """Returns an array of the host on the devices."""
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
-def _load_kernels(block: Block, shardings: dict[str, Sharding], dtypes: dict[str, np.dtype]) -> dict[str, Array]:
-    """Returns the kernels, of which each device's part is filled in place, a matrix's slice at a time."""
+def _load_kernels(block: Block, shardings: dict[str, Sharding], kept: dict[str, Coding]) -> dict[str, list[Array]]:
+    """Returns each kernel's arrays, of which each device's part is filled in place, a matrix's slice at a time."""
     shapes = {name: parameter.shape for name, parameter in block.entries.items() if parameter.kind == "kernel"}
-    parts: dict[tuple[str, Bounds], dict[Device, np.ndarray | Array]] = defaultdict(dict)
+    parts: dict[tuple[str, Bounds], dict[Device, list[np.ndarray | Array]]] = defaultdict(dict)
     for name, shape in shapes.items():
         for device, index in shardings[name].addressable_devices_indices_map(shape).items():
             slices = zip(index or (slice(None),) * len(shape), shape, strict=True)
             bounds = tuple(part.indices(size)[:2] for part, size in slices)
-            parts[name, bounds][device] = _empty([stop - start for start, stop in bounds], dtypes[name], device)
+            stored = _stored_shapes([stop - start for start, stop in bounds], kept[name])
+            types = [np.dtype(dtype) for dtype in kept[name].dtypes]
+            parts[name, bounds][device] = [
+                _empty(size, dtype, device) for size, dtype in zip(stored, types, strict=True)
+            ]
     # An expert's matrices lie together in the file, and its gate and up projection may lie in one another.
     matrices = sorted(
         (expert, name, bounds)
@@ -192,29 +217,43 @@ def _load_kernels(block: Block, shardings: dict[str, Sharding], dtypes: dict[str
         expert, name, bounds = matrix
         held, source = parts[name, bounds], block.sources[name][expert]
         for slices in cut(source, *(slice(*part) for part in bounds[-2:])):
-            values = read_slices(source, slices, dtypes[name], next(iter(held)))
+            arrays = read_slices(source, slices, kept[name], next(iter(held)))
             wanted = zip([slice(expert, expert + 1), *slices][-len(bounds) :], bounds, strict=True)
-            at = tuple(slice(part.start - start, part.stop - start) for part, (start, _) in wanted)
-            for device, whole in held.items():
-                if isinstance(whole, np.ndarray):
-                    whole[at] = np.asarray(values)
-                    continue
-                # There before the next slice is read, or many would fill the host's memory.
-                there = jax.device_put(values, device).block_until_ready()
-                with lock:
-                    held[device] = _update(held[device], there, np.array([part.start for part in at], np.int32))
+            first = [part.start - start for part, (start, _) in wanted]
+            for number, (values, steps) in enumerate(zip(arrays, kept[name].steps, strict=True)):
+                at = [*first[:-2], *(start // step for start, step in zip(first[-2:], steps, strict=True))]
+                for device, wholes in held.items():
+                    if isinstance(whole := wholes[number], np.ndarray):
+                        sizes = (*(1 for _ in at[:-2]), *values.shape)
+                        whole[tuple(slice(a, a + size) for a, size in zip(at, sizes, strict=True))] = np.asarray(values)
+                        continue
+                    # There before the next slice is read, or many would fill the host's memory.
+                    there = jax.device_put(values, device).block_until_ready()
+                    with lock:
+                        wholes[number] = _update(wholes[number], there, np.array(at, np.int32))
 
     with ThreadPoolExecutor(READERS) as pool:
         done = pool.map(load_matrix, matrices)
         for _ in counted(matrices, "matrix"):
             next(done)
-    arrays = defaultdict(list)
+    arrays: dict[str, list[list[Array]]] = defaultdict(list)
     for (name, _), held in parts.items():
-        arrays[name] += [jax.device_put(whole, device) for device, whole in held.items()]
+        arrays[name] += [[jax.device_put(whole, device) for whole in wholes] for device, wholes in held.items()]
     return {
-        name: jax.make_array_from_single_device_arrays(shape, shardings[name], arrays[name])
+        name: [
+            jax.make_array_from_single_device_arrays(stored, shardings[name], list(of_devices))
+            for stored, *of_devices in zip(_stored_shapes(shape, kept[name]), *arrays[name], strict=True)
+        ]
         for name, shape in shapes.items()
     }
+
+
+def _stored_shapes(shape: Sequence[int], coding: Coding) -> list[tuple[int, ...]]:
+    """Returns the shapes of the arrays that hold matrices of that shape."""
+    return [
+        (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], steps, strict=True)))
+        for steps in coding.steps
+    ]
 
 
 def _is_host(device: Device) -> bool:
@@ -247,15 +286,19 @@ def cut(source: Source, rows: slice, columns: slice) -> Iterator[Slices]:
         yield (rows, slice(start, stop)) if turned else (slice(start, stop), columns)
 
 
-def read_slices(source: Source, slices: Slices, dtype: np.dtype, device: Device) -> Array:
-    """Returns those slices of a matrix on the device, decoded."""
+def read_slices(source: Source, slices: Slices, kept: Coding, device: Device) -> Sequence[Array]:
+    """Returns those slices of a matrix on the device, in the coding in which they are kept: as they are, or anew."""
     arrays, inside = source.read(*slices)
     # On a CPU, XLA's copy from the host turns a matrix ten times faster than numpy; elsewhere the device turns it.
     turn = not _is_host(device) and _is_turned(source.arrays[0])
     values = jax.device_put([array.T if turn else array for array in arrays], device)
-    if source.coding is UNCODED and not turn and values[0].dtype == dtype:
-        return values[0]
-    return _decoded(values, source.coding, turn, inside, dtype)
+    if source.coding.decode is kept.decode and not turn and all(map(_has_dtype, values, kept.dtypes)):
+        return values
+    return _recoded(values, source.coding, turn, inside, kept)
+
+
+def _has_dtype(array: Array, dtype: DTypeLike) -> bool:
+    return array.dtype == dtype
 
 
 def _is_turned(matrix: np.ndarray) -> bool:
@@ -264,10 +307,14 @@ def _is_turned(matrix: np.ndarray) -> bool:
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _decoded(values: list[Array], coding: Coding, turn: bool, inside: Slices, dtype: np.dtype) -> Array:
+def _recoded(values: list[Array], coding: Coding, turn: bool, inside: Slices, kept: Coding) -> Sequence[Array]:
     if turn:
         values = [value.T for value in values]
-    return coding.decode(*values, dtype)[inside]
+    if kept.encode is None:
+        return [coding.decode(*values, kept.dtypes[0])[inside]]
+    if coding.decode is kept.decode:
+        return values
+    return kept.encode(coding.decode(*values, jnp.float32)[inside])
 
 
 def _dtype(sources: list[Source]) -> np.dtype:

@@ -13,7 +13,6 @@ from functools import cache, partial
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels import contract
 from pallas_kernels.fp8 import in_8_bits
 from pallas_kernels.hopper import fp8 as _fp8
 from pallas_kernels.hopper.down_backward import down_backward as down_backward
@@ -40,7 +39,7 @@ from pallas_kernels.xla.router import router_backward as router_backward
 
 in_fp8 = cache(partial(in_8_bits, sys.modules[__name__], _fp8.down_operands, _fp8.up_operands))
 fp8_multiple = _fp8.WIDTH_MULTIPLE
-down_operands = up_operands = contract.as_they_are
+down_operands = up_operands = None
 transformable = False
 overlaps = True
 

@@ -26,26 +26,32 @@ BLOCKS_PER_SM = 16
 COLUMNS = 8  # that a thread loads at once: 16 bytes
 
 
-@traced_once()
-def quantize_rows(arrays: tuple[Float[Array, "R k"], ...]) -> list[Scaled]:
+@traced_once("in_place")
+def quantize_rows(arrays: tuple[Float[Array, "R k"], ...], *, in_place: bool = False) -> list[Scaled]:
     """What `fp8.quantize` gives for 16-bit rows, a multiple of 16 wide, two values in each 16-bit number.
 
     A thread block takes a row of all arrays at a time, holds it in registers, and finds its largest number.
-    """
-    (num_rows, width), dtype = arrays[0].shape, arrays[0].dtype
-    blocks = BLOCKS_PER_SM * num_sms()
 
-    def body(arrays, outputs, scales, largest):
+    With `in_place`, for widths that are multiples of 128, the results take the memory of the arrays and are as wide:
+    the first half of a row holds its numbers, the second anything.
+    """
+    (num_rows, width), dtype, count = arrays[0].shape, arrays[0].dtype, len(arrays)
+    blocks = min(BLOCKS_PER_SM * num_sms(), num_rows)
+    pitch = width if in_place else width // 2
+
+    def body(*refs):
+        arrays, outputs, (scales, largest) = refs[:count], refs[count:-2], refs[-2:]
         thread, warp = simt.thread(), simt.warp()
         columns = [(thread + first) * COLUMNS for first in range(0, -(-width // COLUMNS), THREADS)]
 
         def load(row):
-            """The thread's part of a row; past the end the last numbers once more, which change nothing."""
-            start = Long(minimum(row, num_rows - 1)) * width
+            """The thread's part of a row; past its end the last numbers once more, which change nothing."""
+            start = Long(row) * width
             return [a.load_vector(start + minimum(c, width - COLUMNS), COLUMNS) for a in arrays for c in columns]
 
         def quantize_row(row, *loaded):
-            following = load(row + blocks)  # under way while this one is worked on
+            another = select(row + blocks < num_rows, row + blocks, row)
+            following = load(another)  # under way while this one is worked on
             numbers = [vector.wide().elements() for vector in loaded]
             most = warp_maximum(reduce(maximum, (number.bits() & MAGNITUDE_BITS for number in chain(*numbers))))
             turn = row // blocks % 2 * WARPS  # words of the turn before may still be read
@@ -59,24 +65,25 @@ def quantize_rows(arrays: tuple[Float[Array, "R k"], ...]) -> list[Scaled]:
                 scaled = [number * inverse for number in own]
                 with when(column < width) if width % (THREADS * COLUMNS) else nullcontext():
                     words = [pack_e4m3(scaled[:4]), pack_e4m3(scaled[4:])]
-                    output.store_words(Long(row) * (width // 2) + column // 2, words)
+                    output.store_words(Long(row) * pitch + column // 2, words)
             with when(thread.equals(0)):
                 scales[row] = select(most >= INFINITY_BITS, float("nan"), scale)
             return following
 
         loop(simt.block(), num_rows, blocks, quantize_row, load(simt.block()))
 
-    packed = (jax.ShapeDtypeStruct((num_rows, width // 2), dtype),) * len(arrays)
-    results = [packed, jax.ShapeDtypeStruct((num_rows,), jnp.float32)]
-    options = {"blocks": blocks, "warpgroups": 1, "outputs": results, "shared": [2 * WARPS]}
-    values, scales = simt.kernel(body, name="moe_quantize", **options)(arrays)
+    packed = [] if in_place else [jax.ShapeDtypeStruct((num_rows, pitch), dtype)] * count
+    outputs = [*packed, jax.ShapeDtypeStruct((num_rows,), jnp.float32)]
+    options = {"blocks": blocks, "warpgroups": 1, "outputs": outputs, "shared": [2 * WARPS]}
+    *values, scales = simt.kernel(body, name="moe_quantize", updated=count * in_place, **options)(*arrays)
     return [Scaled(value, scales) for value in values]
 
 
-def quantize(*arrays: Float[Array, "... k"]) -> list[Scaled]:
-    """`quantize_rows` of arrays with any axes before the last."""
+def quantize(*arrays: Float[Array, "... k"], in_place: bool = False) -> list[Scaled]:
+    """`quantize_rows` of arrays with any axes before the last; `in_place` where it can be."""
     shape = arrays[0].shape
-    scaled = quantize_rows(tuple(array.reshape(-1, shape[-1]) for array in arrays))
+    rows, in_place = tuple(array.reshape(-1, shape[-1]) for array in arrays), in_place and shape[-1] % 128 == 0
+    scaled = quantize_rows(rows, in_place=in_place)
     return [Scaled(s.values.reshape(*shape[:-1], -1), s.scales.reshape(shape[:-1])) for s in scaled]
 
 
@@ -87,16 +94,23 @@ def quantize_tokens(tokens: Float[Array, "T k"], groups: Dispatch) -> tuple[Arra
 
 
 def down_operands(hidden: Float[Array, "R n"], weights: Sequence[Float[Array, "E n d"]]) -> tuple[Scaled, list[Scaled]]:
-    """The operands of `down_projection` in 8 bits."""
-    return quantize(hidden)[0], [quantize_weights(w, axis=1, dtype=hidden.dtype)[0] for w in weights]
+    """The operands of `down_projection` in 8 bits; the rows take the memory of `hidden`."""
+    return quantize(hidden, in_place=True)[0], [quantize_weights(w, axis=1, dtype=hidden.dtype)[0] for w in weights]
 
 
 def up_operands(
-    d_pre_activations: tuple[Float[Array, "R n"], ...], weights: Sequence[tuple[Float[Array, "E d n"], ...]]
+    d_pre_activations: tuple[Float[Array, "R n"], ...],
+    weights: Sequence[tuple[Float[Array, "E d n"], ...]],
+    in_place: bool = False,
 ) -> tuple[tuple[Scaled, ...], list[tuple[Scaled, ...]]]:
-    """The operands of `up_backward` in 8 bits; projections share their scales, since one accumulator sums them."""
+    """The operands of `up_backward` in 8 bits; projections share their scales, since one accumulator sums them.
+
+    With `in_place` the rows take the memory of `d_pre_activations`.
+    """
     dtype = d_pre_activations[0].dtype
-    return tuple(quantize(*d_pre_activations)), [tuple(quantize_weights(*w, axis=2, dtype=dtype)) for w in weights]
+    return tuple(quantize(*d_pre_activations, in_place=in_place)), [
+        tuple(quantize_weights(*w, axis=2, dtype=dtype)) for w in weights
+    ]
 
 
 def quantize_weights(*weights: Float[Array, "E a b"], axis: int, dtype) -> list[Scaled]:

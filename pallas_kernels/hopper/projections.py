@@ -197,8 +197,10 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
         of_columns = lax.dynamic_slice_in_dim(weights.scales, first_column, num_columns, axis=1)
         scales, transposed = (rows.scales, by_tiles([of_columns], column_tiles)), True
         pairs = tuple((rows.values, weights.values) for rows, weights in pairs)
-    (num_rows, depth), dtype, columns_at = pairs[0][0].shape, pairs[0][0].dtype, 1 if transposed else 2
-    shape, steps_each = pairs[0][1].shape, -(-depth // K_STEP)
+    (num_rows, _), dtype, columns_at = pairs[0][0].shape, pairs[0][0].dtype, 1 if transposed else 2
+    shape = pairs[0][1].shape
+    depth = shape[3 - columns_at]  # rows of 8 bits may be twice as wide, and their second halves of no meaning
+    steps_each = -(-depth // K_STEP)
     if pairs[0][1].dtype != dtype:  # converted for the block's columns alone
         blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs)
         pairs = tuple((rows, block.astype(dtype)) for (rows, _), block in zip(pairs, blocks, strict=True))

@@ -261,7 +261,7 @@ def keep_best_groups(lane: Lane, keys: list, rule: Rule, ranks, group_scores) ->
         mine[i] = key
     warp_barrier()
     for group in indices(lane.of_row, num_groups, layout.lanes):
-        group_scores[group] = _score(ranks.at(group * per_group), group, per_group)
+        group_scores[group] = _score(ranks.at(group * per_group), group, per_group, rule.scores_per_group)
     warp_barrier()
     for group in indices(lane.of_row, num_groups, layout.lanes):
         excluded = _better_groups(group_scores, group, num_groups) >= rule.groups_per_token
@@ -274,8 +274,8 @@ def keep_best_groups(lane: Lane, keys: list, rule: Rule, ranks, group_scores) ->
     return keys
 
 
-def _score(members, group, per_group: int):
-    """Key of the sum of the group's two best; one that is ruled out counts for nothing."""
+def _score(members, group, per_group: int, summed: int):
+    """Key of the group's best, or of the sum of its two best; one that is ruled out counts for nothing."""
 
     def look(i, best, second):
         turned = i + group % per_group  # lanes that read in step then read different banks
@@ -283,6 +283,8 @@ def _score(members, group, per_group: int):
         return [maximum(best, key), maximum(second, minimum(best, key))]
 
     best, second = loop(0, per_group, 1, look, [NOTHING, NOTHING])
+    if summed == 1:
+        return best
     both = key_of(value_of(best) + value_of(second))
     return select(second > MINUS_INFINITY, both, best)
 

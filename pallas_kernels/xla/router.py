@@ -188,19 +188,19 @@ def _select(logits, bias, rule) -> Int[Array, "T K"]:
     ranking = jnp.where(ranking == 0, 0, ranking)  # -0 ties with +0
     ranking = jnp.where(jnp.isnan(ranking), jnp.nan, ranking)  # a negative NaN would come last
     if rule.num_groups > 1:
-        ranking = _keep_best_groups(ranking, rule.num_groups, rule.groups_per_token)
+        ranking = _keep_best_groups(ranking, rule)
     best, experts = top_k(ranking, rule.experts_per_token)
     return jnp.where(best == -jnp.inf, EMPTY_SLOT, experts.astype(jnp.int32))
 
 
-def _keep_best_groups(ranking, num_groups, groups_per_token):
-    """`ranking` with -inf outside a token's best groups, judged by the sum of their two best entries that are left."""
-    grouped = ranking.reshape(ranking.shape[0], num_groups, ranking.shape[1] // num_groups)
-    best_two = top_k(grouped, min(2, grouped.shape[-1]))[0]
-    group_score = jnp.where(best_two == -jnp.inf, 0, best_two).sum(-1)
-    group_score = jnp.where(best_two[..., 0] == -jnp.inf, -jnp.inf, group_score)
-    best = top_k(group_score, groups_per_token)[1]
-    keep = (best[:, :, None] == jnp.arange(num_groups)[None, None]).any(1)
+def _keep_best_groups(ranking, rule):
+    """`ranking` with -inf outside a token's best groups, judged by the sum of their best entries that are left."""
+    grouped = ranking.reshape(ranking.shape[0], rule.num_groups, ranking.shape[1] // rule.num_groups)
+    best_ones = top_k(grouped, min(rule.scores_per_group, grouped.shape[-1]))[0]
+    group_score = jnp.where(best_ones == -jnp.inf, 0, best_ones).sum(-1)
+    group_score = jnp.where(best_ones[..., 0] == -jnp.inf, -jnp.inf, group_score)
+    best = top_k(group_score, rule.groups_per_token)[1]
+    keep = (best[:, :, None] == jnp.arange(rule.num_groups)[None, None]).any(1)
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(ranking.shape)
 
 

@@ -16,8 +16,10 @@ from blaze_jax.benchmark.routers import router_layers
 from blaze_jax.benchmark.sizes import Sizes, forward_and_backward
 from blaze_jax.layer import skipped
 from pallas_kernels.compile_only import compile_for_gpu
+from tests.expert_problems import ON_GPUS, on
 from tests.layers import DOORS, WIDTH, created, random_parameters, random_tokens, unboxed
 from tests.numerics import assert_close, assert_same_bits
+from tests.pallas_kernels.rows import needs_interpreter
 
 TOKENS, EXPERTS = 24, 6
 MASK = jnp.arange(TOKENS) % 3 != 1
@@ -41,14 +43,14 @@ CONFIGS = {
 }
 
 
-def parameters(config, shift: float = 0.0):
+def parameters(config, shift: float = 0.0, width: int = WIDTH):
     """With gains of both signs, and `shift` added to all logits."""
-    params = random_parameters(config) | {"b_router": jnp.full(EXPERTS, shift)}
+    params = random_parameters(config, width=width) | {"b_router": jnp.full(EXPERTS, shift)}
     return params | ({"router_gain": jnp.linspace(-1, 2, EXPERTS)} if config.router.weight_norm else {})
 
 
 def defined(x, params, config, mask):
-    """Loss, output, choice `(T, E)` and dropped share by the definitions, every expert for every token."""
+    """Loss; output, choice `(T, E)`, dropped share and losses by the definitions, every expert for every token."""
     router, real = config.router, mask[:, None]
     logits = x @ params["w_router"] + params["b_router"]
     if router.scoring == "relu":
@@ -77,7 +79,7 @@ def defined(x, params, config, mask):
     balance = EXPERTS * (wanted.sum(0) / jnp.maximum(wanted.sum(), 1) * probability).sum()
     z_loss = jnp.where(mask, jnp.square(jax.nn.logsumexp(logits, axis=1)), 0).sum() / count
     loss = jnp.square(y).sum() + config.load_balancing_weight * balance + config.z_loss_weight * z_loss
-    return loss, (y, chosen, (wanted & ~chosen).sum() / jnp.maximum(wanted.sum(), 1))
+    return loss, (y, chosen, (wanted & ~chosen).sum() / jnp.maximum(wanted.sum(), 1), (balance, z_loss))
 
 
 def _or_one(total):
@@ -105,16 +107,42 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, masked, shift):
     mask = {"some": MASK, "all": MASK & False, "none": MASK | True}[masked]
     params = parameters(config, shift)
     (value, (y, routing)), gradients = step(x, params, config, {"mask": mask})
+    (ref_value, (ref_y, chosen, dropped, _)), ref_gradients = by_definition(x, params, config, mask)
+    assert_close((value, y, gradients), (ref_value, ref_y, ref_gradients))
+    assert_same_bits(chosen_of(routing.experts), chosen)
+    assert_same_bits(routing.tokens_per_expert, chosen.sum(0).astype(np.int32))
+    assert_close(routing.dropped_share, dropped)
+    assert (routing.weights[routing.experts == EMPTY_SLOT] == 0).all()
+
+
+def by_definition(x, params, config, mask):
+    """`defined` and its gradients in float64."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), (x, params))
         run = jax.jit(jax.value_and_grad(defined, (0, 1), has_aux=True), static_argnums=2)
-        (ref_value, (ref_y, chosen, dropped)), ref_gradients = run(*wide, config, mask)
-        expected = jax.tree.map(np.asarray, (ref_value, ref_y, ref_gradients, chosen, dropped))
-    assert_close((value, y, gradients), expected[:3])
-    assert_same_bits(chosen_of(routing.experts), expected[3])
-    assert_same_bits(routing.tokens_per_expert, expected[3].sum(0).astype(np.int32))
-    assert_close(routing.dropped_share, expected[4])
-    assert (routing.weights[routing.experts == EMPTY_SLOT] == 0).all()
+        return jax.tree.map(np.asarray, run(*wide, config, mask))
+
+
+@pytest.mark.parametrize("shift", [0.0, -100.0, 100.0])
+@pytest.mark.parametrize("masked", ["some", "all", "none"])
+@pytest.mark.parametrize("name", CONFIGS)
+@on("ampere", pytest.param("hopper", marks=needs_interpreter), *ON_GPUS)
+@pytest.mark.default_cases("ampere-rms-some-0.0")
+def test_kernels_for_gpus_compute_what_is_defined(kernels, name, masked, shift):
+    """Their products are of 16 bits; no loss or choice has a part in that."""
+    config = CONFIGS[name]
+    # Each kernel of each further turn is another program, which the interpreter takes seconds to compile.
+    config = replace(config, mean_experts=4 if name == "turns" else config.experts_per_token or EXPERTS)
+    mask = {"some": MASK, "all": MASK & False, "none": MASK | True}[masked]
+    given = random_tokens(TOKENS, width=24), parameters(config, shift, width=24)
+    x, params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), given)
+    run = replace(config, implementation="mosaic_gpu")
+    (_, (y, routing)), gradients = out = step(x, params, run, {"mask": mask})
+    (_, (ref_y, chosen, dropped, losses)), ref_gradients = by_definition(x, params, config, mask)
+    assert_same_bits(chosen_of(routing.experts), chosen)
+    assert_close((routing.dropped_share, routing.load_balancing_loss, routing.z_loss), (dropped, *losses), 1e-5)
+    assert_close((y, gradients), (ref_y, ref_gradients), 2e-2)
+    assert_same_bits(step(x, params, run, {"mask": mask}), out)
 
 
 @pytest.mark.parametrize("save", ["pre_activations", "inputs"])

@@ -54,12 +54,14 @@ def test_matches_reference(ruled_out, scoring, num_groups, groups_per_token, bia
     possible[:2] = [[not ruled_out], [True]]
     logits = np.where(possible, LOGITS, np.float32(-np.inf))
     bias = random_logits(E, seed=1, scale=9 if ruled_out else 0.2) if biased else None
+    summed = 1 if scoring == "softmax" else 2
     normalize = biased != (scoring == "sigmoid")  # in half of the cases of each scoring, and of those with a bias
     groups = {"num_groups": num_groups, "groups_per_token": groups_per_token}
     scale = 1.0 if normalize else 2.5
-    router = Router(scoring=scoring, normalize_weights=normalize, weight_scale=scale, **groups)
+    options = {"normalize_weights": normalize, "weight_scale": scale, "scores_per_group": summed}
+    router = Router(scoring=scoring, **options, **groups)
     scores = reference.scores_of(logits, scoring)
-    experts = reference.choose(scores, K, bias, **groups, possible=possible)
+    experts = reference.choose(scores, K, bias, **groups, possible=possible, summed=summed)
 
     out = route(logits, router=router, selection_bias=bias)
     assert_same_bits(out.experts, experts)

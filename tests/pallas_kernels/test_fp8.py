@@ -12,6 +12,7 @@ from blaze_jax import MoEConfig, Router, expert_ffn
 from blaze_jax.implementation import demanded_family
 from blaze_jax.linen import MoE
 from blaze_jax.oracle import dense_expert_ffn
+from blaze_jax.precision import fp8_everywhere
 from pallas_kernels import fp8, hopper
 from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.hopper.fp8 import quantize
@@ -51,16 +52,26 @@ def test_a_rows_numbers_have_the_four_digits_of_e4m3_at_its_scale():
     np.testing.assert_array_equal(gradient, np.full((2, 16), 3))
 
 
-@pytest.mark.parametrize("width", [16, 1040])
-def test_the_kernel_gives_the_same_bits_and_one_scale_for_several_arrays(width):
+@pytest.mark.parametrize(("width", "in_place"), [(16, False), (1040, False), (1040, True), (1152, True)])
+@pytest.mark.default_cases("16-False", "1152-True")
+def test_the_kernel_gives_the_same_bits_and_one_scale_for_several_arrays(width, in_place):
     arrays = rows(2, 30, width), rows(2, 30, width, seed=1)
     with hopper.interpreted():
-        found = quantize(*arrays)
+        found = quantize(*arrays, in_place=in_place)
+    wide = in_place and width % 128 == 0
     for ours, theirs in zip(found, fp8.quantize(*arrays), strict=True):
         assert_same_bits(ours.scales, theirs.scales)
         known = np.isfinite(theirs.scales)
         values = np.asarray(theirs.values).view(np.uint16)
-        np.testing.assert_array_equal(np.asarray(ours.values).view(np.uint16)[known], values[known])
+        assert ours.values.shape[-1] == (width if wide else width // 2)
+        own = np.asarray(ours.values).view(np.uint16)[..., : width // 2]
+        np.testing.assert_array_equal(own[known], values[known])
+
+
+@pytest.fixture(autouse=True)
+def small_sizes():
+    with fp8_everywhere():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +81,16 @@ def problem():
 
 @pytest.fixture(scope="module")
 def portable(problem):
-    return results(partial(expert_ffn, implementation="xla"), problem, precision="fp8")
+    with fp8_everywhere():
+        return results(partial(expert_ffn, implementation="xla"), problem, precision="fp8")
 
 
 @pytest.mark.slow
-def test_hoppers_products_are_the_portable_ones(problem, portable):
-    with hopper.interpreted():
+@pytest.mark.parametrize("n", [80, 128])
+def test_hoppers_products_are_the_portable_ones(n):
+    problem = make_problem(random_experts(40, 2, range(3)), 3, d=48, n=n, biases=False, dtype="bfloat16")
+    portable = results(partial(expert_ffn, implementation="xla"), problem, precision="fp8")
+    with hopper.interpreted():  # rows of 128 are quantized in place
         found = results(partial(expert_ffn, implementation="mosaic_gpu"), problem, precision="fp8")
     assert_close(found, portable)
 

@@ -69,6 +69,16 @@ def test_every_mode(run, num_experts, slots, scoring, biased, num_groups):
 
 
 @over_runs
+@pytest.mark.parametrize("num_experts", [60, 160])
+def test_groups_count_by_their_best_alone(run, num_experts):
+    logits = np.array(random_logits(41, num_experts))
+    logits[:7, : num_experts // 4] = -np.inf  # a group of which nothing is left
+    rule = Rule(6, "softmax", False, 16.0, num_groups=4, groups_per_token=2, scores_per_group=1)
+    found = assert_matches(run, jnp.asarray(logits), None, rule)
+    assert (found.experts != run(jnp.asarray(logits), None, rule._replace(scores_per_group=2)).experts).any()
+
+
+@over_runs
 @pytest.mark.parametrize(
     ("tokens", "num_experts", "slots", "dtype"),
     [(*size, ("float32", "float16")[i % 2]) for i, size in enumerate(SIZES)],

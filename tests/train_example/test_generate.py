@@ -267,8 +267,8 @@ def test_it_is_timed_with_random_weights_and_config_json_alone(tmp_path, capsys)
         ("--prompt hi --tokens 99", "the prompt has 2 tokens, so that --tokens must be at most 63 in a cache of 64"),
         ("--prompt hi --cache 1", "the prompt has 2 tokens, must have at most the 1 of the cache (--cache)"),
         ("--prompt hi --cache 65", "--cache 65 must be at most 64, the max_position_embeddings of the model"),
-        ("--prompt hi --out x", "--out FILE is needed with --prompts and --score, and with nothing else"),
-        ("--prompt hi --resume", "--resume goes on with --prompts or --score"),
+        ("--prompt hi --out x", "--out FILE is needed with --prompts, --score and --replay, and with nothing else"),
+        ("--prompt hi --resume", "--resume goes on with --prompts, --score or --replay"),
         ("--prompts empty --out x", "empty is empty, must have a prompt on each line"),
         ("--prompts gap --out x", "gap, line 2: the prompt is empty, must have one token at least"),
         ("--prompts bad.jsonl --out x", "bad.jsonl, line 1: must be an object with a string 'prompt'"),
@@ -278,7 +278,7 @@ def test_it_is_timed_with_random_weights_and_config_json_alone(tmp_path, capsys)
         ("--prompts one --out x --resume", "nothing to resume: x or x.settings is missing"),
         ("--prompts long --out x", "line 2 has 101 tokens, must have at most the 64 of the cache"),
         ("--prompt hi --run .", "one model is needed"),
-        ("", "one of the arguments --prompt --prompts --score --time is required"),
+        ("", "one of the arguments --prompt --prompts --score --replay --time is required"),
     ],
 )
 def test_bad_input_is_told_in_one_line(folder, options, message, tmp_path, capsys, monkeypatch):

@@ -10,7 +10,7 @@ import tomllib
 import blaze_jax
 from tests.train_example.small import ROOT
 
-PROGRAMS = ("__main__", "compare_layers", "profile_step")
+PROGRAMS = ("__main__", "compare_layers", "compare_precisions", "profile_step")
 CORE = sorted(path for path in (ROOT / "train_example").glob("*.py") if path.stem not in PROGRAMS)
 """All that is not in a folder beside; the programs open what is."""
 PUBLIC = {"flax", "jax", "jaxtyping", "numpy", "optax"}
@@ -50,13 +50,19 @@ def test_they_use_what_an_import_of_blaze_jax_offers():
 
 
 def test_the_pages_program_of_ones_own_trains_and_generates(capsys):
-    training, generation = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "example.md").read_text(), re.DOTALL)
+    training, generation, replay = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "example.md").read_text(), re.DOTALL
+    )
     names = {}
     exec(training, names)
     losses = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert losses[-1] < losses[0] - 0.5
     exec(generation, names)
     assert len(capsys.readouterr().out.splitlines()) == 2
+    exec(replay, names)
+    loss, gradient = map(float, capsys.readouterr().out.split())
+    assert loss != 0
+    assert gradient > 0
 
 
 def test_the_wheel_has_no_example():

@@ -15,9 +15,18 @@ from typing import Any
 
 from train_example.config import UserError
 from train_example.generate.decoding import Generator
-from train_example.generate.files import Results, check_out, digest, generate_file, read_items, score_file
+from train_example.generate.files import (
+    Results,
+    check_out,
+    digest,
+    generate_file,
+    read_items,
+    recorded_items,
+    score_file,
+)
 from train_example.generate.models import Source, Text, open_model, printable
 from train_example.generate.offload import Offload, memory_size
+from train_example.generate.replay import read_recorded
 from train_example.generate.sampling import Sampling
 from train_example.generate.timing import time_generation
 from train_example.program.arguments import Parser, add_options, new_config, number, real, whole
@@ -84,19 +93,25 @@ def _run(arguments: argparse.Namespace) -> None:
         generator = _generator(source, offload, 1, slots, len(prompt), sampling, stops, arguments.seed)
         _stream(generator, source.text, arguments.prompt, prompt, most)
         return
-    path, scored = arguments.score or arguments.prompts, arguments.score is not None
-    items = read_items(path, source.text, scored=scored)
+    path, scored, recorded = arguments.score or arguments.replay or arguments.prompts, arguments.prompts is None, None
+    if arguments.replay is not None:
+        recorded = read_recorded(path, source.model)
+        items = recorded_items(recorded, source.text)
+    else:
+        items = read_items(path, source.text, scored=scored)
     batch = arguments.batch_size or min(_BATCH, len(items))
     most, slots = _sizes(source, arguments, [item.tokens for item in items])
     settings: dict[str, Any] = {"model": source.name, "file": digest(path), "dtype": str(source.model.dtype)}
     settings |= {"batch-size": batch, "cache": slots}
     if not scored:
         settings |= {**asdict(sampling), "tokens": most, "stops": list(stops), "seed": arguments.seed}
+        settings |= {"record-experts": True} if arguments.record_experts else {}
     longest = max(len(item.tokens) for item in items)
-    generator = _generator(source, offload, batch, slots, batch * longest, sampling, stops, arguments.seed)
-    with closing(Results(arguments.out, settings, resume=arguments.resume)) as results:
+    record = arguments.record_experts
+    generator = _generator(source, offload, batch, slots, batch * longest, sampling, stops, arguments.seed, record)
+    with closing(Results(arguments.out, settings, resume=arguments.resume, record=record)) as results:
         if scored:
-            for _ in score_file(generator, items, results):
+            for _ in score_file(generator, items, results, recorded):
                 pass
         else:
             for _ in generate_file(generator, source.text, items, most, results):
@@ -112,11 +127,19 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _generator(
-    source: Source, offload: Offload | None, batch: int, slots: int, prompt_tokens: int, sampling, stops, seed: int
+    source: Source,
+    offload: Offload | None,
+    batch: int,
+    slots: int,
+    prompt_tokens: int,
+    sampling: Sampling,
+    stops: Sequence[int],
+    seed: int,
+    record: bool = False,
 ) -> Generator:
     """The generator of the model; with experts from the host where `offload` says how much the GPU has."""
     if offload is None or source.experts is None:
-        return Generator(source.model, source.variables, batch, slots, sampling, stops, seed)
+        return Generator(source.model, source.variables, batch, slots, sampling, stops, seed, record)
     plan = offload.plan(source.model, source.variables, batch, slots, prompt_tokens)
     _say(str(plan))
     options: dict[str, Any] = {"sampling": sampling, "stops": stops, "seed": seed}
@@ -133,7 +156,7 @@ def _sizes(source: Source, arguments: argparse.Namespace, sequences: Sequence[Se
     which = "the prompt" if arguments.prompt is not None else f"line {at}"
     if longest > room:
         raise UserError(f"{which} has {longest} {unit}, must have at most the {room} of the cache (--cache)")
-    if arguments.score is not None:
+    if arguments.prompts is None and arguments.prompt is None:
         needed, most = longest, 0
     else:
         most = min(_TOKENS, room + 1 - longest) if arguments.tokens is None else arguments.tokens
@@ -179,11 +202,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UserError("--preset has no weights but random ones, for --time: give --run FOLDER or --checkpoint FOLDER")
     if arguments.time and arguments.run is not None:
         raise UserError("--time draws random weights: give --preset or --checkpoint, of which it reads config.json")
-    to_file = arguments.prompts is not None or arguments.score is not None
+    to_file = any(given is not None for given in (arguments.prompts, arguments.score, arguments.replay))
     if to_file != (arguments.out is not None):
-        raise UserError("--out FILE is needed with --prompts and --score, and with nothing else")
+        raise UserError("--out FILE is needed with --prompts, --score and --replay, and with nothing else")
     if arguments.resume and not to_file:
-        raise UserError("--resume goes on with --prompts or --score, and their --out")
+        raise UserError("--resume goes on with --prompts, --score or --replay, and their --out")
+    if arguments.record_experts and arguments.prompts is None:
+        raise UserError("--record-experts is for --prompts: what it generates can be replayed")
+    if arguments.gpu_bytes is not None and (arguments.record_experts or arguments.replay is not None):
+        raise UserError("--record-experts and --replay need all experts on the device: leave --gpu-bytes out")
     if arguments.prompt_tokens is not None and not arguments.time:
         raise UserError("--prompt-tokens is for --time, whose prompts are drawn")
     if arguments.expert_bits is not None and arguments.gpu_bytes is None:
@@ -208,9 +235,22 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--score", type=Path, metavar="FILE", help='a text a line; in *.jsonl {"text": ..., "prompt": ...}'
     )
+    what.add_argument(
+        "--replay", type=Path, metavar="FOLDER", help="score what --record-experts left, with the experts of then"
+    )
     what.add_argument("--time", action="store_true", help="only time it, with random weights: config.json will do")
-    add("--out", type=Path, metavar="FILE", help="where the results of --prompts or --score go, JSON objects a line")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where results of --prompts, --score or --replay go, JSON objects a line",
+    )
     add("--resume", action="store_true", help="go on with the results that are in --out")
+    add(
+        "--record-experts",
+        action="store_true",
+        help="leave each sequence's tokens and experts in the folder OUT.experts",
+    )
     add("--tokens", type=whole(1), metavar="N", help=f"the most to generate ({_TOKENS}, or what fits)")
     add("--temperature", type=number, default=1.0, metavar="T", help="what logits are divided by; 0 is greedy (1)")
     add("--top-k", type=whole(1), metavar="K", help="draw from the K likeliest tokens (all)")

@@ -4,6 +4,7 @@ A sequence's token at position p has slot p of the cache, so that prompts of une
 are padded behind. A later token overwrites the padding before any token sees it.
 """
 
+from collections.abc import Generator as Generating
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from blaze_jax import EMPTY_SLOT
+from train_example.generate.replay import (
+    Recorded,
+    collection_of,
+    experts_in,
+    padded,
+    record_dtype,
+    record_shape,
+)
 from train_example.generate.sampling import Sampling, choose
 from train_example.layers import Context
 from train_example.model import Decoder, Tree, layers_apart, stacked
@@ -32,6 +42,7 @@ class State(NamedTuple):
       logits: of the token that comes next, float32.
       left: how many tokens may yet come; 0 for a sequence that has stopped, which goes on without effect.
       keys: the randomness of each sequence.
+      experts: of each token in each Mixture-of-Experts layer, where they are recorded.
     """
 
     cache: Tree
@@ -39,6 +50,7 @@ class State(NamedTuple):
     logits: Float[Array, "B V"]
     left: Int[Array, " B"]
     keys: Key[Array, " B"]
+    experts: Int[Array, "layers B slots K"] | None = None
 
 
 class Generator:
@@ -52,6 +64,7 @@ class Generator:
       sampling: how tokens are chosen.
       stops: tokens that end a sequence.
       seed: seeds the choices. A sequence's depend on this, its number and its tokens, not on what runs beside it.
+      record: whether `recorded` may be asked.
     """
 
     def __init__(
@@ -63,16 +76,20 @@ class Generator:
         sampling: Sampling = Sampling(),
         stops: Tokens = (),
         seed: int = 0,
+        record: bool = False,
     ):
         # In a loop over blocks each would copy its weights, of all experts, out of the stack, and its cache back.
         self.model = model.clone(unroll=True, remat="none")
         self.variables, self.batch, self.slots = variables, batch, slots
         self.sampling, self.stops, self.seed = sampling, np.array(stops, np.int32), seed
+        self.record = (*record_shape(model), record_dtype(model)) if record else None
 
     def stream(
         self, prompts: Sequence[Tokens], most: int, numbers: Sequence[int] | None = None
-    ) -> Iterator[Int[np.ndarray, " prompts"]]:
+    ) -> Generating[Int[np.ndarray, " prompts"], None, State]:
         """The next token of each prompt, time after time, until all have stopped; -1 for those that had before.
+
+        What it returns in the end is the state behind them.
 
         Args:
           prompts: B at most, none of them empty, each short enough for `most` more in the slots.
@@ -93,14 +110,30 @@ class Generator:
                 yield (row := np.asarray(unread)[: len(prompts)])
                 going &= (row >= 0) & ~np.isin(row, self.stops)
                 if not going.any():
-                    return
+                    return state
             unread = token
         yield np.asarray(unread)[: len(prompts)]
+        return state
 
     def generate(self, prompts: Sequence[Tokens], most: int, numbers: Sequence[int] | None = None) -> list[list[int]]:
         """What `stream` gives each prompt."""
-        rows = np.stack(list(self.stream(prompts, most, numbers)), axis=1)
-        return [[token for token in row.tolist() if token >= 0] for row in rows]
+        return _sequences(list(self.stream(prompts, most, numbers)))
+
+    def recorded(self, prompts: Sequence[Tokens], most: int, numbers: Sequence[int] | None = None) -> list[Recorded]:
+        """Prompts and what `stream` gives each, with the experts that they went to."""
+        rows: list[np.ndarray] = []
+        stream = self.stream(prompts, most, numbers)
+        while True:
+            try:
+                rows.append(next(stream))
+            except StopIteration as end:
+                experts = np.asarray(end.value.experts)
+                break
+        wholes = [[*prompt, *found] for prompt, found in zip(prompts, _sequences(rows), strict=True)]
+        return [
+            Recorded(len(prompt), np.array(whole, np.int32), experts[:, at, : len(whole) - 1])
+            for at, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True))
+        ]
 
     def beyond(self, prompt: Tokens, length: int) -> list[int]:
         """The prompt and what comes behind it, of any length: each time the slots are full, half of them start anew."""
@@ -118,10 +151,14 @@ class Generator:
             state = self._after(state, tokens, count)
         return state
 
-    def score(self, texts: Sequence[Tokens]) -> list[Float[np.ndarray, " tokens-1"]]:
+    def score(
+        self, texts: Sequence[Tokens], recorded: Sequence[Recorded] | None = None
+    ) -> list[Float[np.ndarray, " tokens-1"]]:
         """The logarithm (in nats, float32) of the probability of each token of each text but its first.
 
-        `texts` are B at most, each of `slots` tokens at most.
+        Args:
+          texts: B at most, each of `slots` tokens at most.
+          recorded: the same texts with the experts that they go to; left out, the router chooses.
         """
         if len(texts) > self.batch or max(map(len, texts)) > self.slots:
             longest = max(map(len, texts))
@@ -129,8 +166,12 @@ class Generator:
         state, found = self._fresh(0, texts, None), []
         chunk = self._chunk(_SCORED_TOKENS)
         following = _chunks([text[1:] for text in texts], self.batch, chunk)
-        for (tokens, count), (targets, _) in zip(_chunks(texts, self.batch, chunk), following, strict=False):
-            state, scores = self._scores(state, tokens, count, targets)
+        length = -(-max(map(len, texts)) // chunk) * chunk
+        experts = None if recorded is None else padded(recorded, length, self.batch)[1]
+        pairs = zip(_chunks(texts, self.batch, chunk), following, strict=False)
+        for turn, ((tokens, count), (targets, _)) in enumerate(pairs):
+            given = () if experts is None else (experts[:, :, turn * chunk : (turn + 1) * chunk],)
+            state, scores = self._scores(state, tokens, count, targets, *given)
             found.append(scores)
         scores = np.concatenate([np.zeros((self.batch, 0), np.float32), *map(np.asarray, found)], axis=1)
         return [row[: max(len(text) - 1, 0)] for row, text in zip(scores, texts, strict=False)]
@@ -141,8 +182,10 @@ class Generator:
     def _next(self, state: State) -> tuple[State, Int[Array, " B"]]:
         return _decode(self.model, self.sampling, self.variables, state, self.stops)
 
-    def _scores(self, state: State, tokens: Any, count: Any, targets: Any) -> tuple[State, Float[Array, "B S"]]:
-        return _score(self.model, self.variables, state, tokens, count, targets)
+    def _scores(
+        self, state: State, tokens: Any, count: Any, targets: Any, experts: Any = None
+    ) -> tuple[State, Float[Array, "B S"]]:
+        return _score(self.model, self.variables, state, tokens, count, targets, experts)
 
     def _chunk(self, tokens: int) -> int:
         return min(self.slots, max(1, tokens // self.batch), _CHUNK)
@@ -151,7 +194,12 @@ class Generator:
         numbers = list(range(len(sequences)) if numbers is None else numbers)
         idle = [0] * (self.batch - len(sequences))
         left = np.array([most] * len(sequences) + idle, np.int32)
-        return _fresh(self.model, self.slots, left, np.array(numbers + idle, np.uint32), self.seed)
+        return _fresh(self.model, self.slots, self.record, left, np.array(numbers + idle, np.uint32), self.seed)
+
+
+def _sequences(rows: list[np.ndarray]) -> list[list[int]]:
+    """The tokens of each sequence, of what came of all of them time after time."""
+    return [[token for token in row.tolist() if token >= 0] for row in np.stack(rows, axis=1)]
 
 
 def _chunks(sequences: Sequence[Tokens], batch: int, width: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -164,8 +212,10 @@ def _chunks(sequences: Sequence[Tokens], batch: int, width: int) -> Iterator[tup
         yield tokens[:, start : start + width], np.clip(lengths - start, 0, width).astype(np.int32)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _fresh(model: Decoder, slots: int, left: Array, numbers: Array, seed: int) -> State:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _fresh(
+    model: Decoder, slots: int, record: tuple[int, int, Any] | None, left: Array, numbers: Array, seed: int
+) -> State:
     config, batch = model.config, left.shape[0]
     shape = (batch, config.num_kv_heads, slots, config.head_width or config.width // config.num_heads)
 
@@ -175,7 +225,11 @@ def _fresh(model: Decoder, slots: int, left: Array, numbers: Array, seed: int) -
     cache = {name: tuple(layer() for _ in layers) for name, layers in config.stacks().items()}
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(numbers)
     logits = jnp.zeros((batch, config.vocabulary), jnp.float32)
-    return State(cache, jnp.zeros(batch, jnp.int32), logits, left, keys)
+    experts = None
+    if record is not None:
+        layers, of_token, dtype = record
+        experts = jnp.full((layers, batch, slots, of_token), EMPTY_SLOT, dtype)
+    return State(cache, jnp.zeros(batch, jnp.int32), logits, left, keys, experts)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -206,9 +260,9 @@ def next_tokens(
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _score(
-    model: Decoder, variables: Tree, state: State, tokens: Array, count: Array, targets: Array
+    model: Decoder, variables: Tree, state: State, tokens: Array, count: Array, targets: Array, experts: Array | None
 ) -> tuple[State, Float[Array, "B S"]]:
-    state, logits = _apply(model, variables, state, tokens, count, last=False)
+    state, logits = _apply(model, variables, state, tokens, count, last=False, experts=experts)
     return state, log_likelihood(logits, targets)
 
 
@@ -225,10 +279,27 @@ def _advance(model: Decoder, variables: Tree, state: State, tokens: Array, count
 
 
 def _apply(
-    model: Decoder, variables: Tree, state: State, tokens: Array, count: Array, *, last: bool
+    model: Decoder,
+    variables: Tree,
+    state: State,
+    tokens: Array,
+    count: Array,
+    *,
+    last: bool,
+    experts: Int[Array, "layers B S K"] | None = None,
 ) -> tuple[State, Float[Array, "B S V"]]:
-    context = Context(state.filled, count)
+    """The state behind the tokens but for its logits, and these; given `experts`, the tokens go to them."""
+    config, context = model.config, Context(state.filled, count)
     given = {kind: stacked(of_kind) for kind, of_kind in {**variables, "cache": state.cache}.items()}
-    logits, updated = model.apply(given, tokens, context=context, last=last, mutable=["cache"])
-    cache = layers_apart(model.config, updated["cache"])
+    if experts is not None:
+        given["routing"] = collection_of(config, experts)
+    logits, updated = model.apply(
+        given, tokens, context=context, last=last, mutable=["cache"] if state.experts is None else ["cache", "routing"]
+    )
+    if state.experts is not None:
+        sequence, positions = jnp.arange(tokens.shape[0])[:, None], context.positions(tokens.shape[1])
+        chosen = experts_in(config, updated["routing"]).astype(state.experts.dtype)
+        chosen = state.experts.at[:, sequence, positions].set(chosen, mode="drop", unique_indices=True)
+        state = state._replace(experts=chosen)
+    cache = layers_apart(config, updated["cache"])
     return state._replace(cache=cache, filled=state.filled + count), jnp.asarray(logits)

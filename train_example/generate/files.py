@@ -16,11 +16,13 @@ from tqdm import tqdm
 from train_example.config import UserError
 from train_example.generate.decoding import Generator
 from train_example.generate.models import Text
+from train_example.generate.replay import Recorded, write_recorded
 from train_example.program.metrics import read_metrics
 
 type Record = dict[str, Any]
 
 _SETTINGS = ".settings"
+_EXPERTS = ".experts"
 
 
 class Item(NamedTuple):
@@ -70,23 +72,42 @@ def read_items(path: Path, text: Text, *, scored: bool) -> list[Item]:
     return items
 
 
+def recorded_items(recorded: Sequence[Recorded], text: Text) -> list[Item]:
+    """What is scored of recorded sequences."""
+    pairs = [(one.tokens[: one.prompt].tolist(), one.tokens.tolist()) for one in recorded]
+    return [Item(text.decode(p), text.decode(tokens[len(p) :]), p, tokens) for p, tokens in pairs]
+
+
 def generate_file(
     generator: Generator, text: Text, items: Sequence[Item], most: int, results: "Results"
 ) -> Iterator[Record]:
-    """Generates for what is not done, and yields each record when it is on the disk."""
+    """Generates for what is not done, and yields each record when it is on the disk.
+
+    A generator that records leaves its sequences in the folder `results.experts` first.
+    """
 
     def run(batch: list[int]) -> list[Record]:
-        found = generator.generate([items[i].tokens for i in batch], most, batch)
+        prompts = [items[i].tokens for i in batch]
+        if generator.record:
+            sequences = generator.recorded(prompts, most, batch)
+            for i, recorded in zip(batch, sequences, strict=True):
+                write_recorded(results.experts, i, recorded)
+            found = [recorded.tokens[recorded.prompt :].tolist() for recorded in sequences]
+        else:
+            found = generator.generate(prompts, most, batch)
         return [_generated(i, items[i], tokens, text, generator.stops) for i, tokens in zip(batch, found, strict=True)]
 
     return _in_batches(items, generator.batch, results, run)
 
 
-def score_file(generator: Generator, items: Sequence[Item], results: "Results") -> Iterator[Record]:
-    """Scores what is not done, and yields each record when it is on the disk."""
+def score_file(
+    generator: Generator, items: Sequence[Item], results: "Results", recorded: Sequence[Recorded] | None = None
+) -> Iterator[Record]:
+    """Scores what is not done, with the experts that are `recorded`, and yields each record when it is on the disk."""
 
     def run(batch: list[int]) -> list[Record]:
-        found = generator.score([items[i].tokens for i in batch])
+        taken = None if recorded is None else [recorded[i] for i in batch]
+        found = generator.score([items[i].tokens for i in batch], taken)
         return [_scored(i, items[i], scores) for i, scores in zip(batch, found, strict=True)]
 
     return _in_batches(items, generator.batch, results, run)
@@ -99,18 +120,21 @@ class Results:
       path: the file.
       settings: what decides the results.
       resume: whether to go on with what is there.
+      record: whether there is a folder of recorded sequences, which is made when missing.
 
     Attributes:
       records: all records, by index.
+      experts: that folder, beside the file.
 
     Raises:
       UserError: the file is there and not to be gone on with, or it is of other settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], *, resume: bool):
+    def __init__(self, path: Path, settings: dict[str, Any], *, resume: bool, record: bool = False):
         beside = path.with_name(path.name + _SETTINGS)
         written = json.dumps(settings, indent=1)
         self.records: dict[int, Record] = {}
+        self.experts = path.with_name(path.name + _EXPERTS)
         try:
             check_out(path, resume=resume)
             if resume:
@@ -125,6 +149,8 @@ class Results:
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 beside.write_text(written)
+            if record:
+                self.experts.mkdir(exist_ok=True)
             self._path = path
             self._replace()
             self._file = path.open("a", buffering=1, encoding="utf-8")
@@ -158,8 +184,11 @@ def check_out(path: Path, *, resume: bool) -> None:
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    """The SHA-256 of a file, or of the records in a folder, one after the other."""
+    found = hashlib.sha256()
+    for file in sorted(path.glob("*.npz")) if path.is_dir() else [path]:
+        found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def _in_batches(

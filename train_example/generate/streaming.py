@@ -49,6 +49,8 @@ class StreamingGenerator(Generator):
         pass_tokens: int = MICRO_TOKENS,
         **options: Any,
     ):
+        if options.get("record"):
+            raise NotImplementedError("experts are recorded with all of them on the device")
         super().__init__(model, variables, batch, slots, **options)
         self.store, self.pass_tokens = store, pass_tokens
         stacks = model.config.stacks()
@@ -68,7 +70,11 @@ class StreamingGenerator(Generator):
         token, left, found, count = _chosen(self.sampling, state, self.stops)
         return self._after(state, token[:, None], count)._replace(left=left), found
 
-    def _scores(self, state: State, tokens: Any, count: Any, targets: Any) -> tuple[State, Float[Array, "B S"]]:
+    def _scores(
+        self, state: State, tokens: Any, count: Any, targets: Any, experts: Any = None
+    ) -> tuple[State, Float[Array, "B S"]]:
+        if experts is not None:
+            raise NotImplementedError("recorded experts are replayed with all experts on the device")
         x, state = self._through(state, tokens, count)
         return state, _scored(self.model, self._ends, x, targets)
 

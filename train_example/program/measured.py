@@ -18,7 +18,7 @@ from train_example.program.arguments import add_options, new_config
 from train_example.program.model import first_state, make_model
 from train_example.step import Batch
 
-_OPTIONS = ("steps", "batch_size", "sequence_length", "accumulate", "seed")
+_OPTIONS = ("data", "steps", "batch_size", "sequence_length", "accumulate", "seed")
 _OPTIONS += ("remat", "save", "precision", "attention", "momentum_dtype", "equal_bits", "unroll")
 
 

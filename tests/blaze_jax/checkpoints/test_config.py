@@ -148,11 +148,8 @@ FFN = {"model_type": ""}
         ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob=False must be True"),
         ("mixtral", {"model_type": "phimoe"}, r"'phimoe' has another layer: its router \(sparsemixer\) weighs"),
         ("mixtral", {"model_type": ["phimoe"]}, r"model_type=\['phimoe'\] must be mixtral or"),
-        (
-            "deepseek_v2",
-            {"topk_method": "group_limited_greedy"},
-            "'group_limited_greedy' must be greedy, of which a gr",
-        ),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "'noaux_tc' must be greedy or group_limited_greedy"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "topk_group": 0}, "topk_group=0 must be an integer"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True must be False"),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' must be softmax"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be an integer"),
@@ -209,6 +206,15 @@ def test_what_decides_the_mathematics_must_be_there_and_of_its_type(family):
                 checkpoints.read_model(config | {name: value})
         with pytest.raises(checkpoints.CheckpointError, match="is missing, must be "):
             checkpoints.read_model({key: value for key, value in config.items() if key != name})
+
+
+def test_groups_of_deepseek_v2_count_by_their_best_expert():
+    sizes = {"n_routed_experts": 160, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0}  # the large one's
+    read = checkpoints.read_model(PUBLIC["deepseek_v2"] | sizes | {"topk_method": "group_limited_greedy"})
+    groups = {"num_groups": 8, "groups_per_token": 3, "scores_per_group": 1}
+    assert read.layer.router == Router(normalize_weights=False, weight_scale=16.0, **groups)
+    greedy = checkpoints.read_model(PUBLIC["deepseek_v2"] | sizes)
+    assert greedy.layer.router == Router(normalize_weights=False, weight_scale=16.0)
 
 
 TWICE = "{" + ",".join(f'"a{n % 80_000}": 0' for n in range(80_001)) + "}"

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from blaze_jax import checkpoints
+from blaze_jax import checkpoints, quantize
 from blaze_jax.checkpoints import layouts, loading
 from tests.blaze_jax.checkpoints.models import FAMILIES, load, save, tensors_of, write
 from tests.numerics import assert_same_bits
@@ -125,3 +125,37 @@ def test_tensors_of_any_type_are_read(tmp_path):
     assert_same_bits(opened["uint16"].read(1, slice(0, None, 2)), stored["uint16"][1, ::2])
     with pytest.raises(checkpoints.CheckpointError, match="'int8' has dtype F4, which numpy has not"):
         opened["int8"]._replace(dtype="F4").read()
+
+
+@pytest.mark.default_cases("deepseek_v3-float8-*", "gpt_oss-mxfp4-mxfp4-True")
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [("deepseek_v3-float8", "float8"), ("gpt_oss-mxfp4", "mxfp4"), ("gpt_oss-mxfp4", "float8"), ("olmoe", "float8")],
+)
+def test_a_base_stays_compressed(monkeypatch, name, base, on_device):
+    """As the file has it, where it is of that form; what it stands for is what is read without."""
+    plain = load(name, dtype="float32")
+    if on_device:  # as a GPU does it: slices turned by the device, and a donated array
+        monkeypatch.setattr(loading, "_is_host", lambda device: False)
+        monkeypatch.setattr(loading, "SLICE_BYTES", 1)
+    params = load(name, base=base).params
+    weights = {kernel: params.pop(kernel) for kernel in KERNELS}
+    assert {weight.form for weight in weights.values()} == {base}
+    found = {kernel: weight.astype(jnp.float32) for kernel, weight in weights.items()}
+    if base in name:
+        assert_same_bits(found, {kernel: plain.params[kernel] for kernel in KERNELS})
+    else:
+        again = {kernel: quantize(plain.params[kernel], base) for kernel in KERNELS}
+        assert_same_bits(weights, again)
+    assert_same_bits(params, {other: value for other, value in load(name).params.items() if other not in KERNELS})
+
+
+def test_a_base_that_cannot_be_compressed():
+    with pytest.raises(ValueError, match="base='nf4' takes inputs in 64s, but w_gate has 16"):
+        load("olmoe", base="nf4")
+    with pytest.raises(ValueError, match="form='int4' must be one of float8, mxfp4, nf4"):
+        load("olmoe", base="int4")
+    sharding = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("a",)), P("a"))
+    with pytest.raises(ValueError, match="base='float8' cannot be split over devices: leave w_up out"):
+        load("olmoe", base="float8", sharding={"w_up": sharding})

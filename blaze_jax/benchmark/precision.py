@@ -1,0 +1,131 @@
+"""Experts that multiply 8 bits next to those that multiply 16, pass by pass and kernel by kernel, with the bounds."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from blaze_jax.benchmark.back_to_back import take_turns
+from blaze_jax.benchmark.memory import MIB, plan_of
+from blaze_jax.benchmark.rates import DENSE, CeilingCalls, Ceilings, Work, kernel_work, work_of
+from blaze_jax.benchmark.results import Record, head
+from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, expert_inputs, forward_and_backward
+from blaze_jax.benchmark.timing import Call, KernelTotal, time_calls
+from blaze_jax.experts import expert_ffn
+from blaze_jax.precision import fp8_everywhere
+from pallas_kernels.fp8 import E4M3
+
+DENSE_FP8 = "dense matmul, fp8"
+OTHERS = "of XLA"
+"""All kernels that are not ours, together."""
+
+
+def measure_precision(
+    sizes: Sizes, dtype, *, repeats: int, turns: int, turn_seconds: float, implementation=None
+) -> Record:
+    """Times both passes of the experts with products of 8 bits and without, in turns, and their kernels.
+
+    All sizes multiply 8 bits here, also those where `precision="fp8"` would not.
+    """
+    inputs = expert_inputs(sizes, dtype)
+    layers = {
+        jnp.dtype(dtype).name: partial(expert_ffn, implementation=implementation),
+        "fp8": partial(expert_ffn, implementation=implementation, precision="fp8"),
+    }
+    compiled = _compiled({name: (layer, inputs) for name, layer in layers.items()})
+    calls: dict[Any, Call] = {key: partial(program, *arguments) for key, (program, arguments) in compiled.items()}
+    ceiling_calls = CeilingCalls(dtype)
+    dense_fp8 = {DENSE_FP8: _dense_fp8(ceiling_calls.width)}
+    timings = time_calls(calls | ceiling_calls.calls | dense_fp8, repeats=repeats)
+    runs = take_turns(calls | {DENSE: ceiling_calls.calls[DENSE]} | dense_fp8, turns=turns, seconds=turn_seconds)
+    ceilings = ceiling_calls.rates(timings)
+    fp8_ceilings = Ceilings(ceiling_calls.dense_tflops(timings[DENSE_FP8].us), ceilings.gbs)
+    rows, by_kernel = {}, {}
+    for name in layers:
+        row = rows[name] = {}
+        for phase, factor in PASSES.items():
+            timed = ceilings.pass_record(timings[name, phase], factor * sizes.forward_flops)
+            row[phase] = timed | {"sustained": runs[name, phase]}
+        if (plan := plan_of(compiled[name, BOTH][0].memory_analysis())) is not None:
+            row |= {"temporaries_mib": plan.temporaries / MIB, "peak_mib": plan.peak / MIB}
+        in_fp8 = name == "fp8"
+        work = (fp8_work if in_fp8 else kernel_work)(sizes, jnp.dtype(dtype).itemsize)
+        rates = ceilings, fp8_ceilings if in_fp8 else ceilings
+        by_kernel[name] = {phase: _kernels(timings[name, phase].kernels, work, *rates) for phase in PASSES}
+    dense = {
+        "sustained_tflops": ceiling_calls.dense_tflops(runs[DENSE]["us"]),
+        "fp8_tflops": fp8_ceilings.tflops,
+        "sustained_fp8_tflops": ceiling_calls.dense_tflops(runs[DENSE_FP8]["us"]),
+    }
+    found = {"ceilings": ceilings._asdict() | dense, "layers": rows}
+    if timings["fp8", BOTH].kernels:
+        found["by_kernel"] = by_kernel
+    return head("precision", sizes, dtype) | found
+
+
+def _compiled(layers: Mapping[str, tuple[Callable, tuple]]) -> dict[tuple[str, str], tuple[jax.stages.Compiled, tuple]]:
+    """Each layer's passes, compiled side by side, and their arguments."""
+    lowered = {}
+    for name, (layer, inputs) in layers.items():
+        for phase in PASSES:
+            with fp8_everywhere():
+                function, arguments = layer, inputs
+                if phase != FORWARD:
+                    function, arguments = forward_and_backward(layer), (*inputs, inputs[0])
+                lowered[name, phase] = jax.jit(function).lower(*arguments), arguments
+    with ThreadPoolExecutor(len(lowered)) as threads:
+        programs = threads.map(lambda pair: pair[0].compile(), lowered.values())
+        return {key: (program, lowered[key][1]) for key, program in zip(lowered, programs, strict=True)}
+
+
+def _dense_fp8(width: int) -> Call:
+    """The dense product of square matrices of 8 bits, the contracted axis last in both, as tensor cores ask."""
+    factor = jax.random.normal(jax.random.key(1), (width, width), jnp.float32).astype(E4M3)
+
+    @jax.jit
+    def product(a, b):
+        return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+    return partial(product, factor, factor)
+
+
+def fp8_work(sizes: Sizes, itemsize: int) -> dict[str, Work]:
+    """`kernel_work` where rows and weights are read in 8 bits by the products of rows, and cast to them once a pass."""
+    tokens, d, n, experts, slots = sizes
+    pairs = tokens * slots
+    matrix, token, narrow, wide = experts * d * n, tokens * d, pairs * n, pairs * d
+    work = kernel_work(sizes, itemsize)
+    bytes_of = {
+        "moe_up_projection": token + 2 * matrix + 3 * narrow * itemsize,
+        "moe_down_projection": narrow + matrix + wide * itemsize,
+        "moe_down_backward": token + matrix + 5 * narrow * itemsize,
+        "moe_up_backward": 2 * narrow + 2 * matrix + wide * itemsize,
+    }
+    work |= {name: Work(work[name].flops, float(num_bytes)) for name, num_bytes in bytes_of.items()}
+    # tokens and their gradients, the activation and the pre-activations' gradients; weights in both orientations
+    work["moe_quantize"] = Work(0.0, (2 * token + 3 * narrow + 6 * matrix) * (itemsize + 1.0))
+    return work
+
+
+_IN_8_BITS = ("moe_up_projection", "moe_down_projection", "moe_down_backward", "moe_up_backward")
+
+
+def _kernels(
+    kernels: Mapping[str, KernelTotal], table: dict[str, Work], ceilings: Ceilings, of_rows: Ceilings
+) -> dict[str, dict[str, Any]]:
+    """Microseconds by the name of a kernel in the table, all others together, with what each must take at least."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, total in kernels.items():
+        ours = [known for known in table if known in name]
+        known = max(ours, key=len, default=OTHERS)
+        row = found.setdefault(known, {"launches": 0.0, "us": 0.0})
+        row["launches"] += total.launches
+        row["us"] += total.us
+        if (work := work_of(name, table)) is not None:
+            rates = of_rows if known in _IN_8_BITS else ceilings
+            row["least_us"], row["bound"] = rates.least_us(*work)
+    return dict(sorted(found.items(), key=lambda item: -item[1]["us"]))

@@ -1,0 +1,86 @@
+"""Whether experts multiply numbers of 8 bits: `precision="fp8"` does where it pays, by the rule that stands here."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, get_args
+
+from jaxtyping import Array
+
+from blaze_jax.checks import warn_once
+from pallas_kernels.compat import has_symbolic_sizes
+from pallas_kernels.family import Kernels
+
+Precision = Literal["fp8"]
+
+LEAST_WIDTH = 1024
+"""Where a width of the experts is less, products in 8 bits save less than the casts take."""
+
+LEAST_ROWS = 1024
+"""Where an expert has fewer rows, casting its weights takes longer than all that it gains."""
+
+_everywhere: ContextVar[bool] = ContextVar("fp8_everywhere", default=False)
+
+
+@contextmanager
+def fp8_everywhere() -> Iterator[None]:
+    """What is traced inside multiplies 8 bits wherever `precision="fp8"` is asked for, whether it pays or not."""
+    token = _everywhere.set(True)
+    try:
+        yield
+    finally:
+        _everywhere.reset(token)
+
+
+def is_fp8_everywhere() -> bool:
+    """Whether `fp8_everywhere` is around."""
+    return _everywhere.get()
+
+
+def check_precision(precision: Precision | None) -> None:
+    """Raises ValueError unless `precision` is None or a name."""
+    if precision not in (None, *get_args(Precision)):
+        raise ValueError(f"{precision=} must be None or one of {', '.join(get_args(Precision))}")
+
+
+def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...], expected_rows: float) -> Kernels:
+    """The family with its row products in 8 bits; as it is, with a warning given once, where they would not pay.
+
+    Args:
+      kernels: the family.
+      x: tokens.
+      weights: `(E, d, n)`, the down weights last.
+      expected_rows: of all experts together.
+
+    Raises:
+      NotImplementedError: the family has no such products, or not of these widths.
+    """
+    if kernels.in_fp8 is None:
+        raise NotImplementedError(
+            f"precision='fp8' needs an NVIDIA Hopper GPU and tokens of bfloat16 or float16, not {x.dtype} on this one; "
+            "leave it out, or use implementation='xla'"
+        )
+    num_experts, width, model_width = weights[-1].shape
+    multiple = kernels.fp8_multiple
+    if width % multiple or model_width % multiple:
+        raise NotImplementedError(
+            f"precision='fp8' needs widths that are multiples of {multiple}, got model width {model_width} and "
+            f"expert width {width}; leave it out, or use implementation='xla'"
+        )
+    if not is_fp8_everywhere() and (reason := why_fp8_loses(x, width, model_width, num_experts, expected_rows)):
+        warn_once(f"precision='fp8' is left out, and experts multiply {x.dtype}: {reason}")
+        return kernels
+    return kernels.in_fp8()
+
+
+def why_fp8_loses(x: Array, width: int, model_width: int, num_experts: int, expected_rows: float) -> str | None:
+    """Why experts of these sizes are faster in 16 bits, by what was measured on an H200; None where they are not."""
+    if min(width, model_width) < LEAST_WIDTH:
+        return (
+            f"widths of less than {LEAST_WIDTH} are faster so, and these are model width {model_width} and expert "
+            f"width {width}"
+        )
+    if not has_symbolic_sizes(x) and expected_rows < LEAST_ROWS * num_experts:
+        rows = round(expected_rows / num_experts)
+        return f"experts of less than {LEAST_ROWS} tokens are faster so, and these have {rows} on average"
+    return None
