@@ -22,7 +22,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.benchmark.memory import MemoryPlan
-from train_example.compile_step import lower, xla_options
+from train_example.compile_step import compile_together, lower, xla_options
 from train_example.config import TrainConfig
 from train_example.generate.streaming import logits_of
 from train_example.layers import RMSNorm, rotation
@@ -284,11 +284,12 @@ def compiled(
     optimizer: optax.GradientTransformation | None = None,
 ) -> tuple[Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]], Callable[[TrainState, Batch], Array]]:
     """The training step, which takes the memory of the state that it is given, and the evaluation; see `train`."""
-    layerwise, options = Layerwise(config, model, optimizer), xla_options(config)
-    programs = {
-        name: lower(config, one.function, *one.arguments, donate_argnums=one.donated).compile(options)
+    layerwise = Layerwise(config, model, optimizer)
+    lowered = {
+        name: lower(config, one.function, *one.arguments, donate_argnums=one.donated)
         for name, one in layerwise.programs(state, batch).items()
     }
+    programs = compile_together(lowered, xla_options(config))
     blocks, parts = layerwise.blocks, jax.device_put([np.int32(part) for part in range(len(layerwise.blocks) + 2)])
 
     def through(state: TrainState, windows: Array) -> tuple[list[Array], Array]:
