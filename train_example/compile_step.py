@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
@@ -30,13 +29,6 @@ def lower(config: TrainConfig, function: Callable, *arguments: Any, **options: A
     if jax.default_backend() == "gpu" and config.equal_bits:
         demand_equal_bits(cast(ir.Module, lowered.compiler_ir("stablehlo")))
     return lowered
-
-
-def compile_together(lowered: dict[str, jax.stages.Lowered], options: dict[str, Any]) -> dict[str, jax.stages.Compiled]:
-    """The programs of the same names, compiled at the same time by a thread for each."""
-    with ThreadPoolExecutor(len(lowered)) as threads:
-        compiled = threads.map(lambda one: one.compile(options), lowered.values())
-        return dict(zip(lowered, compiled, strict=True))
 
 
 def step_and_evaluation(

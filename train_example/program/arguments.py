@@ -63,7 +63,7 @@ def new_config(options: dict[str, Any]) -> TrainConfig:
     Raises:
       UserError: options do not fit each other.
     """
-    return _checked(replace(_start(options), **options))
+    return checked(replace(_start(options), **options))
 
 
 def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) -> TrainConfig:
@@ -95,7 +95,7 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
             )
     if options.get("steps", saved["steps"]) != saved["steps"] and saved["schedule_steps"] is None:
         options = {"schedule_steps": saved["steps"]} | options
-    return _checked(replace(start, **saved | options | {"model": start.model}))
+    return checked(replace(start, **saved | options | {"model": start.model}))
 
 
 def _start(options: dict[str, Any]) -> TrainConfig:
@@ -107,7 +107,8 @@ def _start(options: dict[str, Any]) -> TrainConfig:
     return PRESETS[options.get("preset", "tiny")]
 
 
-def _checked(config: TrainConfig) -> TrainConfig:
+def checked(config: TrainConfig) -> TrainConfig:
+    """The configuration; UserError for options that do not fit each other."""
     model, layer = config.model, config.experts_layer
     if layer != "blaze_jax":
         if config.implementation is not None:
@@ -135,15 +136,15 @@ def _checked(config: TrainConfig) -> TrainConfig:
 
 def _check_adam8(config: TrainConfig) -> None:
     """Raises UserError for what does not go together with updates block by block and moments in 8 bits."""
-    for name, value, why in (
-        ("accumulate", 1, "has the gradients of one block at a time, and cannot add them up over microbatches"),
+    for name, only, why in (
+        ("accumulate", 1, "has the gradients of one block at a time and cannot add them up over microbatches"),
         ("momentum_dtype", "float32", "keeps both moments in 8 bits"),
         ("remat", "none", "computes every block again in any case"),
         ("trained", "all", "trains all parameters"),
         ("experts_layer", "blaze_jax", "trains this library's layers"),
     ):
-        if (given := getattr(config, name)) != value:
-            raise UserError(f"--optimizer adam8 {why}: leave --{name.replace('_', '-')} {given} out")
+        if (given := getattr(config, name)) != only:
+            raise UserError(f"--optimizer adam8 {why}: --{name.replace('_', '-')} {given} must be {only}")
 
 
 class Parser(argparse.ArgumentParser):

@@ -22,11 +22,12 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.benchmark.memory import MemoryPlan
-from train_example.compile_step import compile_together, lower, xla_options
+from train_example.compile_step import lower, xla_options
 from train_example.config import TrainConfig
 from train_example.generate.streaming import logits_of
 from train_example.layers import RMSNorm, rotation
 from train_example.model import Block, Decoder, Tree
+from train_example.program.compiling import compile_together
 from train_example.program.small_adam import apply_updates, scale_by_small_adam
 from train_example.step import (
     BETAS,
@@ -86,19 +87,23 @@ class Layerwise:
         self.blocks = [(name, at) for name, layers in model.config.stacks().items() for at in range(len(layers))]
         self.optimizer = optax.with_extra_args_support(optimizer or part_optimizer(config, len(self.blocks) + 2))
 
-    def init(self, params: Tree | None = None, jit: Callable[[Callable], Callable] = lambda function: function) -> Tree:
-        """The `TrainState` before the first step, with parameters that are there or else new ones, made part by part.
+    def init(self, jit: Callable[[Callable], Callable] = lambda function: function) -> TrainState:
+        """The state before the first step, made part by part; `jit` makes programs of functions.
 
-        New ones are drawn as the ordinary step's are, but are other numbers. `jit` makes programs of functions.
+        Parameters are drawn as the ordinary step's are, but are other numbers.
         """
-        router_state: Tree = {}
-        if params is None:
-            keys = iter(jax.random.split(jax.random.key(self.config.seed), len(self.blocks) + 1))
-            params = dict(jit(self.new_ends)(next(keys)))
-            new_block = {kind: jit(partial(self.new_block, kind)) for kind in {_kind(name) for name, _ in self.blocks}}
-            for name, layers in self.model.config.stacks().items():
-                params[name], states = zip(*(new_block[_kind(name)](next(keys)) for _ in layers), strict=True)
-                router_state |= {name: states} if states[0] else {}
+        keys = iter(jax.random.split(jax.random.key(self.config.seed), len(self.blocks) + 1))
+        params, router_state = dict(jit(self.new_ends)(next(keys))), {}
+        new_block = {kind: jit(partial(self.new_block, kind)) for kind in {_kind(name) for name, _ in self.blocks}}
+        for name, layers in self.model.config.stacks().items():
+            params[name], states = zip(*(new_block[_kind(name)](next(keys)) for _ in layers), strict=True)
+            router_state |= {name: states} if states[0] else {}
+        return self.begin(params, router_state, jit)
+
+    def begin(
+        self, params: Tree, router_state: Tree, jit: Callable[[Callable], Callable] = lambda function: function
+    ) -> TrainState:
+        """The state before the first step from these parameters and routers, as `layers_apart` has them."""
         new_moments = jit(self.optimizer.init)
         moments = {name: tuple(map(new_moments, params[name])) for name in self.model.config.stacks()}
         moments[_EMBEDDING] = new_moments({_EMBEDDING: params[_EMBEDDING]})
@@ -274,16 +279,18 @@ def part_optimizer(config: TrainConfig, parts: int) -> optax.GradientTransformat
     )
 
 
-def compiled(
+def block_by_block(
     config: TrainConfig,
     model: Decoder,
     state: TrainState,
     batch: Batch,
-    held_out: Batch,
-    shardings: None = None,
+    *unused: Any,
     optimizer: optax.GradientTransformation | None = None,
 ) -> tuple[Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]], Callable[[TrainState, Batch], Array]]:
-    """The training step, which takes the memory of the state that it is given, and the evaluation; see `train`."""
+    """The training step and the evaluation, compiled as `loop.train` asks for them.
+
+    A step takes the memory of the state that it is given. The evaluation is of microbatches of the batch's shape.
+    """
     layerwise = Layerwise(config, model, optimizer)
     lowered = {
         name: lower(config, one.function, *one.arguments, donate_argnums=one.donated)

@@ -90,8 +90,10 @@ def first_state(config: TrainConfig, model: Decoder, restored: Callable[[TrainSt
             like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, shardings)
         return restored(like)
     if config.optimizer == "adam8":
-        params = load_params(config.checkpoint, model, dtype=config.dtype) if config.checkpoint else None
-        return Layerwise(config, model).init(params, jit_once)
+        layerwise = Layerwise(config, model)
+        if config.checkpoint:
+            return layerwise.begin(load_params(config.checkpoint, model, dtype=config.dtype), {}, jit_once)
+        return layerwise.init(jit_once)
     if config.checkpoint:
         params = load_params(config.checkpoint, model, shardings and shardings.params)
         make_moments = jit_once(make_optimizer(config).init, shardings and shardings.optimizer_state)
