@@ -10,25 +10,34 @@ from jax.interpreters.mlir import ir
 from blaze_jax import transport_options
 from train_example.config import TrainConfig
 from train_example.model import Decoder
-from train_example.step import Batch, TrainState, make_train_step
+from train_example.step import Batch, TrainState, make_evaluation, make_train_step
 
 
 def lower_step(
-    config: TrainConfig,
-    model: Decoder,
-    state: TrainState,
-    batch: Batch,
-    out_shardings: Any = None,
+    config: TrainConfig, model: Decoder, state: TrainState, batch: Batch, out_shardings: Any = None
 ) -> jax.stages.Lowered:
     """The step `(state, batch) -> (state, metrics)`, lowered; `.compile(xla_options(config))` makes it a program.
 
     The new state takes the memory of the old one, which must not be used again.
     """
-    step = make_train_step(config, model)
-    lowered = jax.jit(step, donate_argnums=0, out_shardings=out_shardings).lower(state, batch)
+    return lower(config, make_train_step(config, model), state, batch, donate_argnums=0, out_shardings=out_shardings)
+
+
+def lower(config: TrainConfig, function: Callable, *arguments: Any, **options: Any) -> jax.stages.Lowered:
+    """A function of arrays, lowered with `options` of `jax.jit`, for a program as `lower_step` says."""
+    lowered = jax.jit(function, **options).lower(*arguments)
     if jax.default_backend() == "gpu" and config.equal_bits:
         demand_equal_bits(cast(ir.Module, lowered.compiler_ir("stablehlo")))
     return lowered
+
+
+def step_and_evaluation(
+    config: TrainConfig, model: Decoder, state: TrainState, batch: Batch, held_out: Batch, shardings: Any = None
+) -> tuple[Callable[[TrainState, Batch], Any], Callable[[TrainState, Batch], jax.Array]]:
+    """The programs of the step and of the evaluation, whose results are left as `shardings` has them for the step's."""
+    step = lower_step(config, model, state, batch, shardings).compile(xla_options(config))
+    evaluate = jax.jit(make_evaluation(model), out_shardings=shardings and shardings[1])
+    return step, evaluate.lower(state, held_out).compile()
 
 
 def xla_options(config: TrainConfig) -> dict[str, Any]:
@@ -38,10 +47,9 @@ def xla_options(config: TrainConfig) -> dict[str, Any]:
     tokens' gradients by scatters, and in place of each XLA would sort all numbers of all rows, 134 million for 16,384
     tokens of `1b`, twice in every layer.
     """
-    wanted = (
-        jax.default_backend() == "gpu" and config.equal_bits and config.experts_layer in ("blaze_jax", "dense-twin")
-    )
-    return transport_options() | ({"xla_gpu_exclude_nondeterministic_ops": True} if wanted else {})
+    wanted = config.equal_bits and config.experts_layer in ("blaze_jax", "dense-twin")
+    equal_bits = {"xla_gpu_exclude_nondeterministic_ops": True} if wanted and jax.default_backend() == "gpu" else {}
+    return transport_options() | equal_bits
 
 
 def demand_equal_bits(module: ir.Module) -> None:

@@ -27,6 +27,7 @@ Save = Literal["pre_activations", "int8", "inputs"]
 Implementation = Literal["mosaic_gpu", "xla"]
 Precision = Literal["fp8"]
 Trained = Literal["all", "experts"]
+Optimizer = Literal["adam", "adam8"]
 DType = Literal["bfloat16", "float32"]
 Base = Literal["bf16", "float8", "mxfp4", "nf4"]
 """What a frozen base is kept in: bfloat16, or with its experts compressed, see `blaze_jax.QuantizedWeight`."""
@@ -124,7 +125,9 @@ class TrainConfig:
       learning_rate: peak of the schedule, after the warm-up.
       weight_decay: decay of the matrices.
       seed: seeds the initial parameters, the batches and the sample.
-      dtype: type of the computation; parameters are float32.
+      dtype: type of the computation; parameters are float32, or with adam8 of this type.
+      optimizer: adam; or adam8, whose moments take 8 bits, and which updates each block as soon as its gradients exist,
+        for models that fill a GPU.
       momentum_dtype: type of the gradients' running mean in the optimizer; all else of its state is float32.
       remat: what the backward pass computes again, for less memory: nothing; all but what the experts keep by `save`;
         or everything.
@@ -158,6 +161,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     seed: int = 0
     dtype: DType = "bfloat16"
+    optimizer: Optimizer = "adam"
     momentum_dtype: DType = "float32"
     remat: Remat = "none"
     save: Save = "pre_activations"

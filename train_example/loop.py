@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from blaze_jax import Parallelism
-from train_example.compile_step import lower_step, xla_options
+from train_example.compile_step import step_and_evaluation
 from train_example.config import TrainConfig, UserError
 from train_example.data import Corpus
 from train_example.model import Decoder
-from train_example.step import Batch, StepMetrics, TrainState, make_evaluation
+from train_example.step import Batch, StepMetrics, TrainState
 
 type Record = dict[str, Any]
 
@@ -26,13 +26,18 @@ _LOAD_RECORDS = 100
 
 
 def train(
-    config: TrainConfig, model: Decoder, corpus: Corpus, state: TrainState, elapsed: float = 0.0
+    config: TrainConfig,
+    model: Decoder,
+    corpus: Corpus,
+    state: TrainState,
+    elapsed: float = 0.0,
+    programs: Callable[..., tuple[Callable, Callable]] = step_and_evaluation,
 ) -> Iterator[tuple[TrainState, Record]]:
     """Takes the steps that are left, one for each time that it is asked for the next.
 
     A record holds the step's "loss" and others in bits per byte, "held_out" where the held-out text was evaluated, and
     the seconds since the run began, `elapsed` of them before. A state is good until the next step, which takes its
-    memory.
+    memory. `programs` compiles the step and the evaluation.
 
     Raises:
       UserError: a number is not finite any more.
@@ -40,15 +45,11 @@ def train(
     first, parallel = int(state.step), model.parallel
     if first == config.steps:
         return
-    shardings = step_shardings(parallel, state)
     place = partial(placed, config, corpus, parallel)
     batch = place(corpus.batch_starts(config.seed, first, config.batch_size))
     held_out = place(corpus.held_out_starts(_MAX_HELD_OUT_WINDOWS, config.batch_size))
     # Ahead of time: compiling cannot happen twice, and no step's time has it.
-    train_step = lower_step(config, model, state, batch, shardings).compile(xla_options(config))
-    evaluate = (
-        jax.jit(make_evaluation(model), out_shardings=shardings and shardings[1]).lower(state, held_out).compile()
-    )
+    train_step, evaluate = programs(config, model, state, batch, held_out, step_shardings(parallel, state))
     start = time.perf_counter() - elapsed
     for step in range(first + 1, config.steps + 1):
         step_start = time.perf_counter()

@@ -1,7 +1,7 @@
 """The optimizer, the training step and the evaluation, as functions of arrays."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -21,7 +21,8 @@ type Batch = UInt8[Array, "A M S+1"] | UInt8[np.ndarray, "A M S+1"]
 
 _WARMUP_SHARE = 0.05
 _FINAL_SHARE = 0.1
-_CLIP_NORM = 1.0
+CLIP_NORM = 1.0
+BETAS: dict[str, Any] = {"b1": 0.9, "b2": 0.95}
 _EXPERT_MATRICES = ("w_gate", "w_up", "w_down")
 _FLOAT32_PARAMETERS = ("scale", "w_router", "b_router")
 """How the names of parameters begin that are not computed with in 16 bits."""
@@ -82,17 +83,11 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW behind a clipped gradient; of the experts alone, where nothing else is trained."""
-    adam = optax.adamw(
-        learning_rate_schedule(config),
-        b1=0.9,
-        b2=0.95,
-        mu_dtype=config.momentum_dtype,
-        weight_decay=config.weight_decay,
-        mask=matrices,
-    )
+    options = BETAS | {"mu_dtype": config.momentum_dtype, "weight_decay": config.weight_decay, "mask": matrices}
+    adam = optax.adamw(learning_rate_schedule(config), **options)
     if config.trained == "experts":  # moments of the others would be most of the memory that this saves
         adam = optax.masked(adam, experts_only)
-    return optax.chain(optax.clip_by_global_norm(_CLIP_NORM), adam)
+    return optax.chain(optax.clip_by_global_norm(CLIP_NORM), adam)
 
 
 def experts_only(params: optax.Params) -> optax.Params:

@@ -312,7 +312,7 @@ def _training(record: Record) -> Iterator[Row]:
     yield record["layer"], cell(record, "tokens_per_second", ",.0f"), *memory, *rest
 
 
-@_rows("precision_training", "products of | final loss, bits/byte, by seed | mean | difference, mean | ms a step")
+@_rows("precision_training", "trained in | final loss, bits/byte, by seed | mean | difference, mean | ms a step")
 def _precision_training(record: Record) -> Iterator[Row]:
     """Means with their standard errors; the differences are between runs from one seed."""
     for name, row in record["precisions"].items():

@@ -20,10 +20,10 @@ from train_example.generate.streaming import without_experts
 from train_example.model import Decoder, Tree, layers_apart, together
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints
-from train_example.program.model import frozen_base, generating_model
+from train_example.program.model import frozen_base, generating_model, state_shapes
 from train_example.public_models.tokens import end_tokens, open_tokenizer
 from train_example.public_models.weights import load_experts, load_params
-from train_example.step import init_state, working_copy
+from train_example.step import working_copy
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def open_model(
         config = replace(resumed_config({}, saved.description(step)["config"], run), **options)
         model = generating_model(config)
         text = public_text(Path(config.checkpoint), config.model.vocabulary) if config.checkpoint else BYTES
-        variables = saved.restore_variables(step, jax.eval_shape(partial(init_state, config, model)))
+        variables = saved.restore_variables(step, state_shapes(config, model))
     variables["params"] = jit_once(partial(working_copy, dtype=model.dtype))(variables["params"])
     variables = {kind: layers_apart(model.config, of_kind) for kind, of_kind in variables.items()}
     if config.adapter is not None:

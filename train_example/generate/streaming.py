@@ -186,15 +186,16 @@ def _feed_forward(
 def _last_logits(model: Decoder, ends: Tree, logits: Array, x: Array, count: Array) -> Float[Array, "B V"]:
     """Logits behind the last real token of each sequence; those that were where none is new."""
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-    return jnp.where(count[:, None] > 0, _logits(model, ends, last)[:, 0], logits)
+    return jnp.where(count[:, None] > 0, logits_of(model, ends, last)[:, 0], logits)
 
 
 @partial(jax.jit, static_argnums=0)
 def _scored(model: Decoder, ends: Tree, x: Array, targets: Array) -> Float[Array, "B S"]:
-    return log_likelihood(_logits(model, ends, x), targets)
+    return log_likelihood(logits_of(model, ends, x), targets)
 
 
-def _logits(model: Decoder, ends: Tree, x: Float[Array, "B S d"]) -> Float[Array, "B S V"]:
+def logits_of(model: Decoder, ends: Tree, x: Float[Array, "B S d"]) -> Float[Array, "B S V"]:
+    """What the decoder makes of its last block's output; `ends` are its parameters outside of blocks."""
     x = jnp.asarray(RMSNorm(model.dtype, model.config.norm_epsilon).apply({"params": ends["final_norm"]}, x))
     if model.config.tied_head:
         return (x @ ends["embedding"].astype(model.dtype).T).astype(jnp.float32)

@@ -69,7 +69,7 @@ def new_config(options: dict[str, Any]) -> TrainConfig:
     start = _start(options)
     if options.get("adapter") is not None:
         start = replace(start, **OF_ADAPTERS)
-    return _checked(replace(start, **options))
+    return checked(replace(start, **options))
 
 
 def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) -> TrainConfig:
@@ -101,7 +101,7 @@ def resumed_config(options: dict[str, Any], saved: dict[str, Any], out: Path) ->
             )
     if options.get("steps", saved["steps"]) != saved["steps"] and saved["schedule_steps"] is None:
         options = {"schedule_steps": saved["steps"]} | options
-    return _checked(replace(start, **saved | options | {"model": start.model}))
+    return checked(replace(start, **saved | options | {"model": start.model}))
 
 
 def _start(options: dict[str, Any]) -> TrainConfig:
@@ -113,7 +113,8 @@ def _start(options: dict[str, Any]) -> TrainConfig:
     return PRESETS[options.get("preset", "tiny")]
 
 
-def _checked(config: TrainConfig) -> TrainConfig:
+def checked(config: TrainConfig) -> TrainConfig:
+    """The configuration; UserError for options that do not fit each other."""
     model, layer = config.model, config.experts_layer
     if layer != "blaze_jax":
         if config.implementation is not None:
@@ -134,6 +135,8 @@ def _checked(config: TrainConfig) -> TrainConfig:
         raise UserError(f"--base {config.base} is of a frozen base, which is not trained: say --adapter rank=16, too")
     if config.merge and not (config.adapter and config.checkpoint):
         raise UserError("--merge is of a public model's adapters: say --checkpoint and --adapter, too")
+    if config.optimizer == "adam8":
+        _check_adam8(config)
     if config.sequence_length > (model.max_positions or config.sequence_length):
         raise UserError(
             f"--sequence-length {config.sequence_length} must be at most {model.max_positions}, the "
@@ -162,6 +165,21 @@ def _check_frozen(config: TrainConfig) -> None:
             f"--base {config.base} has scales of {multiple} inputs, must divide the model's width {sizes[0]} and its "
             f"experts' {sizes[1]}: choose float8 or bf16"
         )
+
+
+def _check_adam8(config: TrainConfig) -> None:
+    """Raises UserError for what does not go together with updates block by block and moments in 8 bits."""
+    for name, only, why in (
+        ("adapter", None, "trains all parameters"),
+        ("accumulate", 1, "has the gradients of one block at a time and cannot add them up over microbatches"),
+        ("momentum_dtype", "float32", "keeps both moments in 8 bits"),
+        ("remat", "none", "computes every block again in any case"),
+        ("trained", "all", "trains all parameters"),
+        ("experts_layer", "blaze_jax", "trains this library's layers"),
+    ):
+        if (given := getattr(config, name)) != only:
+            allowed = "left out" if only is None else only
+            raise UserError(f"--optimizer adam8 {why}: --{name.replace('_', '-')} {given} must be {allowed}")
 
 
 class Parser(argparse.ArgumentParser):

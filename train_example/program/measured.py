@@ -11,7 +11,7 @@ import jax
 from blaze_jax import Parallelism
 from blaze_jax.benchmark.memory import plan_of
 from train_example.compile_step import lower_step, xla_options
-from train_example.config import TrainConfig
+from train_example.config import TrainConfig, UserError
 from train_example.data import Corpus, open_text
 from train_example.loop import peak_memory_gib, placed, step_shardings
 from train_example.program.arguments import add_options, new_config
@@ -34,7 +34,10 @@ def configuration(arguments: argparse.Namespace, layer: str) -> TrainConfig:
     """The preset's, with what the command line changes; by default one that the device here can train."""
     preset = "tiny" if jax.default_backend() == "cpu" else "1b"
     given = {name: value for name, value in vars(arguments).items() if name in ("preset", *_OPTIONS)}
-    return new_config({"preset": preset, "steps": 200} | given | {"experts_layer": layer})
+    config = new_config({"preset": preset, "steps": 200} | given | {"experts_layer": layer})
+    if config.optimizer == "adam8":
+        raise UserError(f"the preset {config.preset} trains block by block, which only `python -m train_example` does")
+    return config
 
 
 class Run:

@@ -12,7 +12,7 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Array
 
 from blaze_jax import Parallelism, expert_ffn
-from blaze_jax.benchmark.memory import plan_of
+from blaze_jax.benchmark.memory import MemoryPlan, plan_of
 from blaze_jax.benchmark.peers import UnavailableError, sorted_layer, tokamax_ragged_dot
 from blaze_jax.implementation import demanded_family
 from blaze_jax.quantized import Form
@@ -23,6 +23,7 @@ from train_example.config import ExpertsLayer, TrainConfig, UserError
 from train_example.model import Decoder
 from train_example.program.adapters import parse_adapter
 from train_example.program.devices import state_shardings
+from train_example.program.layerwise import Layerwise
 from train_example.public_models.weights import load_params, params_like, random_params
 from train_example.step import TrainState, Tree, init_state, make_optimizer, make_train_step
 
@@ -39,8 +40,12 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     """
     if parallel is not None and config.experts_layer.startswith("sort"):
         raise UserError(f"--experts-layer {config.experts_layer} runs on one device: leave --mesh out")
-    if parallel is not None and config.adapter is not None:
-        raise UserError("--adapter trains on one device: leave --mesh out")
+    for option, given in (
+        ("--adapter", config.adapter is not None),
+        ("--optimizer adam8", config.optimizer == "adam8"),
+    ):
+        if parallel is not None and given:
+            raise UserError(f"{option} trains on one device: leave --mesh out")
     adapter = None if config.adapter is None else parse_adapter(config.adapter)
     options = {"save": config.save, "precision": config.precision, "implementation": config.implementation}
     moe = config.model.moe(adapter=adapter, **options)
@@ -51,7 +56,7 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
         remat=config.remat,
         experts=experts_function(config.experts_layer),
         attention=config.attention,
-        unroll=config.unroll,
+        unroll=config.unroll or config.optimizer == "adam8",
         parallel=parallel,
         dense_twin=moe.dense_twin(config.model.width) if config.experts_layer == "dense-twin" else None,
     )
@@ -91,16 +96,20 @@ def experts_function(experts_layer: ExpertsLayer) -> Callable[..., Array]:
 
 def first_state(config: TrainConfig, model: Decoder, restored: Callable[[TrainState], TrainState] | None) -> TrainState:
     """The state to go on from: `restored(like)`, the public model's, or a fresh one, split as the mesh has it."""
-    init = partial(init_state, config, model)
+    init, like = partial(init_state, config, model), state_shapes(config, model)
     if config.adapter is not None:
-        state = jit_once(init)() if restored is None else restored(jax.eval_shape(init))
+        state = jit_once(init)() if restored is None else restored(like)
         return state._replace(frozen=frozen_base(config, model))
-    like = jax.eval_shape(init)
     shardings = state_shardings(model.parallel, like, model.moe, config.model.width)
     if restored is not None:
         if shardings is not None:
             like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, shardings)
         return restored(like)
+    if config.optimizer == "adam8":
+        layerwise = Layerwise(config, model)
+        if config.checkpoint:
+            return layerwise.begin(load_params(config.checkpoint, model, dtype=config.dtype), {}, jit_once)
+        return layerwise.init(jit_once)
     if config.checkpoint:
         params = load_params(config.checkpoint, model, shardings and shardings.params)
         make_moments = jit_once(make_optimizer(config).init, shardings and shardings.optimizer_state)
@@ -121,6 +130,13 @@ def _form(config: TrainConfig) -> Form | None:
     return None if config.base == "bf16" else config.base
 
 
+def state_shapes(config: TrainConfig, model: Decoder) -> Any:
+    """The shapes and dtypes of a training state, without a frozen base."""
+    return jax.eval_shape(
+        Layerwise(config, model).init if config.optimizer == "adam8" else partial(init_state, config, model)
+    )
+
+
 def memory_plan(config: TrainConfig, gpu: str) -> str:
     """The memory that a step needs on a GPU, in a line, by the compiler's own plan: with no GPU, and no weights.
 
@@ -130,16 +146,22 @@ def memory_plan(config: TrainConfig, gpu: str) -> str:
       UserError: the compiler for it is not installed.
     """
     model = make_model(replace(config, implementation=config.implementation or "mosaic_gpu", attention="xla"))
-    state: Any = jax.eval_shape(partial(init_state, config, model))
+    state = state_shapes(config, model)
     if config.adapter is not None:
         state = state._replace(frozen=unflatten_dict(params_like(model, None, jnp.bfloat16, _form(config))))
     microbatches = (config.accumulate, config.batch_size // config.accumulate, config.sequence_length + 1)
     batch = jax.ShapeDtypeStruct(microbatches, np.int32)
+
+    def planned(function: Callable, *arguments: Any, donated: tuple[int, ...] = (0,)) -> MemoryPlan | None:
+        return plan_of(compile_for_gpu(function, *arguments, gpu=gpu, donate_argnums=donated).memory)
+
     try:
-        step = make_train_step(config, model)
         own = "hopper" if GPUS[gpu].capability == (9, 0) and config.dtype == "bfloat16" else "ampere"
         with demanded_family(own if model.moe.implementation == "mosaic_gpu" else None):
-            plan = plan_of(compile_for_gpu(step, state, batch, gpu=gpu, donate_argnums=0).memory)
+            if config.optimizer == "adam8":
+                plan = Layerwise(config, model).plan(batch, planned)
+            else:
+                plan = planned(make_train_step(config, model), state, batch)
     except NotImplementedError as error:
         raise UserError(f"--compile-only {gpu}: {error}") from error
     if plan is None:

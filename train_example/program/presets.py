@@ -18,6 +18,8 @@ def _preset(
     return TrainConfig(preset=name, model=ModelConfig(**of_model), **of_run)
 
 
+_QWEN3 = {"head_width": 128, "qk_norm": "head", "rotary_base": 1e6, "load_balancing_weight": 1e-3}
+
 _PRESETS = (
     _preset("tiny", (128, 4, 4, 4, 16, 4, 64), (400, 16, 128, 3e-3, 40, 100)),
     _preset(
@@ -68,21 +70,16 @@ _PRESETS = (
         "qwen3-30b-a3b-layers",
         (2048, 11, 32, 4, 128, 8, 768),
         (100_000, 4, 4096, 4e-4, 1000, 5000),
-        {"head_width": 128, "qk_norm": "head", "rotary_base": 1e6, "load_balancing_weight": 1e-3},
+        _QWEN3,
         unroll=True,
     ),
-    # All of Qwen3-30B-A3B, of which one GPU trains adapters, by --adapter; without, it needs several.
+    # All of it, with its vocabulary, of which bytes are the first 256. `--adapter` trains adapters of it alone.
     _preset(
         "qwen3-30b-a3b",
         (2048, 48, 32, 4, 128, 8, 768),
-        (1000, 8, 512, 4e-4, 100, 500),
-        {
-            "head_width": 128,
-            "qk_norm": "head",
-            "rotary_base": 1e6,
-            "load_balancing_weight": 1e-3,
-            "vocabulary": 151_936,
-        },
+        (100_000, 8, 512, 1e-4, 1000, 5000),
+        _QWEN3 | {"vocabulary": 151_936},
+        optimizer="adam8",
     ),
 )
 PRESETS = {preset.preset: preset for preset in _PRESETS}
@@ -93,6 +90,7 @@ OF_ADAPTERS: dict[str, Any] = {
     "remat": "full",
     "save": "inputs",
     "unroll": False,
+    "optimizer": "adam",
 }
 """What `--adapter` changes of a preset, or of `FINE_TUNING`: the base is most of the memory, so little else is kept."""
 

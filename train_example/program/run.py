@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from pallas_kernels.mosaic.device import on_nvidia_gpu
+from train_example.compile_step import step_and_evaluation
 from train_example.config import TrainConfig, UserError
 from train_example.data import Corpus, open_text
 from train_example.generate.decoding import Generator
@@ -28,6 +29,7 @@ from train_example.program.adapters import save_adapters
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints, only_run_in
 from train_example.program.devices import parallelism, state_shardings
+from train_example.program.layerwise import block_by_block
 from train_example.program.metrics import MetricsLog, progress_bar, show
 from train_example.program.model import first_state, generating_model, make_model
 from train_example.program.results import plot
@@ -213,7 +215,9 @@ def _train(setup: Setup, log: MetricsLog) -> TrainState:
     description: dict[str, Any] = {"config": asdict(config), "text": setup.text}
     with Interrupt() as interrupt, progress_bar(setup.first_step, config.steps) as bar:
         state = first_state(config, setup.model, restored)
-        for state, record in train(config, setup.model, setup.corpus, state, elapsed):  # noqa: B020  (the next one)
+        programs = block_by_block if config.optimizer == "adam8" else step_and_evaluation
+        steps = train(config, setup.model, setup.corpus, state, elapsed, programs)
+        for state, record in steps:
             log.write(record)
             show(bar, record)
             stop = multihost_utils.process_allgather(np.array(interrupt.requested)).any()  # in any process
