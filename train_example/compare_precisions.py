@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment
@@ -136,7 +137,7 @@ def _block_by_block(config: TrainConfig, other: TrainConfig, corpus: Corpus) -> 
     layerwise = Layerwise(other, model)
 
     def first(seed: np.uint32) -> TrainState:
-        state = init_state(config, model, seed)
+        state = init_state(config, model, jnp.asarray(seed))
         return layerwise.begin(working_copy(state.params, model.dtype), layers_apart(model.config, state.router_state))
 
     like: Any = jax.eval_shape(first, np.uint32(0))

@@ -14,7 +14,7 @@ from blaze_jax.benchmark.memory import MIB, plan_of
 from blaze_jax.benchmark.rates import DENSE, CeilingCalls, Ceilings, Work, kernel_work, work_of
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, expert_inputs, forward_and_backward
-from blaze_jax.benchmark.timing import Call, KernelTotal, time_calls
+from blaze_jax.benchmark.timing import Call, KernelTotal, Timing, time_calls
 from blaze_jax.experts import expert_ffn
 from blaze_jax.precision import fp8_everywhere
 from pallas_kernels.fp8 import E4M3
@@ -40,8 +40,10 @@ def measure_precision(
     calls: dict[Any, Call] = {key: partial(program, *arguments) for key, (program, arguments) in compiled.items()}
     ceiling_calls = CeilingCalls(dtype)
     dense_fp8 = {DENSE_FP8: _dense_fp8(ceiling_calls.width)}
-    timings = time_calls(calls | ceiling_calls.calls | dense_fp8, repeats=repeats)
-    runs = take_turns(calls | {DENSE: ceiling_calls.calls[DENSE]} | dense_fp8, turns=turns, seconds=turn_seconds)
+    timings: dict[Any, Timing] = time_calls(calls | ceiling_calls.calls | dense_fp8, repeats=repeats)
+    runs: dict[Any, dict[str, Any]] = take_turns(
+        calls | {DENSE: ceiling_calls.calls[DENSE]} | dense_fp8, turns=turns, seconds=turn_seconds
+    )
     ceilings = ceiling_calls.rates(timings)
     fp8_ceilings = Ceilings(ceiling_calls.dense_tflops(timings[DENSE_FP8].us), ceilings.gbs)
     rows, by_kernel = {}, {}

@@ -12,12 +12,13 @@ rise where a number is small beside its block's largest: a step lets it fall by 
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, Key, UInt32
 
 BLOCK = 256
@@ -43,12 +44,12 @@ class SmallAdamState(NamedTuple):
     """What `scale_by_small_adam` carries from step to step.
 
     Attributes:
-      count: int32, steps done.
+      steps: int32, steps done.
       mean: running means of the gradients, `Coded` or float32 arrays.
       root: square roots of the running means of their squares, the same.
     """
 
-    count: Int[Array, ""]
+    steps: Int[Array, ""]
     mean: optax.Params
     root: optax.Params
 
@@ -73,7 +74,7 @@ def scale_by_small_adam(
     def init(params: optax.Params) -> SmallAdamState:
         marked = jax.tree.map(lambda _: True, params) if coded is None else coded(params)
 
-        def zeros(param: Array, in_codes: bool, dtype: type) -> Coded | Array:
+        def zeros(param: Array, in_codes: bool, dtype: DTypeLike) -> Coded | Array:
             if not in_codes or param.size % BLOCK:
                 return jnp.zeros(param.shape, jnp.float32)
             blocks = param.size // BLOCK
@@ -92,25 +93,26 @@ def scale_by_small_adam(
     def update(
         updates: optax.Updates, state: SmallAdamState, params: optax.Params | None = None, *, key: Key[Array, ""]
     ) -> tuple[optax.Updates, SmallAdamState]:
-        count = state.count + 1
+        count = state.steps + 1
         gradients, structure = jax.tree.flatten(updates)
         means, roots = structure.flatten_up_to(state.mean), structure.flatten_up_to(state.root)
         found = []
         for at, (gradient, mean, root) in enumerate(zip(gradients, means, roots, strict=True)):
             new_mean, new_root = moments(gradient, mean, root)
+            scales = None
             if isinstance(mean, Coded):
                 scales = largest(new_mean), largest(new_root)
                 # Computed again, to be encoded: the compiler would keep both in float32 until their scales are known.
                 new_mean, new_root = moments(gradient, *lax.optimization_barrier((mean, root)))
             step = new_mean / (1 - b1**count) / (new_root / jnp.sqrt(1 - b2**count) + eps)
-            if isinstance(mean, Coded):
+            if scales is not None:
                 bits = random_bits(jax.random.fold_in(key, at), gradient.shape)
                 new_mean, new_root = encode(new_mean, scales[0]), encode_positive(new_root, scales[1], bits)
             found.append((step, new_mean, new_root))
         steps, new_means, new_roots = (structure.unflatten(column) for column in zip(*found, strict=True))
         return steps, SmallAdamState(count, new_means, new_roots)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
 
 
 def largest(x: Float[Array, "..."]) -> Float[Array, " blocks"]:

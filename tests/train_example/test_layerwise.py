@@ -1,0 +1,145 @@
+"""Training block by block: equal to the ordinary step, the numbers of its 8-bit optimizer, and what it refuses."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.train_example.small import CONFIG, FULL_MODEL, metrics, start, windows
+from train_example.config import UserError
+from train_example.model import Decoder, layers_apart
+from train_example.program.arguments import checked, new_config
+from train_example.program.layerwise import Layerwise, block_by_block
+from train_example.program.model import make_model
+from train_example.program.small_adam import (
+    BLOCK,
+    apply_updates,
+    decode,
+    encode,
+    encode_positive,
+    largest,
+    random_bits,
+    round_by_chance,
+    scale_by_small_adam,
+)
+from train_example.step import init_state, make_train_step
+
+RATE = 1e-2
+
+
+def config(tied_head=False, **options):
+    model = replace(FULL_MODEL, tied_head=tied_head)
+    return replace(CONFIG, model=model, dtype="float32", optimizer="adam8", **options)
+
+
+@lru_cache
+def ordinary(tied_head):
+    """The ordinary model, its first state, and the gradients and metrics of a step."""
+    own = replace(config(tied_head), optimizer="adam", unroll=True)
+    model = make_model(own)
+    return own, model, init_state(own, model)
+
+
+@pytest.mark.parametrize("tied_head", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_of_each_part_are_those_of_the_ordinary_step(tied_head):
+    # Plain descent with no clipping shows the gradients themselves, where Adam would divide their sizes out.
+    own, model, first = ordinary(tied_head)
+    batch = windows(1, 4, 17)
+    layerwise = Layerwise(config(tied_head), model, optax.sgd(RATE))
+    begun = layerwise.begin(first.params, layers_apart(model.config, first.router_state))
+    before = jax.tree.map(np.asarray, begun.params)
+    step, evaluate = block_by_block(config(tied_head), model, begun, batch, optimizer=optax.sgd(RATE))
+    loss_before = evaluate(begun, batch)
+    after, found = step(begun, batch)
+
+    expected, wanted = jax.jit(make_train_step(own, model))(first, batch)
+    np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-6)
+    np.testing.assert_allclose(found.loss, loss_before, rtol=1e-6)
+    np.testing.assert_allclose(found.auxiliary_loss, wanted.auxiliary_loss, rtol=1e-5)
+    np.testing.assert_allclose(found.gradient_norm, wanted.gradient_norm, rtol=1e-5)
+    np.testing.assert_array_equal(found.tokens_per_expert, wanted.tokens_per_expert)
+    chex.assert_trees_all_equal(after.router_state, layers_apart(model.config, expected.router_state))
+    # Adam's first mean is a tenth of the clipped gradient.
+    clip = min(1.0, 1.0 / float(wanted.gradient_norm))
+    gradients = jax.tree.map(lambda mean: mean * 10 / clip, expected.optimizer_state[1][0].mu)
+    steps = jax.tree.map(lambda old, new: (old - new) / RATE, before, after.params)
+    assert jax.tree.structure(steps) == jax.tree.structure(gradients)
+    for ours, theirs in zip(jax.tree.leaves(steps), jax.tree.leaves(gradients), strict=True):
+        assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs) + 1e-6
+
+
+def test_codes_are_near_what_they_are_of():
+    x = jax.random.normal(jax.random.key(0), (4, BLOCK)) * jnp.array([1e-12, 1.0, 1e12, 0.0])[:, None]
+    scales = largest(x)
+    back = decode(encode(x, scales), x.shape)
+    # Codes are multiples of 1/127 of the cube root: at the largest number they are 3/127 apart.
+    assert jnp.all(jnp.abs(back - x) <= 1.5 / 127 * 1.01 * scales[:, None])
+    np.testing.assert_array_equal(back[3], 0)
+    fine = encode_positive(jnp.abs(x), scales, random_bits(jax.random.key(1), x.shape))
+    assert jnp.all(jnp.abs(decode(fine, x.shape) - jnp.abs(x)) <= 3.0 / 255 * 1.01 * scales[:, None])
+    assert jnp.all((fine.codes > 0) == (jnp.abs(x) > 0))
+
+
+def test_rounding_by_chance_has_the_right_mean_and_loses_no_infinity():
+    x = jnp.full((1 << 16,), 1 + 1 / 512)  # a quarter of the way from 1 to the next bfloat16
+    rounded = round_by_chance(x, random_bits(jax.random.key(3), x.shape))
+    assert set(np.unique(rounded.astype(jnp.float32))) == {1.0, 1 + 1 / 128}
+    up = float(jnp.mean(rounded == 1 + 1 / 128))
+    assert abs(up - 0.25) < 4 * (0.25 * 0.75 / x.size) ** 0.5
+    odd = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 0.0])
+    np.testing.assert_array_equal(round_by_chance(odd, jnp.full(4, 0xFFFFFFFF, jnp.uint32)), odd)
+    params = {"w": jnp.ones(BLOCK, jnp.bfloat16)}
+    twice = [apply_updates(params, {"w": jnp.full(BLOCK, 1e-3)}, jax.random.key(5)) for _ in range(2)]
+    chex.assert_trees_all_equal(*twice)
+    assert jnp.any(twice[0]["w"] > 1)
+
+
+def test_small_adam_stays_near_adam():
+    params = {"w": jnp.zeros((8, BLOCK)), "odd": jnp.zeros(7)}
+    small, adam = scale_by_small_adam(0.9, 0.95), optax.scale_by_adam(0.9, 0.95)
+    state, wanted = small.init(params), adam.init(params)
+    for at in range(10):
+        key = jax.random.key(at)
+        gradients = jax.tree.map(lambda leaf, key=key: jax.random.normal(key, leaf.shape), params)
+        ours, state = small.update(gradients, state, key=key)
+        theirs, wanted = adam.update(gradients, wanted)
+        error = jnp.linalg.norm(ours["w"] - theirs["w"]) / jnp.linalg.norm(theirs["w"])
+        assert error < 0.06
+        np.testing.assert_allclose(ours["odd"], theirs["odd"], rtol=1e-5)  # not in codes
+    assert state.mean["w"].codes.dtype == jnp.int8
+    assert state.root["w"].codes.dtype == jnp.uint8
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"accumulate": 2}, "--accumulate 2 must be 1"),
+        ({"remat": "full"}, "--remat full must be none"),
+        ({"momentum_dtype": "bfloat16"}, "--momentum-dtype bfloat16 must be float32"),
+        ({"adapter": "rank=4"}, "--adapter rank=4 must be left out"),
+    ],
+)
+def test_what_does_not_go_together_is_one_clear_line(given, message):
+    with pytest.raises(UserError, match=message):
+        checked(new_config({"preset": "tiny", "optimizer": "adam8"} | given))
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
+    options = ["--optimizer", "adam8", "--evaluate-every", "6"]
+    whole = start(tmp_path / "whole", *options, "--steps", "6")
+    parts = start(tmp_path / "parts", *options, "--steps", "3", "--schedule-steps", "6")
+    for process in (whole, parts):
+        _, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+    rest = start(tmp_path / "parts", "--resume", "--steps", "6")
+    _, error = rest.communicate(timeout=120)
+    assert rest.returncode == 0, error
+    losses = [[record["loss"] for record in metrics(tmp_path / run) if "loss" in record] for run in ("whole", "parts")]
+    assert len(losses[0]) == 6
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
