@@ -39,7 +39,7 @@ Form = Literal["dense", "grouped", "gathered"]
 DENSE_EXPERTS = 1024
 """So many experts are computed densely: a row of their grid would be too narrow for a kernel's tile."""
 
-PAIRS_OF_A_GATHER = 128
+PAIRS_OF_A_GATHER = 256
 """Pairs that products compute in the time in which one pair is gathered: an H200's ratio of arithmetic to bandwidth is
 some 150 operations a byte. `python -m blaze_jax.benchmark atomic` measures where the forms cross."""
 

@@ -126,7 +126,9 @@ PARAMS = random_parameters(CONFIGS["plain"])
 
 BIASED = replace(CONFIGS["plain"], bias_update_rate=0.1)
 WITHOUT_UP = {name: array for name, array in PARAMS.items() if name != "w_up"}
-BOXED = jax.eval_shape(MoE(CONFIGS["plain"]).init, jax.random.key(0), random_tokens(3))["params"]
+BOXED = jax.eval_shape(MoE(replace(CONFIGS["plain"], implementation="xla")).init, jax.random.key(0), random_tokens(3))[
+    "params"
+]
 
 
 @pytest.mark.parametrize(
