@@ -48,7 +48,7 @@ def choice(logits) -> np.ndarray:
 
 
 def check(problem: Problem, bar: float = 4e-7, others: float = 0.0) -> None:
-    """Asserts that errors are below `bar`, and that at most that share of the tokens has other experts than the truth."""
+    """Asserts that errors are below `bar`, and that at most a share `others` of the tokens has other experts."""
     logits, dx, dw = problem.run(split=True)
     assert logits.dtype == dw.dtype == jnp.float32
     assert error(logits, problem.logits) < bar
