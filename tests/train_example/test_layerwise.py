@@ -1,5 +1,6 @@
 """Training block by block: equal to the ordinary step, the numbers of its 8-bit optimizer, and what it refuses."""
 
+import re
 from dataclasses import replace
 from functools import lru_cache
 
@@ -10,12 +11,19 @@ import numpy as np
 import optax
 import pytest
 
+import train_example.step
+from blaze_jax.benchmark.results import read_results
+from tests.numerics import assert_close
 from tests.train_example.small import CONFIG, FULL_MODEL, metrics, start, windows
+from train_example import compare_precisions
+from train_example.__main__ import main
 from train_example.config import UserError
 from train_example.model import layers_apart
 from train_example.program.arguments import checked, new_config
+from train_example.program.devices import parallelism
 from train_example.program.layerwise import Layerwise, block_by_block
 from train_example.program.model import make_model
+from train_example.program.presets import PRESETS
 from train_example.program.small_adam import (
     BLOCK,
     apply_updates,
@@ -27,7 +35,7 @@ from train_example.program.small_adam import (
     round_by_chance,
     scale_by_small_adam,
 )
-from train_example.step import init_state, make_train_step
+from train_example.step import init_state, make_optimizer, make_train_step
 
 RATE = 1e-2
 
@@ -51,7 +59,7 @@ def test_gradients_of_each_part_are_those_of_the_ordinary_step(tied_head):
     own, model, first = ordinary(tied_head)
     batch = windows(1, 4, 17)
     layerwise = Layerwise(config(tied_head), model, optax.sgd(RATE))
-    begun = layerwise.begin(first.params, layers_apart(model.config, first.router_state))
+    begun = layerwise.begin(jax.tree.map(jnp.copy, first.params), layers_apart(model.config, first.router_state))
     before = jax.tree.map(np.asarray, begun.params)
     step, evaluate = block_by_block(config(tied_head), model, begun, batch, optimizer=optax.sgd(RATE))
     loss_before = evaluate(begun, batch)
@@ -71,6 +79,50 @@ def test_gradients_of_each_part_are_those_of_the_ordinary_step(tied_head):
     assert jax.tree.structure(steps) == jax.tree.structure(gradients)
     for ours, theirs in zip(jax.tree.leaves(steps), jax.tree.leaves(gradients), strict=True):
         assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs) + 1e-6
+
+
+@pytest.mark.parametrize("tied_head", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_steps_of_plain_adam_are_the_ordinary_ones(tied_head, monkeypatch):
+    monkeypatch.setattr(train_example.step, "CLIP_NORM", 1e9)  # parts clip by themselves
+    own, model, state = ordinary(tied_head)
+    adam, step = make_optimizer(own), jax.jit(make_train_step(own, model))
+    params = jax.tree.map(jnp.copy, state.params)
+    begun = Layerwise(config(tied_head), model, adam).begin(params, layers_apart(model.config, state.router_state))
+    blocks, _ = block_by_block(config(tied_head), model, begun, windows(1, 4, 17), optimizer=adam)
+    for at in range(5):
+        batch = windows(1, 4, 17, seed=at)
+        (begun, found), (state, wanted) = blocks(begun, batch), step(state, batch)
+        np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-6)
+    assert_close(begun.params, state.params, tolerance=1e-5)
+    chex.assert_trees_all_equal(begun.router_state, layers_apart(model.config, state.router_state))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("against", ["adam8", "fp8"])
+def test_one_command_compares_precisions(against, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", replace(CONFIG, model=FULL_MODEL))
+    file = tmp_path / "precisions.json"
+    options = f"--against {against} --preset tiny --steps 40 --seeds 2 --json {file}"
+    assert compare_precisions.main(options.split()) == 0
+    before, after = read_results(file)["records"][0]["precisions"].items()
+    assert [before[0], after[0]] == (["adam", "adam8"] if against == "adam8" else ["bfloat16", "fp8"])
+    for of_ordinary, of_other in zip(before[1]["losses"], after[1]["losses"], strict=True):
+        np.testing.assert_allclose(of_other[0], of_ordinary[0], rtol=5e-3)  # from the same parameters, but rounded
+        assert of_other[-1] < of_other[0] - 2
+        assert of_other != of_ordinary
+    assert abs(after[1]["difference"]) < 0.1
+    assert after[0] in capsys.readouterr().out
+    assert compare_precisions.main(["--against", "adam8", "--remat", "full", "--seeds", "2"]) == 2
+    assert "--remat full must be none" in capsys.readouterr().err
+
+
+@pytest.mark.compile_only
+@pytest.mark.slow
+def test_all_of_qwen3_30b_a3b_fits_one_h200(capsys):
+    options = "--preset qwen3-30b-a3b --batch-size 1 --sequence-length 4096 --compile-only h200"
+    assert main(options.split()) == 0
+    (gib,) = re.findall(r"\(([\d.]+) GiB\)", capsys.readouterr().out)
+    assert 115 < float(gib) < 123  # parameters and moments alone are 114.7
 
 
 def test_codes_are_near_what_they_are_of():
@@ -128,6 +180,11 @@ def test_small_adam_stays_near_adam():
 def test_what_does_not_go_together_is_one_clear_line(given, message):
     with pytest.raises(UserError, match=message):
         checked(new_config({"preset": "tiny", "optimizer": "adam8"} | given))
+
+
+def test_a_mesh_is_refused():
+    with pytest.raises(UserError, match="--optimizer adam8 trains on one device: leave --mesh out"):
+        make_model(config(), parallelism({"data": 2}))
 
 
 @pytest.mark.slow
