@@ -40,8 +40,8 @@ DENSE_EXPERTS = 1024
 """So many experts are computed densely: a row of their grid would be too narrow for a kernel's tile."""
 
 PAIRS_OF_A_GATHER = 256
-"""Pairs that products compute in the time in which one pair is gathered: an H200's ratio of arithmetic to bandwidth is
-some 150 operations a byte. `python -m blaze_jax.benchmark atomic` measures where the forms cross."""
+"""Computed pairs a pair up to which products are faster than gathering, on an H200: up to 256 they were at each size
+measured, at 1024 not. `python -m blaze_jax.benchmark atomic` measures where the forms cross."""
 
 _BLOCK_NUMBERS = 2**26
 """Numbers in the widest array of a block of tokens."""

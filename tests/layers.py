@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 import blaze_jax
@@ -87,6 +88,20 @@ def of_nnx(params, x, config: MoEConfig, dtype=None):
 
 
 DOORS = {"function": of_function, "linen": of_linen, "nnx": of_nnx}
+
+
+def losses_of_nnx_adapters(model: blaze_jax.nnx.MoE, x, steps: int = 8) -> list:
+    """The losses of that many steps that train the adapters of an nnx module alone."""
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer):
+        wanted = nnx.DiffState(0, nnx.LoRAParam)
+        value, gradients = nnx.value_and_grad(lambda model: jnp.square(model(x) - 1).mean(), argnums=wanted)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    return [step(model, optimizer) for _ in range(steps)]
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))

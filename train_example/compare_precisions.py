@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from blaze_jax.benchmark.compiling import compile_together
 from blaze_jax.benchmark.results import ResultsFile, command_line, describe, environment
 from blaze_jax.benchmark.tables import terminal
 from blaze_jax.precision import fp8_everywhere
@@ -30,11 +31,10 @@ from train_example.data import Corpus, open_text
 from train_example.loop import placed
 from train_example.model import layers_apart
 from train_example.program.arguments import checked
-from train_example.program.compiling import compile_together
 from train_example.program.devices import allow_all_memory
 from train_example.program.layerwise import Layerwise, block_by_block
 from train_example.program.measured import configuration, options_parser
-from train_example.program.model import make_model
+from train_example.program.model import make_model, state_shapes
 from train_example.step import TrainState, init_state, working_copy
 
 _LAST = 20
@@ -126,7 +126,7 @@ def _fp8(config: TrainConfig, other: TrainConfig, corpus: Corpus) -> _Programs:
     config = replace(config, precision=None)
     lowered = _ordinary(config, corpus)
     with fp8_everywhere():
-        lowered["fp8"] = _ordinary(other, corpus)["step"]
+        lowered["fp8"] = _lowered_step(other, corpus)
     compiled = compile_together(lowered, xla_options(config))
     first = compiled["first"]
     return {config.dtype: (first, compiled["step"]), "fp8": (first, compiled["fp8"])}
@@ -149,11 +149,13 @@ def _block_by_block(config: TrainConfig, other: TrainConfig, corpus: Corpus) -> 
 
 
 def _ordinary(config: TrainConfig, corpus: Corpus) -> dict[str, jax.stages.Lowered]:
+    first = jax.jit(partial(init_state, config, make_model(config))).lower(np.uint32(0))
+    return {"first": first, "step": _lowered_step(config, corpus)}
+
+
+def _lowered_step(config: TrainConfig, corpus: Corpus) -> jax.stages.Lowered:
     model = make_model(config)
-    like: Any = jax.eval_shape(partial(init_state, config, model))
-    batch = _batch(config, corpus, config.seed, 0)
-    first = jax.jit(partial(init_state, config, model)).lower(np.uint32(0))
-    return {"first": first, "step": lower_step(config, model, like, batch)}
+    return lower_step(config, model, state_shapes(config, model), _batch(config, corpus, config.seed, 0))
 
 
 def _batch(config: TrainConfig, corpus: Corpus, seed: int, step: int):

@@ -1,7 +1,5 @@
 """The forms in which experts of one neuron are computed, against each other: where they cross."""
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import get_args
 
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 from blaze_jax.activations import get_activation
 from blaze_jax.atomic_experts import AtomicConfig, atomic_moe, best_pairs, init
 from blaze_jax.atomic_forms import Form, choose_form, compute_pairs, computed_pairs
+from blaze_jax.benchmark.compiling import compile_together
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import Sizes, forward_and_backward
 from blaze_jax.benchmark.timing import time_calls, wall_times
@@ -55,7 +54,8 @@ def measure_atomic(sizes: Sizes, dtype, *, repeats: int, implementation=None) ->
         return atomic_moe(x, params, config.batch_statistics(), config, train=True)[0]
 
     calls[WHOLE_LAYER] = partial(forward_and_backward(layer), x, params, x)
-    calls = _compiled(calls)
+    lowered = {name: jax.jit(call.func).lower(*call.args) for name, call in calls.items()}
+    calls = {name: partial(run, *calls[name].args) for name, run in compile_together(lowered).items()}
     timings, walls = time_calls(calls, repeats=repeats), wall_times(calls, repeats=repeats)
     rows_of_table = {}
     for name, timing in timings.items():
@@ -67,11 +67,3 @@ def measure_atomic(sizes: Sizes, dtype, *, repeats: int, implementation=None) ->
         rows_of_table["gathered"]["in_products"] = ratio * computed / slots
     chosen = choose_form(num_experts, slots)
     return head("atomic", sizes, dtype) | {"chosen": chosen, "forms": rows_of_table}
-
-
-def _compiled(calls: Mapping[str, partial]) -> dict[str, partial]:
-    """The calls, whose functions are compiled side by side."""
-    lowered = [jax.jit(call.func).lower(*call.args) for call in calls.values()]
-    with ThreadPoolExecutor() as pool:
-        programs = pool.map(lambda program: program.compile(), lowered)
-        return {name: partial(run, *call.args) for (name, call), run in zip(calls.items(), programs, strict=True)}

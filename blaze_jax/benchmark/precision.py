@@ -1,7 +1,6 @@
 """Experts that multiply 8 bits next to those that multiply 16, pass by pass and kernel by kernel, with the bounds."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from blaze_jax.benchmark.back_to_back import take_turns
+from blaze_jax.benchmark.compiling import compile_together
 from blaze_jax.benchmark.memory import MIB, plan_of
 from blaze_jax.benchmark.rates import DENSE, CeilingCalls, Ceilings, Work, kernel_work, work_of
 from blaze_jax.benchmark.results import Record, head
@@ -71,17 +71,16 @@ def measure_precision(
 
 def _compiled(layers: Mapping[str, tuple[Callable, tuple]]) -> dict[tuple[str, str], tuple[jax.stages.Compiled, tuple]]:
     """Each layer's passes, compiled side by side, and their arguments."""
-    lowered = {}
+    lowered, given = {}, {}
     for name, (layer, inputs) in layers.items():
         for phase in PASSES:
             with fp8_everywhere():
                 function, arguments = layer, inputs
                 if phase != FORWARD:
                     function, arguments = forward_and_backward(layer), (*inputs, inputs[0])
-                lowered[name, phase] = jax.jit(function).lower(*arguments), arguments
-    with ThreadPoolExecutor(len(lowered)) as threads:
-        programs = threads.map(lambda pair: pair[0].compile(), lowered.values())
-        return {key: (program, lowered[key][1]) for key, program in zip(lowered, programs, strict=True)}
+                lowered[name, phase] = jax.jit(function).lower(*arguments)
+                given[name, phase] = arguments
+    return {key: (program, given[key]) for key, program in compile_together(lowered).items()}
 
 
 def _dense_fp8(width: int) -> Call:

@@ -6,7 +6,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -28,7 +27,7 @@ from blaze_jax.experts import compute_experts
 from blaze_jax.quantized import WEIGHTS, decoded, is_quantized
 from pallas_kernels.compile_only import compile_for_gpu
 from tests.expert_problems import FAMILIES, ON_GPUS, on
-from tests.layers import DOORS
+from tests.layers import DOORS, losses_of_nnx_adapters
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import needs_interpreter
 
@@ -142,16 +141,7 @@ def test_nnx_trains_adapters_beside_a_compressed_base():
     base = {name: quantize(getattr(model, name)[...], "nf4") for name in WEIGHTS}
     for name, weight in base.items():
         getattr(model, name).set_value(weight)
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
-
-    @nnx.jit
-    def step(model, optimizer):
-        wanted = nnx.DiffState(0, nnx.LoRAParam)
-        value, gradients = nnx.value_and_grad(lambda model: jnp.square(model(x) - 1).mean(), argnums=wanted)(model)
-        optimizer.update(model, gradients)
-        return value
-
-    values = [step(model, optimizer) for _ in range(8)]
+    values = losses_of_nnx_adapters(model, x)
     assert values[-1] < 0.9 * values[0]
     assert_same_bits({name: getattr(model, name).get_value() for name in WEIGHTS}, base)
 

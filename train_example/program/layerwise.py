@@ -21,13 +21,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from blaze_jax.benchmark.compiling import compile_together
 from blaze_jax.benchmark.memory import MemoryPlan
 from train_example.compile_step import lower, xla_options
 from train_example.config import TrainConfig
 from train_example.generate.streaming import logits_of
 from train_example.layers import RMSNorm, rotation
 from train_example.model import Block, Decoder, Tree
-from train_example.program.compiling import compile_together
 from train_example.program.small_adam import apply_updates, scale_by_small_adam
 from train_example.step import (
     BETAS,

@@ -31,11 +31,11 @@ from train_example.program.checkpoints import Checkpoints, only_run_in
 from train_example.program.devices import parallelism, state_shardings
 from train_example.program.layerwise import block_by_block
 from train_example.program.metrics import MetricsLog, progress_bar, show
-from train_example.program.model import first_state, generating_model, make_model
+from train_example.program.model import first_state, generating_model, make_model, state_shapes
 from train_example.program.results import plot
 from train_example.public_models.tokens import token_stream
 from train_example.public_models.weights import save_model
-from train_example.step import TrainState, Tree, init_state
+from train_example.step import TrainState, Tree
 
 _MIB = 2**20
 _MAX_COUNTED = 64 * _MIB
@@ -238,9 +238,7 @@ def _introduction(setup: Setup) -> str:
         f"training {start}to step {config.steps}, losses in bits per byte, results in {setup.out}",
     ]
     if config.adapter is not None:
-        trained = sum(
-            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(partial(init_state, config, setup.model)).params)
-        )
+        trained = sum(leaf.size for leaf in jax.tree.leaves(state_shapes(config, setup.model).params))
         numbers = "" if config.checkpoint else ", of random numbers, for timing"
         lines.insert(1, f"trained: {trained / 1e6:,.1f} million, beside a base in {config.base}{numbers}")
     if (scheduled := config.schedule_steps or config.steps) != config.steps:
