@@ -24,6 +24,11 @@ from pallas_kernels.family import Kernels
 from pallas_kernels.xla.loops import empty
 
 
+FEW_ROWS = 32
+"""Rows of all columns exist at once where they take at most a 32nd of the memory of the experts' three matrices: so few
+tokens wait for these alone, and each block of columns would begin and end with idle multiprocessors."""
+
+
 def after[T](value: T, *others) -> T:
     """`value`, which is there when `others` are computed, and not before."""
     return lax.optimization_barrier((value, *others))[0]
@@ -160,7 +165,8 @@ def token_sums(
     if own and not away and before is None:
         result, operands = meanwhile(operands)
         operands = prepared(operands, True)
-        if plan.ranges and width <= n:  # a range's rows are then no wider than its activation
+        narrow = plan.ranges and width <= n  # a range's rows are then no wider than its activation
+        if narrow or rows.parts[0].num_rows * FEW_ROWS <= 3 * num_experts * n:
             block = None
         return combine_columns(kernels, rows_of(operands, 0), width, block, rows.parts[0], factors[0], dtype), result
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from jax import lax
 
-from blaze_jax import ACTIVATION_NAMES, expert_ffn
+from blaze_jax import ACTIVATION_NAMES, expert_ffn, schedule
 from blaze_jax.oracle import dense_expert_ffn
 from blaze_jax.plan import Save
 from pallas_kernels.xla.loops import turns_of
@@ -73,6 +73,24 @@ def test_matches_oracle_for_any_routing(kernels, routing, dtype):
 def test_matches_oracle_for_any_activation(kernels, activation, biases):
     problem = kernels.problem("empty_slots", activation=activation, biases=biases)
     kernels.assert_matches_oracle(problem, activation=activation)
+
+
+def test_few_rows_beside_the_weights_are_summed_at_once(monkeypatch, traced_anew):
+    widths = []
+
+    def summed(kernels, rows, width, block, *others):
+        widths.append(block)
+        return combine_columns(kernels, rows, width, block, *others)
+
+    combine_columns = schedule.combine_columns
+    monkeypatch.setattr(schedule, "combine_columns", summed)
+    problem = make_problem(random_experts(4, 2, range(8)), 8, d=256, n=64)
+    at_once = apply(expert_ffn, *problem[:4])
+    monkeypatch.setattr(schedule, "FEW_ROWS", 1 << 20)
+    jax.clear_caches()
+    in_blocks = apply(expert_ffn, *problem[:4])
+    assert widths == [None, 128]
+    assert_same_bits(at_once, in_blocks)
 
 
 @pytest.mark.parametrize(("d", "n"), [(1, 1), (3, 1), (1, 3), (65, 7), (513, 2)])
