@@ -23,6 +23,8 @@ from train_example.program.measured import Run, configuration, options_parser
 from train_example.program.step_parts import by_part, memory_floor, parts_of_instructions, step_work
 
 _WARM_STEPS, _TIMED_STEPS = 3, 30
+"""Steps before a measurement, and those that are timed."""
+
 _WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 """The profiler does not say which instruction the kernels of a CUDA graph come from."""
 
@@ -35,6 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     layers = [layer for layer in get_args(ExpertsLayer) if layer != "dense-twin"]  # whose parts are not told apart
     add("--experts-layer", choices=layers, default="blaze_jax", help="what computes the experts")
     add("--traced", type=whole(1), default=5, metavar="STEPS", help="steps under the profiler (5)")
+    add(
+        "--after",
+        type=whole(0),
+        default=0,
+        metavar="STEPS",
+        help="train so many steps first (0): the router of an untrained model gives its experts uneven work",
+    )
     add("--json", type=Path, metavar="FILE", help="write the result")
     add("--plot", type=Path, metavar="FILE", help="draw it as a PNG file")
     arguments = parser.parse_args(argv)
@@ -42,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         file = ResultsFile(arguments.json, environment(), command_line("train_example.profile_step", argv))
         print(describe(file.content["environment"]), flush=True)
-        file.add(measure(configuration(arguments, arguments.experts_layer), arguments.traced))
+        file.add(measure(configuration(arguments, arguments.experts_layer), arguments.traced, arguments.after))
     except (UserError, TraceError, NotImplementedError, ValueError) as error:
         print(f"profile_step: {error}", file=sys.stderr)
         return 2
@@ -59,8 +68,8 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
-    """The record of a configuration, from `traced` steps.
+def measure(config: TrainConfig, traced: int, after: int = 0) -> dict[str, Any]:
+    """The record of a configuration, from `traced` steps that follow `after` others.
 
     Raises:
       TraceError: there is no GPU to trace.
@@ -80,6 +89,9 @@ def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
         jax.block_until_ready((run.state, metrics))
 
     compiled = run.compile()
+    for number in range(after):
+        batch = jax.device_put(run.batch(number))
+        steps(compiled, 1)
     steps(compiled, _WARM_STEPS)
     start = time.perf_counter()
     steps(compiled, _TIMED_STEPS)
@@ -89,7 +101,7 @@ def measure(config: TrainConfig, traced: int) -> dict[str, Any]:
     steps(profiled, _WARM_STEPS)
     kernels = trace(lambda: steps(profiled, traced))
     sizes = {name: getattr(config, name) for name in ("preset", "batch_size", "sequence_length", "accumulate")}
-    record |= {"kind": "step_profile", **sizes, "wall_ms": wall_ms}
+    record |= {"kind": "step_profile", **sizes, "after": after, "wall_ms": wall_ms}
     record["floor_gib"] = {name: size / 2**30 for name, size in memory_floor(config, run.parameters).items()}
     record["tokens_per_second"] = config.batch_size * config.sequence_length / wall_ms * 1e3
     program = parts_of_instructions(profiled.as_text() or "")

@@ -348,8 +348,8 @@ def _step_summary(record: Record) -> Iterator[str]:
     yield f"memory that no step does without: {sum(record['floor_gib'].values()):.1f} GiB ({floor})"
     tflops = record["model_tflop"] / record["wall_ms"] * 1e3
     yield (
-        f"in CUDA graphs and without the profiler {record['wall_ms']:.2f} ms: {record['tokens_per_second']:,.0f} "
-        f"tokens/s, {tflops:.0f} TFLOP/s of the model's own arithmetic, "
+        f"after {record['after']} steps, in CUDA graphs and without the profiler {record['wall_ms']:.2f} ms: "
+        f"{record['tokens_per_second']:,.0f} tokens/s, {tflops:.0f} TFLOP/s of the model's own arithmetic, "
         f"{tflops / record['ceilings']['tflops']:.0%} of dense"
     )
 

@@ -129,7 +129,7 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(profile, "on_gpu", lambda: True)
     monkeypatch.setitem(PRESETS, "tiny", replace(CONFIG, model=MODEL))
     file, figure = tmp_path / "new" / "profile.json", tmp_path / "figures" / "profile.png"
-    options = "--preset tiny --traced 1"
+    options = "--preset tiny --traced 1 --after 2"
     assert profile.main([*options.split(), "--json", str(file), "--plot", str(figure)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^  experts +3\.00 +60\.0%", shown, re.M)
@@ -137,6 +137,7 @@ def test_the_command_prints_and_writes_a_profile(tmp_path, capsys, monkeypatch):
     assert "      mystery" in shown
     assert re.search(r"^  gaps +1\.00 +20\.0%", shown, re.M)
     assert "memory that no step does without" in shown
+    assert "after 2 steps, in CUDA graphs" in shown
     assert re.search(r"tokens/s, \d+ TFLOP/s of the model's own arithmetic, \d+% of dense", shown)
     content = json.loads(file.read_text())
     assert content["records"][0]["parts"][0]["kernels"] == [{"name": "moe_combine", "ms": 3.0}]
