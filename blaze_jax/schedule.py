@@ -23,7 +23,6 @@ from pallas_kernels.contract import Dispatch, accumulator_dtype
 from pallas_kernels.family import Kernels
 from pallas_kernels.xla.loops import empty
 
-
 FEW_ROWS = 32
 """Rows of all columns exist at once where they take at most a 32nd of the memory of the experts' three matrices: so few
 tokens wait for these alone, and each block of columns would begin and end with idle multiprocessors."""
