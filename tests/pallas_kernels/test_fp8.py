@@ -15,7 +15,7 @@ from blaze_jax.oracle import dense_expert_ffn
 from blaze_jax.precision import fp8_everywhere
 from pallas_kernels import fp8, hopper
 from pallas_kernels.compile_only import compile_for_gpu
-from pallas_kernels.hopper.fp8 import quantize
+from pallas_kernels.hopper.fp8 import quantize, quantize_columns
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits, scaled_error
 from tests.routings import random_experts
@@ -66,6 +66,23 @@ def test_the_kernel_gives_the_same_bits_and_one_scale_for_several_arrays(width, 
         assert ours.values.shape[-1] == (width if wide else width // 2)
         own = np.asarray(ours.values).view(np.uint16)[..., : width // 2]
         np.testing.assert_array_equal(own[known], values[known])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "columns", "most_bytes"),
+    [(2064, 48, 32, 2**18), (528, 48, 16, 2**16), (16, 16, 8, 2**15)],
+)
+@pytest.mark.default_cases("*")
+def test_weights_are_quantized_along_columns_to_the_same_bits(a, b, columns, most_bytes, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.hopper.fp8.num_sms", lambda: 1)  # so that blocks take several slabs
+    weights = rows(3, b, a).swapaxes(1, 2)
+    (theirs,) = fp8.quantize(weights, axis=1)
+    with hopper.interpreted():
+        ours = quantize_columns(weights, columns=columns, most_bytes=most_bytes)
+    assert_same_bits(ours.scales, theirs.scales)
+    known = np.isfinite(theirs.scales)
+    values = np.asarray(theirs.values.swapaxes(1, 2)).view(np.uint16)
+    np.testing.assert_array_equal(np.asarray(ours.values).view(np.uint16)[known], values[known])
 
 
 @pytest.fixture(autouse=True)
