@@ -125,7 +125,7 @@ def quantize_weights(*weights: Float[Array, "E a b"], axis: int, dtype) -> list[
 
 
 def slab_columns(num_rows: int) -> int | None:
-    """Columns that a thread block takes at once: the most whose slab leaves room for the next one; None if none does."""
+    """Columns that a block takes at once: the most whose slab leaves room for the next one; None if none does."""
     return next((c for c in (32, 16, 8) if 2 * c * num_rows <= SLAB_BYTES), None)
 
 
@@ -137,7 +137,7 @@ def quantize_columns(
 
     A thread block takes all rows of a few columns, a slab, which stays in shared memory while its columns' largest
     numbers are found, so that device memory is read once. Each warp has a ring of units of rows there. A thread reads
-    8 columns of 8 rows of a unit, starts the copies of a unit to come in their place, and writes 8 bytes of each column.
+    8 columns of 8 rows of a unit, starts the copies of a unit to come in their place, and writes 8 bytes a column.
 
     Args:
       weights: bfloat16 or float16; `a` and `b` are multiples of 16.

@@ -1,5 +1,6 @@
 """Rows in 8 bits against the definition of e4m3, and experts that multiply them against those that do not round."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -83,6 +84,8 @@ def test_weights_are_quantized_along_columns_to_the_same_bits(a, b, columns, mos
     known = np.isfinite(theirs.scales)
     values = np.asarray(theirs.values.swapaxes(1, 2)).view(np.uint16)
     np.testing.assert_array_equal(np.asarray(ours.values).view(np.uint16)[known], values[known])
+    with pytest.raises(ValueError, match=f"most_bytes=512 must hold {2 * columns * a} bytes, a slab of"):
+        quantize_columns(weights, columns=columns, most_bytes=512)
 
 
 @pytest.fixture(autouse=True)
@@ -142,8 +145,11 @@ def test_kernels_spill_nothing(activation):
     problem = make_problem(random_experts(256, 2, range(4)), 4, d=512, n=1024, activation=activation, dtype="bfloat16")
     layer = partial(expert_ffn, implementation="mosaic_gpu")
     compiled = compile_for_gpu(partial(results, layer, activation=activation, precision="fp8"), problem)
-    assert {"moe_quantize", "moe_up_projection", "moe_up_backward"} <= {kernel.name for kernel in compiled.kernels}
+    names = {kernel.name for kernel in compiled.kernels}
+    assert {"moe_quantize", "moe_quantize_columns", "moe_up_projection", "moe_up_backward"} <= names
     assert compiled.spill_bytes == {}
+    program = compiled.executable.as_text()
+    assert not re.search(r"bf16\[4,\d+,\d+\]\S* transpose\(", program)  # of weights
 
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSALS)
