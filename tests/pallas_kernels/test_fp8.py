@@ -149,7 +149,8 @@ def test_kernels_spill_nothing(activation):
     assert {"moe_quantize", "moe_quantize_columns", "moe_up_projection", "moe_up_backward"} <= names
     assert compiled.spill_bytes == {}
     program = compiled.executable.as_text()
-    assert program and not re.search(r"bf16\[4,\d+,\d+\]\S* transpose\(", program)  # of weights
+    assert program
+    assert not re.search(r"bf16\[4,\d+,\d+\]\S* transpose\(", program)  # of weights
 
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSALS)
