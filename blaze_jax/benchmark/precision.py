@@ -108,7 +108,8 @@ def fp8_work(sizes: Sizes, itemsize: int) -> dict[str, Work]:
     }
     work |= {name: Work(work[name].flops, float(num_bytes)) for name, num_bytes in bytes_of.items()}
     # tokens and their gradients, the activation and the pre-activations' gradients; weights in both orientations
-    work["moe_quantize"] = Work(0.0, (2 * token + 3 * narrow + 6 * matrix) * (itemsize + 1.0))
+    work["moe_quantize"] = Work(0.0, (2 * token + 3 * narrow + 3 * matrix) * (itemsize + 1.0))
+    work["moe_quantize_columns"] = Work(0.0, 3 * matrix * (itemsize + 1.0))
     return work
 
 

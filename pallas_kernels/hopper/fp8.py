@@ -13,10 +13,11 @@ from pallas_kernels import simt
 from pallas_kernels.contract import INFINITY_BITS, MAGNITUDE_BITS, Dispatch
 from pallas_kernels.fp8 import Scaled, scale_field
 from pallas_kernels.mosaic.device import num_sms
-from pallas_kernels.simt.matrices import pack_e4m3
-from pallas_kernels.simt.threads import loop, warp_maximum, when
+from pallas_kernels.simt.matrices import commit_copies, pack_e4m3, start_copy, unpack, wait_for_copies
+from pallas_kernels.simt.threads import combine_lanes, indices, loop, warp_barrier, warp_maximum, when
 from pallas_kernels.simt.values import WARP, Long, maximum, minimum, select
 from pallas_kernels.traced_once import traced_once
+from pallas_kernels.tuning.parameters import SHARED_MEMORY
 
 WIDTH_MULTIPLE = 16
 """Rows of 8-bit numbers must begin at multiples of 16 bytes, for bulk copies."""
@@ -24,6 +25,8 @@ WIDTH_MULTIPLE = 16
 THREADS, WARPS = 128, 4
 BLOCKS_PER_SM = 16
 COLUMNS = 8  # that a thread loads at once: 16 bytes
+UNIT = 8  # rows of a thread in a unit of `quantize_columns`
+SLAB_BYTES, RING_BYTES = 144 * 1024, 208 * 1024  # of `quantize_columns`, in shared memory
 
 
 @traced_once("in_place")
@@ -115,4 +118,119 @@ def up_operands(
 
 def quantize_weights(*weights: Float[Array, "E a b"], axis: int, dtype) -> list[Scaled]:
     """Weights in 8 bits, with the contracted `axis` last."""
-    return quantize(*((w.swapaxes(1, 2) if axis == 1 else w).astype(dtype) for w in weights))
+    weights = tuple(w.astype(dtype) for w in weights)
+    if axis == 1 and len(weights) == 1 and (columns := slab_columns(weights[0].shape[1])):
+        return [quantize_columns(weights[0], columns=columns)]
+    return quantize(*(w.swapaxes(1, 2) if axis == 1 else w for w in weights))
+
+
+def slab_columns(num_rows: int) -> int | None:
+    """Columns that a block takes at once: the most whose slab leaves room for the next one; None if none does."""
+    return next((c for c in (32, 16, 8) if 2 * c * num_rows <= SLAB_BYTES), None)
+
+
+@traced_once("columns", "warpgroups", "most_bytes")
+def quantize_columns(
+    weights: Float[Array, "E a b"], *, columns: int, warpgroups: int = 2, most_bytes: int = RING_BYTES
+) -> Scaled:
+    """What `fp8.quantize` gives for 16-bit weights along `a`, with `a` last: `(E, b, a / 2)`, and scales `(E, b)`.
+
+    A thread block takes all rows of a few columns, a slab, which stays in shared memory while its columns' largest
+    numbers are found, so that device memory is read once. Each warp has a ring of units of rows there. A thread reads
+    8 columns of 8 rows of a unit, starts the copies of a unit to come in their place, and writes 8 bytes a column.
+
+    Args:
+      weights: bfloat16 or float16; `a` and `b` are multiples of 16.
+      columns: of a slab, 8, 16 or 32.
+      warpgroups: of a block.
+      most_bytes: of the ring, in shared memory; a slab must fit in.
+    """
+    (num_experts, a, b), dtype = weights.shape, weights.dtype
+    warps, pieces = 4 * warpgroups, columns // COLUMNS  # of 16 bytes in a row of a slab
+    copied_rows = WARP // pieces  # by a copy of each lane
+    unit_rows = UNIT * copied_rows
+    units = -(-a // (unit_rows * warps))  # of a warp in a slab
+    unit_words = 4 * WARP * UNIT
+    slots = min(most_bytes // (4 * unit_words * warps), 2 * units)
+    if slots < units:
+        raise ValueError(f"{most_bytes=} must hold {2 * columns * a} bytes, a slab of {columns} columns")
+    per_expert = -(-b // columns)
+    slabs = num_experts * per_expert
+    resident = max(1, SHARED_MEMORY // (4 * (slots * unit_words * warps + 2 * warps * columns) + 1024))
+    blocks = min(min(resident, 2048 // (warps * WARP)) * num_sms(), slabs)
+
+    def body(weights, values, scales, ring, largest):
+        thread, warp = simt.thread(), simt.warp()
+        lane = thread % WARP
+        piece, group = lane % pieces, lane // pieces
+        kind = weights.kind
+        spread = COLUMNS // pieces  # rows apart that would be in the same banks are not
+
+        def place(slot, row):
+            """The first word of the lane's piece of a row of a unit."""
+            row = row ^ (row // UNIT % spread)
+            return (warp * slots + slot) * unit_words + (row * pieces + piece) * 4
+
+        def first_row(unit):
+            return (warp + unit * warps) * unit_rows
+
+        def start(slab, unit, slot):
+            column = slab % per_expert * columns + piece * COLUMNS
+            first = first_row(unit) + group
+            index = (Long(slab // per_expert) * a + Long(first)) * b + Long(column)
+            inside = (slab < slabs) & (column < b)
+            for i in range(UNIT):
+                wanted = inside & (first + i * copied_rows < a)
+                start_copy(ring, place(slot, group + i * copied_rows), weights, index + i * copied_rows * b, wanted)
+            commit_copies()
+
+        def read(slot, row):
+            words = ring.load_vector(place(slot, row), 4).elements()
+            return [number for word in words for number in unpack(word, kind)]
+
+        for q in range(slots):
+            start(simt.block() + q // units * blocks, q % units, q)
+        for slab in indices(simt.block(), slabs, blocks):
+            turn = slab // blocks
+            first_slot = turn * units
+            most = [simt.Int(0)] * COLUMNS
+            for unit in range(units):
+                wait_for_copies(slots - 1 - unit)
+                for i in range(UNIT):  # what this lane has copied itself
+                    numbers = read((first_slot + unit) % slots, group + i * copied_rows)
+                    most = [maximum(m, n.bits() & MAGNITUDE_BITS) for m, n in zip(most, numbers, strict=True)]
+            most = [combine_lanes(maximum, m, WARP, start=pieces) for m in most]
+            known = turn % 2 * (warps * columns)  # words of the turn before may still be read
+            with when(lane < pieces):
+                for i, m in enumerate(most):
+                    largest[known + warp * columns + piece * COLUMNS + i] = m
+            simt.block_barrier()
+            for other in range(warps):
+                there = known + other * columns + piece * COLUMNS
+                words = [w for i in (0, 4) for w in largest.load_vector(there + i, 4).elements()]
+                most = [maximum(m, w) for m, w in zip(most, words, strict=True)]
+            fields = [[bits.as_float() for bits in scale_field(m, maximum)] for m in most]
+            column = slab % per_expert * columns + piece * COLUMNS
+            of_expert = slab // per_expert * b + column
+            with when((thread < pieces) & (column < b)):
+                for i, (m, (scale, _)) in enumerate(zip(most, fields, strict=True)):
+                    scales[of_expert + i] = select(m >= INFINITY_BITS, float("nan"), scale)
+            for unit in range(units):
+                slot = (first_slot + unit) % slots
+                rows = [read(slot, group * UNIT + i) for i in range(UNIT)]
+                warp_barrier()  # all lanes have read what the next copies overwrite
+                start(slab + (unit + slots) // units * blocks, (unit + slots) % units, slot)
+                row = first_row(unit) + group * UNIT
+                with when((row < a) & (column < b)):
+                    for i, (_, inverse) in enumerate(fields):
+                        scaled = [numbers[i] * inverse for numbers in rows]
+                        words = [pack_e4m3(scaled[:4]), pack_e4m3(scaled[4:])]
+                        values.store_words(Long(of_expert + i) * (a // 2) + Long(row // 2), words)
+
+    outputs = [
+        jax.ShapeDtypeStruct((num_experts, b, a // 2), dtype),
+        jax.ShapeDtypeStruct((num_experts, b), jnp.float32),
+    ]
+    shared = [slots * unit_words * warps, 2 * warps * columns]
+    options = {"blocks": blocks, "warpgroups": warpgroups, "outputs": outputs, "shared": shared}
+    return Scaled(*simt.kernel(body, name="moe_quantize_columns", **options)(weights))

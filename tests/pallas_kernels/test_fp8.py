@@ -1,5 +1,6 @@
 """Rows in 8 bits against the definition of e4m3, and experts that multiply them against those that do not round."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from blaze_jax.oracle import dense_expert_ffn
 from blaze_jax.precision import fp8_everywhere
 from pallas_kernels import fp8, hopper
 from pallas_kernels.compile_only import compile_for_gpu
-from pallas_kernels.hopper.fp8 import quantize
+from pallas_kernels.hopper.fp8 import quantize, quantize_columns
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits, scaled_error
 from tests.routings import random_experts
@@ -66,6 +67,25 @@ def test_the_kernel_gives_the_same_bits_and_one_scale_for_several_arrays(width, 
         assert ours.values.shape[-1] == (width if wide else width // 2)
         own = np.asarray(ours.values).view(np.uint16)[..., : width // 2]
         np.testing.assert_array_equal(own[known], values[known])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "columns", "most_bytes"),
+    [(2064, 48, 32, 2**18), (528, 48, 16, 2**16), (16, 16, 8, 2**15)],
+)
+@pytest.mark.default_cases("*")
+def test_weights_are_quantized_along_columns_to_the_same_bits(a, b, columns, most_bytes, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.hopper.fp8.num_sms", lambda: 1)  # so that blocks take several slabs
+    weights = rows(3, b, a).swapaxes(1, 2)
+    (theirs,) = fp8.quantize(weights, axis=1)
+    with hopper.interpreted():
+        ours = quantize_columns(weights, columns=columns, most_bytes=most_bytes)
+    assert_same_bits(ours.scales, theirs.scales)
+    known = np.isfinite(theirs.scales)
+    values = np.asarray(theirs.values.swapaxes(1, 2)).view(np.uint16)
+    np.testing.assert_array_equal(np.asarray(ours.values).view(np.uint16)[known], values[known])
+    with pytest.raises(ValueError, match=f"most_bytes=512 must hold {2 * columns * a} bytes, a slab of"):
+        quantize_columns(weights, columns=columns, most_bytes=512)
 
 
 @pytest.fixture(autouse=True)
@@ -125,8 +145,12 @@ def test_kernels_spill_nothing(activation):
     problem = make_problem(random_experts(256, 2, range(4)), 4, d=512, n=1024, activation=activation, dtype="bfloat16")
     layer = partial(expert_ffn, implementation="mosaic_gpu")
     compiled = compile_for_gpu(partial(results, layer, activation=activation, precision="fp8"), problem)
-    assert {"moe_quantize", "moe_up_projection", "moe_up_backward"} <= {kernel.name for kernel in compiled.kernels}
+    names = {kernel.name for kernel in compiled.kernels}
+    assert {"moe_quantize", "moe_quantize_columns", "moe_up_projection", "moe_up_backward"} <= names
     assert compiled.spill_bytes == {}
+    program = compiled.executable.as_text()
+    assert program
+    assert not re.search(r"bf16\[4,\d+,\d+\]\S* transpose\(", program)  # of weights
 
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSALS)
