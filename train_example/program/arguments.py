@@ -15,6 +15,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from blaze_jax.benchmark.mesh import parse_mesh
 from blaze_jax.quantized import inputs_multiple
 from train_example.config import TrainConfig, UserError
+from train_example.layers import GATES
 from train_example.program.adapters import parse_adapter
 from train_example.program.devices import Cluster
 from train_example.program.model import GPU_BYTES
@@ -121,6 +122,8 @@ def checked(config: TrainConfig) -> TrainConfig:
             what = f"--implementation {config.implementation} is of blaze_jax's kernels"
             raise UserError(f"{what}: leave it out with --experts-layer {layer}")
         if layer == "dense-twin":
+            if model.activation not in GATES:
+                raise UserError(f"--experts-layer dense-twin has no {model.activation}, only {', '.join(GATES)}")
             if config.checkpoint or config.trained == "experts":
                 option = "--trained experts" if config.trained == "experts" else "--checkpoint"
                 raise UserError(f"--experts-layer dense-twin has no experts: leave {option} out")
@@ -169,6 +172,8 @@ def _check_frozen(config: TrainConfig) -> None:
 
 def _check_adam8(config: TrainConfig) -> None:
     """Raises UserError for what does not go together with updates block by block and moments in 8 bits."""
+    if config.model.windows:
+        raise UserError("--optimizer adam8 has blocks that are alike, but those of this model see windows: choose adam")
     for name, only, why in (
         ("adapter", None, "trains all parameters"),
         ("accumulate", 1, "has the gradients of one block at a time and cannot add them up over microbatches"),

@@ -1,9 +1,11 @@
-"""The models to choose from: one for a laptop's CPU, six for GPUs."""
+"""The models to choose from: one for a laptop's CPU, the others for GPUs."""
 
 from typing import Any
 
 from blaze_jax import Router
+from blaze_jax.huggingface import Fields
 from train_example.config import ModelConfig, TrainConfig
+from train_example.public_models.config import yarn
 
 _SIZES = ("width", "num_layers", "num_heads", "num_kv_heads", "num_experts", "experts_per_token", "expert_width")
 _TRAINING = ("steps", "batch_size", "sequence_length", "learning_rate", "evaluate_every", "checkpoint_every")
@@ -19,6 +21,10 @@ def _preset(
 
 
 _QWEN3 = {"head_width": 128, "qk_norm": "head", "rotary_base": 1e6, "load_balancing_weight": 1e-3}
+
+_FREQUENCIES, _SCALE = yarn(
+    Fields({"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}, "gpt-oss"), 64, 150_000.0
+)
 
 _PRESETS = (
     _preset("tiny", (128, 4, 4, 4, 16, 4, 64), (400, 16, 128, 3e-3, 40, 100)),
@@ -80,6 +86,26 @@ _PRESETS = (
         (100_000, 8, 512, 1e-4, 1000, 5000),
         _QWEN3 | {"vocabulary": 151_936},
         optimizer="adam8",
+    ),
+    # gpt-oss-20b (arXiv 2508.10925), for `--adapter` and `--base mxfp4`.
+    _preset(
+        "gpt-oss-20b",
+        (2880, 24, 64, 8, 32, 4, 2880),
+        (100_000, 8, 512, 1e-4, 1000, 5000),
+        {
+            "head_width": 64,
+            "rotary_base": 150_000.0,
+            "rotary_frequencies": _FREQUENCIES,
+            "rotary_scale": _SCALE,
+            "windows": (128, 0) * 12,
+            "sinks": True,
+            "biases": True,
+            "activation": "clamped_swiglu",
+            "norm_epsilon": 1e-5,
+            "router": Router(scoring="softmax_selected"),
+            "load_balancing_weight": 1e-3,
+            "vocabulary": 201_088,
+        },
     ),
 )
 PRESETS = {preset.preset: preset for preset in _PRESETS}

@@ -154,7 +154,7 @@ def yarn(fields: Fields, head_width: int, base: float) -> tuple[tuple[float, ...
 
 
 def _windows(fields: Fields, kinds: Sequence[str] | None, num_layers: int, path: Path) -> tuple[int, ...]:
-    """How many positions a token of each layer sees, 0 for all; every other layer has a window where nothing is said."""
+    """How many positions a token of each layer sees, 0 for all; every other one has a window where nothing is said."""
     kinds = kinds or [(_SLIDING, _FULL)[layer % 2] for layer in range(num_layers)]
     if len(kinds) != num_layers:
         raise CheckpointError(f"{path}: layer_types has {len(kinds)} layers, must have num_hidden_layers={num_layers}")

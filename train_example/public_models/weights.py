@@ -1,5 +1,6 @@
 """Whole public models, OLMoE, Qwen3-MoE and gpt-oss: their weights as the decoder's parameters, and back again."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from blaze_jax.checkpoints.layouts import PLAIN, find_block
 from blaze_jax.checkpoints.loading import place
 from blaze_jax.checkpoints.saving import layer_tensors
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
+from blaze_jax.json_file import read_json
 from blaze_jax.quantized import WEIGHTS, Form, is_quantized, quantize
 from train_example.compile_step import jit_once
 from train_example.config import UserError
@@ -175,6 +177,7 @@ def load_experts(folder: str | Path, model: Decoder, *, dtype: DTypeLike = jnp.f
 def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) -> None:
     """Writes the model in the format of the one that it came from, in that one's types, with its other files.
 
+    Experts that were compressed are written in full, in bfloat16, and `config.json` tells of no compression any more.
     The folder appears when all of it is written.
 
     Raises:
@@ -198,6 +201,8 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
             weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
             if path.is_file() and not weights:
                 shutil.copyfile(path, unfinished / path.name)
+        if (fields := read_json(origin / "config.json")).pop("quantization_config", None):
+            (unfinished / "config.json").write_text(json.dumps(fields, indent=2))
         unfinished.rename(out)
     except (checkpoints.CheckpointError, OSError) as error:
         raise UserError(f"the model cannot be saved: {error}") from error
@@ -214,8 +219,11 @@ def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dic
     if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
         if moe.adapter is not None:
             experts, moe = merge(experts, moe), replace(moe, adapter=None)
-        block = checkpoints.Layer(experts, layout=find_block(files, layer, moe).layout.name)
-        dtypes = {new.name: DTYPES[files[new.name].dtype] for new in layer_tensors(layer, block, moe)}
+        block = checkpoints.Layer(experts, layout=find_block(files, layer, moe).layout.name.removesuffix("_mxfp4"))
+        dtypes = {
+            new.name: DTYPES[files[new.name].dtype if new.name in files else "BF16"]  # MXFP4, which is written in full
+            for new in layer_tensors(layer, block, moe)
+        }
         in_dtype = {dtype: layer_tensors(layer, block, moe, dtype) for dtype in set(dtypes.values())}
         for number, dtype in enumerate(dtypes.values()):
             yield in_dtype[dtype][number]
