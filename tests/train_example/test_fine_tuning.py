@@ -37,7 +37,7 @@ def drawn(tree, seed=0):
 
 
 @pytest.mark.parametrize(("base", "tolerance"), [(None, 1e-5), ("float8", 2e-2)])
-@pytest.mark.parametrize(("family", "shared"), [("qwen3_moe", True), ("olmoe", False)])
+@pytest.mark.parametrize(("family", "shared"), [("qwen3_moe", True), ("olmoe", False), ("gpt_oss-model", True)])
 @pytest.mark.default_cases("qwen3_moe-True-float8-0.02")
 def test_a_model_with_adapters_computes_as_the_merged_one_that_is_saved(tmp_path, family, shared, base, tolerance):
     config, ids = public_config(FIXTURES / family), expected(family)["ids"]
@@ -140,6 +140,27 @@ def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(t
     capsys.readouterr()
     assert generate(["--run", str(whole), "--prompt", "lists", "--tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("lists")
+
+
+@pytest.mark.slow
+def test_gpt_oss_trains_on_its_compressed_files_and_is_saved_in_full(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model", "gpt_oss-model", mxfp4=True)
+    given = ["--checkpoint", str(folder), *OPTIONS.split(), "--adapter", "rank=2,shared", "--base", "mxfp4", "--merge"]
+    out = tmp_path / "out"
+    assert main([*given, "--steps", "4", "--out", str(out)]) == 0
+    losses = [record["loss"] for record in read_metrics(out / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+    moe = public_config(folder).moe(adapter=replace(checkpoints.read_adapter(out / "adapter"), shared=True))
+    read = checkpoints.load_adapters(out / "adapter", 2, moe, layout="gpt_oss")
+    plain = replace(moe, adapter=None)
+    base, merged = (checkpoints.load(path, 2, plain).params["w_up"] for path in (folder, out / "model"))
+    change = moe.adapter.scale * np.matmul(read["w_up_lora_a"], read["w_up_lora_b"])
+    assert np.any(change)
+    assert_close(merged, base.astype(jnp.float32) + change, 1e-2)
+    capsys.readouterr()
+    for source in (["--run", str(out)], ["--checkpoint", str(out / "model")]):
+        assert generate([*source, "--prompt", "lists", "--tokens", "4", "--temperature", "0"]) == 0
+        assert capsys.readouterr().out.startswith("lists")
 
 
 def test_a_random_base_is_made_in_its_form():

@@ -64,7 +64,8 @@ def whole_context(model, variables, tokens):
     return jax.jit(model.apply)(variables, np.pad(tokens, (0, 32 - len(tokens)))[None])[0, : len(tokens)]
 
 
-@pytest.mark.parametrize("name", ["own", "qwen3_moe", "olmoe"])
+@pytest.mark.default_cases("own", "gpt_oss-model")
+@pytest.mark.parametrize("name", ["own", "qwen3_moe", "olmoe", "gpt_oss-model"])
 def test_what_comes_is_what_the_whole_context_gives(name):
     model, variables = model_and_variables(name)
     generating, prompts = generator(name), prompts_of(model)
