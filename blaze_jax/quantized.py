@@ -5,14 +5,15 @@ Forward and backward pass each decode it anew, so that the numbers of one layer 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from blaze_jax.codings import FLOAT8, MXFP4, NF4, Coding
 
@@ -59,6 +60,11 @@ class QuantizedWeight:
     def dtype(self) -> Any:
         """What it is decoded to where nobody says another type."""
         return jnp.dtype(jnp.bfloat16)
+
+    def delayed(self, zero: UInt8[Array, ""]) -> "QuantizedWeight":
+        """The same weight, whose codes exist when the zero does."""
+        codes = lax.bitcast_convert_type(self.values, jnp.uint8) ^ zero
+        return replace(self, values=lax.bitcast_convert_type(codes, self.values.dtype))
 
     def astype(self, dtype: DTypeLike) -> Float[Array, "... in out"]:
         """The numbers, decoded in one pass, each rounded once."""
