@@ -30,6 +30,7 @@ from jaxtyping import Array
 from blaze_jax import low_rank
 from blaze_jax.gradient_sums import NO_SUMS, GradientSums, one_example
 from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases, with_frozen
+from blaze_jax.quantized import inputs_of
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, token_sums, with_turns
 from blaze_jax.transformations import differentiated_once
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Quantized, Sums, accumulator_dtype, place_values
@@ -318,13 +319,13 @@ def _down_backward(
     d_row_weights: list[Array] = []
     d_pre: Any = None
     hidden: Any = None
-    own = plan.decoded(params.down, dys[0].dtype, pre_activations)
-    v, added = low_rank.reduced_gradient(plan.kernels, dys[0], own, rows.all), None
+    v, added = low_rank.reduced_gradient(plan.kernels, dys[0], params.down, rows.all), None
     if v is not None:
-        of_rows = own, pre_activations, row_weights, rows.all
+        of_rows = params.down, pre_activations, row_weights, rows.all
         added, d_weights = low_rank.down_backward(plan.kernels, v, *of_rows, activation=plan.activation.function)
         d_row_weights.append(d_weights)
         pre_activations = after(pre_activations, added)  # or XLA would keep a copy of what the kernel writes over
+    own = plan.decoded(params.down, dys[0].dtype, pre_activations)
     for dy, units in zip(dys, rows.units, strict=True):
         for block, unit in enumerate(units):
             w_down, b_down, *_ = (own, *journeys.arrived)[block]
@@ -368,9 +369,16 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
         made = plan.kernels.up_operands(*of_products(operands), last_use)
         return (None, None, (), made) if last_use else (*operands, made)
 
+    def decoded_rows(ups, d_pre_activations, first_column, num_columns):
+        weights = tuple(inputs_of(up.weight, first_column, num_columns).astype(xs[0].dtype) for up in ups)
+        return plan.kernels.up_backward(d_pre_activations, weights, rows.all, 0, num_columns)
+
     def rows_of(operands, part: int):
-        operand, of_experts = operands[3] if operands[3:] else of_products(operands)
-        of_rows = _by_block(partial(plan.kernels.up_backward, operand), list(zip(of_experts)), rows.units[part])
+        if plan.quantized and not operands[3:]:  # a block of columns at a time, so that less is decoded together
+            of_rows = partial(decoded_rows, plan.delayed(params.ups, operands[0]), operands[0])
+        else:
+            operand, of_experts = operands[3] if operands[3:] else of_products(operands)
+            of_rows = _by_block(partial(plan.kernels.up_backward, operand), list(zip(of_experts)), rows.units[part])
         if not adapted:
             return of_rows
         return low_rank.plus(of_rows, partial(plan.kernels.up_backward, *zip(*adapted, strict=True), rows.all))

@@ -223,17 +223,17 @@ class Plan:
         return self.transport.parameters(shards, dtype)
 
     def decoded[T](self, params: T, dtype, *before: Any) -> T:
-        """The parameters with their weights as numbers, which are made after `before` is computed, for one use alone.
+        """The parameters with weights as numbers, which are made after `before` is computed, for one use alone."""
+        return decoded(self.delayed(params, *before), dtype) if self.quantized else params
 
-        A zero that exists only then is added to the codes: unlike a barrier around these, it needs no copy of them
-        where they are one layer's of a stack.
+    def delayed[T](self, params: T, *before: Any) -> T:
+        """The parameters with codes that exist after `before` is computed.
+
+        A zero that exists only then is added to them: unlike a barrier around the codes, it needs no copy of them where
+        they are one layer's of a stack.
         """
-        if not self.quantized:
-            return params
         zero, *_ = lax.optimization_barrier((jnp.uint8(0), *before))
-        return decoded(
-            jax.tree.map(lambda p: p.delayed(zero) if is_quantized(p) else p, params, is_leaf=is_quantized), dtype
-        )
+        return jax.tree.map(lambda p: p.delayed(zero) if is_quantized(p) else p, params, is_leaf=is_quantized)
 
     @property
     def keep(self) -> bool:

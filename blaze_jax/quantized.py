@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from blaze_jax.codings import FLOAT8, MXFP4, NF4, Coding
 
@@ -102,6 +102,21 @@ def quantize(weights: Float[Array, "... in out"], form: Form) -> QuantizedWeight
 def inputs_multiple(form: Form) -> int:
     """What the inputs of a matrix must be a multiple of: those that share a scale, except for float8."""
     return 1 if form == "float8" else CODINGS[form].steps[-1][0]
+
+
+def inputs_of(
+    weight: QuantizedWeight | Float[Array, "E in out"], first: Int[Array, ""] | int, number: int
+) -> QuantizedWeight | Float[Array, "E number out"]:
+    """So many inputs of matrices from the first one, both multiples of what shares a scale; those of float8 decoded."""
+    if is_quantized(weight) and weight.form == "float8":
+        weight = weight.astype(weight.dtype)
+    if not is_quantized(weight):
+        return lax.dynamic_slice_in_dim(weight, first, number, axis=1)
+    values, scales = (
+        lax.dynamic_slice_in_dim(array, first // step, number // step, axis=1)
+        for array, (step, _) in zip((weight.values, weight.scales), weight.coding.steps, strict=True)
+    )
+    return replace(weight, values=values, scales=scales)
 
 
 def check_form(form: Form) -> Form:
