@@ -57,11 +57,6 @@ class ModelConfig:
       head_width: width of an attention head; None for `width / num_heads`.
       qk_norm: what an RMSNorm of queries and keys takes together: a head's numbers (Qwen3), or a token's (OLMoE).
       rotary_base: base of the rotary positions' frequencies.
-      rotary_frequencies: these themselves, of half a head, radians a position; None for those of the base.
-      rotary_scale: what rotated queries and keys are multiplied with.
-      windows: how many positions a token of each layer sees, itself the last; 0 for all. Left out, all in each layer.
-      sinks: whether each head of attention has a learned logit of nothing, which takes a share of the softmax.
-      biases: whether attention, router and experts have biases.
       norm_epsilon: ε of every RMSNorm.
       tied_head: whether the embedding is the head, too.
       vocabulary: how many tokens there are; 256 for bytes.
@@ -87,11 +82,6 @@ class ModelConfig:
     head_width: int | None = None
     qk_norm: QKNorm | None = None
     rotary_base: float = 10_000.0
-    rotary_frequencies: tuple[float, ...] | None = None
-    rotary_scale: float = 1.0
-    windows: tuple[int, ...] = ()
-    sinks: bool = False
-    biases: bool = False
     norm_epsilon: float = 1e-6
     tied_head: bool = False
     vocabulary: int = VOCABULARY
@@ -114,7 +104,7 @@ class ModelConfig:
     def moe(self, **options: Any) -> MoEConfig:
         """The Mixture-of-Experts layer of a block, with `options` of `MoEConfig` that are not the model's."""
         own = {field.name: getattr(self, field.name) for field in fields(MoEConfig) if hasattr(self, field.name)}
-        return MoEConfig(**own, router_bias=self.biases, **options)
+        return MoEConfig(**own, **options)
 
 
 @dataclass(frozen=True, kw_only=True)

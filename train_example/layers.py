@@ -1,6 +1,6 @@
 """The layers of a block beside its experts: RMSNorm, rotary attention with grouped keys, a dense feed-forward layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +15,6 @@ from train_example.config import AttentionKernel, QKNorm
 
 _CUDNN_CAPABILITY = (8, 0)
 _CUDNN_MAX_WIDTH = 128
-
-_SCORES = 2**25
-"""Scores of attention with sinks that are in memory at a time: 128 MiB."""
 
 
 class RMSNorm(nn.Module):
@@ -77,35 +74,32 @@ class Context(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of every position's angles, float32 `(S, 1, h/2)`, or `(B, S, 1, h/2)` where sequences differ."""
+    """Cosine and sine of every position's angles, float32 `(S, 1, h/2)`, or `(B, S, 1, h/2)` where sequences differ.
+
+    And how many positions a token sees, which is each layer's own where a model has windows; None for all.
+    """
 
     cos: Float[Array, "*B S 1 half"]
     sin: Float[Array, "*B S 1 half"]
+    window: Int[Array, ""] | None = None
 
 
-def rotation(
-    length: int,
-    head_width: int,
-    base: float = 10_000.0,
-    first: Array | None = None,
-    frequencies: Sequence[float] | None = None,
-    scale: float = 1.0,
-) -> Rotation:
-    """The angles of `length` positions, which all layers share: from 0, or from each sequence's `first`, int32 (B,).
+def frequencies(head_width: int, base: float = 10_000.0) -> Float[Array, " half"]:
+    """Radians a position by which RoFormer turns each pair of a head's numbers."""
+    return base ** -(jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
 
-    `frequencies` are those of half a head, in the place of those of `base`; cosine and sine are times `scale`.
-    """
+
+def rotation(length: int, frequency: Float[Array, " half"], first: Array | None = None) -> Rotation:
+    """The angles of `length` positions, which all layers share: from 0, or from each sequence's `first`, int32 (B,)."""
     with jax.named_scope("rotation"):
-        frequency = base ** -(jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
-        frequency = frequency if frequencies is None else jnp.array(frequencies, jnp.float32)
         position = jnp.arange(length, dtype=jnp.float32)[:, None, None]
         angle = (position if first is None else position + first[:, None, None, None]) * frequency
-        return Rotation(scale * jnp.cos(angle), scale * jnp.sin(angle))
+        return Rotation(jnp.cos(angle), jnp.sin(angle))
 
 
 def rotate(x: Float[Array, "B S heads h"], rotation: Rotation) -> Float[Array, "B S heads h"]:
     """Rotary position embedding (RoFormer, arXiv 2104.09864): the halves of a head turned by the position's angles."""
-    cos, sin = rotation
+    cos, sin, _ = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -120,8 +114,7 @@ class Attention(nn.Module):
       kernel: what computes the attention; None for the best that can run here.
       qk_norm: what the norms of queries and keys take together; None for no norms.
       norm_epsilon: ε of these norms.
-      use_bias: whether all four projections have a bias.
-      sinks: whether each head has a learned logit of nothing, see `attention_with_sinks`.
+      use_bias: whether the projections have biases.
     """
 
     num_heads: int
@@ -131,17 +124,11 @@ class Attention(nn.Module):
     qk_norm: QKNorm | None = None
     norm_epsilon: float = 1e-6
     use_bias: bool = False
-    sinks: bool = False
 
     @nn.compact
     def __call__(
-        self,
-        x: Float[Array, "B S d"],
-        rotation: Rotation,
-        context: Context | None = None,
-        window: Int[Array, ""] | None = None,
+        self, x: Float[Array, "B S d"], rotation: Rotation, context: Context | None = None
     ) -> Float[Array, "B S d"]:
-        """With `window`, a token sees as many positions, itself the last."""
         head_width = 2 * rotation.cos.shape[-1]
 
         def project(heads: int, name: str) -> Float[Array, "B S heads h"]:
@@ -150,22 +137,21 @@ class Attention(nn.Module):
         query = rotate(self._normed(project(self.num_heads, "query"), "query_norm"), rotation)
         key = rotate(self._normed(project(self.num_kv_heads, "key"), "key_norm"), rotation)
         value = project(self.num_kv_heads, "value")
-        if context is None and window is None and not self.sinks:
-            kernel = self.kernel or best_kernel(query)
-            y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
-        else:
-            positions = jnp.arange(x.shape[1])[None] if context is None else context.positions(x.shape[1])
-            if context is not None:
-                key, value = self._cached("key", key, positions), self._cached("value", value, positions)
-            distance = positions[..., None] - jnp.arange(key.shape[1])
-            visible = (distance >= 0) & (True if window is None else distance < window)
-            if self.sinks:
-                y = attention_with_sinks(
-                    query, key, value, self.param("sinks", nn.initializers.zeros, (self.num_heads,)), visible
-                )
-            else:
-                y = jax.nn.dot_product_attention(query, key, value, mask=visible[:, None], implementation=self.kernel)
+        positions = None
+        if context is not None:
+            positions = context.positions(x.shape[1])
+            key, value = self._cached("key", key, positions), self._cached("value", value, positions)
+        y = self.mixed(query, key, value, positions, rotation.window)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=self.use_bias, dtype=self.dtype, name="out")(y)
+
+    def mixed(self, query: Array, key: Array, value: Array, positions: Array | None, window: Array | None) -> Array:
+        """The values that each query sees, mixed: those up to its place in a cache, which `positions` are if any."""
+        del window  # all positions
+        if positions is None:
+            kernel = self.kernel or best_kernel(query)
+            return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
+        visible = (jnp.arange(key.shape[1]) <= positions[..., None])[:, None]
+        return jax.nn.dot_product_attention(query, key, value, mask=visible, implementation=self.kernel)
 
     def _cached(
         self, name: str, new: Float[Array, "B S heads h"], positions: Int[Array, "B S"]
@@ -185,37 +171,6 @@ class Attention(nn.Module):
             return x
         norm = RMSNorm(self.dtype, self.norm_epsilon, name=name)
         return norm(x) if self.qk_norm == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
-
-
-def attention_with_sinks(
-    query: Float[Array, "B S heads h"],
-    key: Float[Array, "B slots kv_heads h"],
-    value: Float[Array, "B slots kv_heads h"],
-    sinks: Float[Array, " heads"],
-    visible: Bool[Array, "B|1 S slots"],
-) -> Float[Array, "B S heads h"]:
-    """Attention whose softmax has a further logit for each head, the sink, behind which there is no value (gpt-oss).
-
-    Scores, float32, exist for some of the kv heads at a time, `_SCORES` of them; the backward pass computes them again.
-    """
-    batch, length, heads, width = query.shape
-    slots, kv_heads = key.shape[1:3]
-
-    @jax.checkpoint
-    def of_head(part: tuple[Array, ...]) -> Float[Array, "B S group h"]:
-        query, key, value, sink = part
-        scores = jnp.einsum("bsgh,bth->bgst", query, key, preferred_element_type=jnp.float32) * width**-0.5
-        scores = jnp.where(visible[:, None], scores, jnp.finfo(jnp.float32).min)
-        sink = sink.astype(jnp.float32)[:, None, None]
-        peak = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
-        share = jnp.exp(scores - peak)
-        share /= share.sum(-1, keepdims=True) + jnp.exp(sink - peak)
-        return jnp.einsum("bgst,bth->bsgh", share.astype(value.dtype), value)
-
-    grouped = query.reshape(batch, length, kv_heads, -1, width), key, value
-    parts = *(jnp.moveaxis(array, 2, 0) for array in grouped), sinks.reshape(kv_heads, -1)
-    together = max(1, _SCORES * kv_heads // (batch * heads * length * slots))
-    return jnp.moveaxis(lax.map(of_head, parts, batch_size=together), 0, 2).reshape(query.shape)
 
 
 def best_kernel(query: Float[Array, "B S heads h"]) -> AttentionKernel:

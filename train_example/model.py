@@ -14,12 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax import RESIDUAL_NAMES, DenseTwin, MoE, MoEConfig, Parallelism, adapter_mask, expert_ffn
 from train_example.config import AttentionKernel, ModelConfig, Remat
-from train_example.layers import Attention, Context, DenseFeedForward, RMSNorm, Rotation, rotation
+from train_example.layers import Attention, Context, DenseFeedForward, RMSNorm, Rotation, frequencies, rotation
 
 type Tree = Any
-
-_EVERYTHING = 2**30
-"""More positions than there are."""
 
 
 class Decoder(nn.Module):
@@ -72,10 +69,10 @@ class Decoder(nn.Module):
                 x = jax.nn.one_hot(tokens, config.vocabulary, dtype=self.dtype) @ embedding.astype(self.dtype)
             else:
                 x = embedding[tokens].astype(self.dtype)
-        angles = self.angles(tokens.shape[1], context and context.first)
         norm = partial(RMSNorm, self.dtype, config.norm_epsilon)
         for name, layers in config.stacks().items():
-            x = self._stack(name, len(layers), norm, train)(x, angles, context, self.windows(layers))[0]
+            angles = self.angles(tokens.shape[1], context and context.first, layers)
+            x = self._stack(name, len(layers), norm, train)(x, angles, context)[0]
         if context is not None and last:
             x = jnp.take_along_axis(x, jnp.maximum(context.added - 1, 0)[:, None, None], axis=1)
         x = norm(name="final_norm")(x)
@@ -85,25 +82,19 @@ class Decoder(nn.Module):
             return (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
         return nn.Dense(config.vocabulary, use_bias=False, dtype=self.dtype, name="head")(x).astype(jnp.float32)
 
-    def angles(self, length: int, first: Int[Array, " B"] | None = None) -> Rotation:
-        """The rotation of so many positions, from 0 or from each sequence's `first`."""
+    def angles(self, length: int, first: Array | None = None, layers: Sequence[int] = ()) -> Rotation:
+        """The rotation of so many positions, from 0 or from each sequence's `first`; a window for each layer if any."""
         config = self.config
         head_width = config.head_width or config.width // config.num_heads
-        return rotation(length, head_width, config.rotary_base, first, config.rotary_frequencies, config.rotary_scale)
-
-    def windows(self, layers: Sequence[int]) -> Int[Array, " layers"] | None:
-        """How many positions a token of these layers sees; None where all of them see all."""
-        of_all = self.config.windows
-        return jnp.array([of_all[layer] or _EVERYTHING for layer in layers], jnp.int32) if of_all else None
+        return rotation(length, frequencies(head_width, config.rotary_base), first)
 
     def parts(self, name: str, train: bool = False) -> tuple[Callable[..., Attention], Callable[[], Any]]:
         """What makes the attention, as `name=` calls it, and the feed-forward layer of the stack's blocks."""
         config, dtype = self.config, self.dtype
         qk_norm = config.qk_norm, config.norm_epsilon
-        options = config.biases, config.sinks
-        attention = partial(Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm, *options)
+        attention = partial(Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm)
         if name.startswith("moe") and self.dense_twin is None:
-            options = {"experts": self.experts, "parallel": self.parallel, "train": train, "use_bias": config.biases}
+            options = {"experts": self.experts, "parallel": self.parallel, "train": train}
             feed_forward = partial(MoE, self.moe, dtype=dtype, **options, name="moe")
         else:
             width = self.dense_twin.width if self.dense_twin and name.startswith("moe") else config.dense_width
@@ -123,7 +114,7 @@ class Decoder(nn.Module):
             variable_carry="gradient_sums",
             variable_axes={"params": 0, "losses": 0, "intermediates": 0, "router_state": 0, "routing": 0, "cache": 0},
             split_rngs={"params": True},
-            in_axes=(nn.broadcast, nn.broadcast, 0),  # pyright: ignore[reportArgumentType]
+            in_axes=(Rotation(nn.broadcast, nn.broadcast, 0), nn.broadcast),  # pyright: ignore[reportArgumentType]
             length=length,
             unroll=length if self.unroll else 1,
             metadata_params={nn.PARTITION_NAME: "layers"},
@@ -182,14 +173,10 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: Float[Array, "B S d"],
-        rotation: Rotation,
-        context: Context | None = None,
-        window: Int[Array, ""] | None = None,
+        self, x: Float[Array, "B S d"], rotation: Rotation, context: Context | None = None
     ) -> tuple[Float[Array, "B S d"], None]:
         """`(y, None)`: the pair that `nn.scan` takes."""
-        x = x + self.attention(name="attention")(self.norm(name="attention_norm")(x), rotation, context, window)
+        x = x + self.attention(name="attention")(self.norm(name="attention_norm")(x), rotation, context)
         feed_forward, normed = self.feed_forward(), self.norm(name="feed_forward_norm")(x)
         if context is not None and isinstance(feed_forward, MoE):
             return x + feed_forward(normed, mask=context.real(x.shape[1])), None

@@ -43,12 +43,12 @@ def write_logits(folder: Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from train_example.model import Decoder
     from train_example.public_models.config import public_config
+    from train_example.public_models.gpt_oss import decoder_class
     from train_example.public_models.weights import load_params
 
     config = public_config(folder)
-    model = Decoder(config, config.moe(), jnp.float32)
+    model = decoder_class(config)(config, config.moe(), jnp.float32)
     ids = np.random.default_rng(0).integers(0, config.vocabulary, (2, 33), dtype=np.int32)
     logits = model.apply({"params": load_params(folder, model)}, ids)
     save_file({"ids": ids, "logits": np.asarray(logits)}, folder / FILE)

@@ -19,11 +19,12 @@ from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.__main__ import main
 from train_example.config import UserError
 from train_example.generate.__main__ import main as generate
-from train_example.model import Decoder, adapters_of, together
+from train_example.model import adapters_of, together
 from train_example.program.arguments import new_config
 from train_example.program.metrics import read_metrics
 from train_example.program.model import first_state, make_model
 from train_example.public_models.config import public_config
+from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params, random_params, save_model
 from train_example.step import cross_entropy, cross_entropy_in_parts, init_state, make_train_step
 
@@ -43,7 +44,10 @@ def test_a_model_with_adapters_computes_as_the_merged_one_that_is_saved(tmp_path
     config, ids = public_config(FIXTURES / family), expected(family)["ids"]
     targets = ("gate", "up", "down", "router")
     moe = config.moe(adapter=LoRA(rank=2, alpha=1, targets=targets, shared=shared), implementation="xla")
-    model, plain = Decoder(config, moe, jnp.float32), Decoder(config, config.moe(), jnp.float32)
+    model, plain = (
+        decoder_class(config)(config, moe, jnp.float32),
+        decoder_class(config)(config, config.moe(), jnp.float32),
+    )
     dtype = jnp.float32 if base is None else jnp.bfloat16
     frozen = load_params(FIXTURES / family, model, dtype=dtype, base=base)
     assert is_quantized(frozen["moe_blocks"]["moe"]["w_up"]) == (base is not None)

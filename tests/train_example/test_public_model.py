@@ -20,17 +20,17 @@ from tests.train_example.small import ROOT
 from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.__main__ import main
 from train_example.config import UserError
-from train_example.model import Decoder
 from train_example.program.devices import parallelism, state_shardings
 from train_example.program.metrics import read_metrics
 from train_example.public_models.config import public_config
+from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params, save_model
 from train_example.step import cross_entropy
 
 
 def decoder(folder):
     config = public_config(folder)
-    return Decoder(config, config.moe(), jnp.float32)
+    return decoder_class(config)(config, config.moe(), jnp.float32)
 
 
 @pytest.mark.default_cases("qwen3_moe", "gpt_oss-model")

@@ -87,7 +87,9 @@ class StreamingGenerator(Generator):
         context, params = Context(state.filled, jnp.asarray(count)), self.variables["params"]
         cache = {name: list(layers) for name, layers in state.cache.items()}
         blocks = iter(self._blocks)
-        windows = {name: self.model.windows(layers) for name, layers in self.model.config.stacks().items()}
+        windows = {
+            name: self.model.angles(0, None, layers).window for name, layers in self.model.config.stacks().items()
+        }
 
         def attended(name: str, at: int, x: Array) -> tuple[Array, Array]:
             of_block = params[name][at]
@@ -142,10 +144,10 @@ def _attend(
     rows = min(batch, max(1, MICRO_TOKENS // width))
 
     def micro_batch(x: Array, cache: Tree, context: Context) -> tuple[Array, Tree]:
-        angles = model.angles(x.shape[1], context.first)
+        angles = model.angles(x.shape[1], context.first)._replace(window=window)
         normed = norm.apply({"params": params["attention_norm"]}, x)
         given = {"params": params["attention"], "cache": cache["attention"]}
-        y, updated = attention.apply(given, normed, angles, context, window, mutable=["cache"])
+        y, updated = attention.apply(given, normed, angles, context, mutable=["cache"])
         return x + y, {"attention": updated["cache"]}
 
     def turn(row: Any, column: Any, rows: int, width: int, carry: tuple[Array, Tree]) -> tuple[Array, Tree]:

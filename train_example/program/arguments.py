@@ -21,6 +21,7 @@ from train_example.program.devices import Cluster
 from train_example.program.model import GPU_BYTES
 from train_example.program.presets import FINE_TUNING, OF_ADAPTERS, PRESETS
 from train_example.public_models.config import public_config
+from train_example.public_models.gpt_oss import GptOssConfig
 
 _OPTIONS = tuple(field.name for field in fields(TrainConfig) if field.name not in ("preset", "model"))
 _CLUSTER = ("cluster", "coordinator", "processes", "process")
@@ -172,7 +173,7 @@ def _check_frozen(config: TrainConfig) -> None:
 
 def _check_adam8(config: TrainConfig) -> None:
     """Raises UserError for what does not go together with updates block by block and moments in 8 bits."""
-    if config.model.windows:
+    if isinstance(config.model, GptOssConfig):
         raise UserError("--optimizer adam8 has blocks that are alike, but those of this model see windows: choose adam")
     for name, only, why in (
         ("adapter", None, "trains all parameters"),

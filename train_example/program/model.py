@@ -24,6 +24,7 @@ from train_example.model import Decoder
 from train_example.program.adapters import parse_adapter
 from train_example.program.devices import state_shardings
 from train_example.program.layerwise import Layerwise
+from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params, params_like, random_params
 from train_example.step import TrainState, Tree, init_state, make_optimizer, make_train_step
 
@@ -49,7 +50,7 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     adapter = None if config.adapter is None else parse_adapter(config.adapter)
     options = {"save": config.save, "precision": config.precision, "implementation": config.implementation}
     moe = config.model.moe(adapter=adapter, **options)
-    return Decoder(
+    return decoder_class(config.model)(
         config.model,
         moe,
         jnp.dtype(config.dtype),

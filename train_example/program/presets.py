@@ -3,9 +3,8 @@
 from typing import Any
 
 from blaze_jax import Router
-from blaze_jax.huggingface import Fields
 from train_example.config import ModelConfig, TrainConfig
-from train_example.public_models.config import yarn
+from train_example.public_models.gpt_oss import GptOssConfig, yarn, yarn_scale
 
 _SIZES = ("width", "num_layers", "num_heads", "num_kv_heads", "num_experts", "experts_per_token", "expert_width")
 _TRAINING = ("steps", "batch_size", "sequence_length", "learning_rate", "evaluate_every", "checkpoint_every")
@@ -17,14 +16,11 @@ def _preset(
     """The preset of that name, of values in the order of `_SIZES` and `_TRAINING`, and fields of either by name."""
     of_model: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True)) | (model or {})
     of_run: dict[str, Any] = dict(zip(_TRAINING, training, strict=True)) | others
-    return TrainConfig(preset=name, model=ModelConfig(**of_model), **of_run)
+    make = GptOssConfig if "windows" in of_model else ModelConfig
+    return TrainConfig(preset=name, model=make(**of_model), **of_run)
 
 
 _QWEN3 = {"head_width": 128, "qk_norm": "head", "rotary_base": 1e6, "load_balancing_weight": 1e-3}
-
-_FREQUENCIES, _SCALE = yarn(
-    Fields({"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}, "gpt-oss"), 64, 150_000.0
-)
 
 _PRESETS = (
     _preset("tiny", (128, 4, 4, 4, 16, 4, 64), (400, 16, 128, 3e-3, 40, 100)),
@@ -95,11 +91,9 @@ _PRESETS = (
         {
             "head_width": 64,
             "rotary_base": 150_000.0,
-            "rotary_frequencies": _FREQUENCIES,
-            "rotary_scale": _SCALE,
+            "rotary_frequencies": yarn(64, 150_000.0, 32.0, 4096, truncate=False),
+            "rotary_scale": yarn_scale(32.0),
             "windows": (128, 0) * 12,
-            "sinks": True,
-            "biases": True,
             "activation": "clamped_swiglu",
             "norm_epsilon": 1e-5,
             "router": Router(scoring="softmax_selected"),

@@ -1,11 +1,9 @@
 """A public model's `config.json`, read as the decoder's sizes. What the decoder has not is refused."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from blaze_jax import MoEConfig, checkpoints
 from blaze_jax.checks import shown
@@ -13,6 +11,7 @@ from blaze_jax.huggingface import Fields, PublicModel
 from blaze_jax.json_file import CheckpointError, read_json
 from train_example.config import ModelConfig, UserError
 from train_example.layers import QKNorm
+from train_example.public_models.gpt_oss import GptOssConfig, yarn, yarn_scale
 
 FAMILIES: dict[str, QKNorm | None] = {"olmoe": "token", "qwen3_moe": "head", "gpt_oss": None}
 """Families that the decoder covers, and what their norms of queries and keys take together."""
@@ -93,8 +92,12 @@ def _decoder(content: Mapping[str, Any], public: PublicModel[MoEConfig], path: P
             f"width {head_width}, by head_dim or hidden_size={public.width}, must have an even one and fill it"
         )
     base = fields.number("rope_theta", 150_000.0 if is_gpt_oss else 10_000.0, positive=True)
-    frequencies, scale = yarn(fields, head_width, base) if rotation.get("rope_type") == "yarn" else (None, 1.0)
-    return ModelConfig(
+    make: Callable[..., ModelConfig] = ModelConfig
+    if is_gpt_oss:
+        frequencies, scale = _rotation(fields, rotation.get("rope_type") == "yarn", head_width, base)
+        windows = _windows(fields, given.get("layer_types"), public.num_layers, path)
+        make = partial(GptOssConfig, windows=windows, rotary_frequencies=frequencies, rotary_scale=scale)
+    return make(
         width=public.width,
         num_layers=public.num_layers,
         num_heads=heads,
@@ -108,11 +111,6 @@ def _decoder(content: Mapping[str, Any], public: PublicModel[MoEConfig], path: P
         head_width=head_width,
         qk_norm=FAMILIES[public.family],
         rotary_base=base,
-        rotary_frequencies=frequencies,
-        rotary_scale=scale,
-        windows=_windows(fields, given.get("layer_types"), public.num_layers, path) if is_gpt_oss else (),
-        sinks=is_gpt_oss,
-        biases=public.use_bias,
         norm_epsilon=fields.number("rms_norm_eps", positive=True),
         tied_head=fields.boolean("tie_word_embeddings", False),
         vocabulary=fields.count("vocab_size"),
@@ -122,35 +120,17 @@ def _decoder(content: Mapping[str, Any], public: PublicModel[MoEConfig], path: P
     )
 
 
-def yarn(fields: Fields, head_width: int, base: float) -> tuple[tuple[float, ...], float]:
-    """The frequencies of half a head, and what rotated queries and keys are times, by YaRN (arXiv 2309.00071).
-
-    Fast dimensions keep their frequency, slow ones get one that is `factor` times lower, so that a longer text turns
-    them no further than texts of `original_max_position_embeddings` did; between the two there is a ramp.
-    """
+def _rotation(fields: Fields, is_yarn: bool, head_width: int, base: float) -> tuple[tuple[float, ...], float]:
+    """The frequencies of half a head, and what rotated queries and keys are times."""
+    if not is_yarn:
+        return yarn(head_width, base, 1.0, 1), 1.0
     factor = fields.number("factor", positive=True)
     length = fields.count("original_max_position_embeddings")
-
-    def scale_of(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
+    turns = (fields.number(name, value, positive=True) for name, value in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+    frequencies = yarn(head_width, base, factor, length, *turns, truncate=fields.boolean("truncate", True))
     weights = fields.number("mscale", 0.0), fields.number("mscale_all_dim", 0.0)
-    scale = scale_of(weights[0]) / scale_of(weights[1]) if all(weights) else scale_of(1.0)
-
-    def dimension(turns: float) -> float:
-        """Of which the frequency makes so many turns in a text."""
-        return head_width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low = dimension(fields.number("beta_fast", 32.0, positive=True))
-    high = dimension(fields.number("beta_slow", 1.0, positive=True))
-    if fields.boolean("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_width - 1)
-    dimensions = np.arange(head_width // 2)
-    slow = np.clip((dimensions - low) / (high - low if high != low else 1e-3), 0, 1)
-    frequencies = base ** -(2 * dimensions / head_width)
-    frequencies = frequencies / factor * slow + frequencies * (1 - slow)
-    return tuple(frequencies.tolist()), fields.number("attention_factor", scale, positive=True)
+    scale = yarn_scale(factor, weights[0]) / yarn_scale(factor, weights[1]) if all(weights) else yarn_scale(factor)
+    return frequencies, fields.number("attention_factor", scale, positive=True)
 
 
 def _windows(fields: Fields, kinds: Sequence[str] | None, num_layers: int, path: Path) -> tuple[int, ...]:

@@ -201,8 +201,9 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
             weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
             if path.is_file() and not weights:
                 shutil.copyfile(path, unfinished / path.name)
-        if (fields := read_json(origin / "config.json")).pop("quantization_config", None):
-            (unfinished / "config.json").write_text(json.dumps(fields, indent=2))
+        config = unfinished / "config.json"
+        if config.exists() and (fields := read_json(config)).pop("quantization_config", None):
+            config.write_text(json.dumps(fields, indent=2))
         unfinished.rename(out)
     except (checkpoints.CheckpointError, OSError) as error:
         raise UserError(f"the model cannot be saved: {error}") from error
