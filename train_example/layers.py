@@ -145,8 +145,10 @@ class Attention(nn.Module):
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=self.use_bias, dtype=self.dtype, name="out")(y)
 
     def mixed(self, query: Array, key: Array, value: Array, positions: Array | None, window: Array | None) -> Array:
-        """The values that each query sees, mixed: those up to its place in a cache, which `positions` are if any."""
-        del window  # all positions
+        """The values that each query sees, mixed: those up to its place in a cache, which `positions` are if any.
+
+        Subclasses have a `window`, see `Rotation`.
+        """
         if positions is None:
             kernel = self.kernel or best_kernel(query)
             return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)

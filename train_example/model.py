@@ -84,9 +84,8 @@ class Decoder(nn.Module):
 
     def angles(self, length: int, first: Array | None = None, layers: Sequence[int] = ()) -> Rotation:
         """The rotation of so many positions, from 0 or from each sequence's `first`; a window for each layer if any."""
-        config = self.config
-        head_width = config.head_width or config.width // config.num_heads
-        return rotation(length, frequencies(head_width, config.rotary_base), first)
+        head_width = self.config.head_width or self.config.width // self.config.num_heads
+        return rotation(length, frequencies(head_width, self.config.rotary_base), first)
 
     def parts(self, name: str, train: bool = False) -> tuple[Callable[..., Attention], Callable[[], Any]]:
         """What makes the attention, as `name=` calls it, and the feed-forward layer of the stack's blocks."""

@@ -137,6 +137,9 @@ def checked(config: TrainConfig) -> TrainConfig:
         _check_frozen(config)
     elif config.base != "bf16":
         raise UserError(f"--base {config.base} is of a frozen base, which is not trained: say --adapter rank=16, too")
+    if config.embedding == "host" and (config.adapter is None or model.tied_head):
+        what = "is the head, too" if model.tied_head else "is trained: say --adapter rank=16, too"
+        raise UserError(f"--embedding host is for a frozen embedding that is no head, but that of this model {what}")
     if config.merge and not (config.adapter and config.checkpoint):
         raise UserError("--merge is of a public model's adapters: say --checkpoint and --adapter, too")
     if config.optimizer == "adam8":

@@ -29,9 +29,9 @@ from blaze_jax.checkpoints.saving import layer_tensors
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from blaze_jax.json_file import read_json
 from blaze_jax.quantized import WEIGHTS, Form, is_quantized, quantize
-from train_example.compile_step import jit_once
 from train_example.config import UserError
 from train_example.model import Decoder
+from train_example.program.jit_once import jit_once
 from train_example.step import working_copy
 
 type Params = dict[str, Any]
