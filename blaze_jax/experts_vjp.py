@@ -313,7 +313,10 @@ def _down_backward(
 ) -> _Down:
     transport = plan.transport
     row_weights = place_values(weights, rows.all.token_index_map, rows.all.num_rows)
-    pre_activations = in_place(pre_activations, len(dys) * transport.blocks)
+    units_of_parts, halves = rows.units, plan.halves(rows.all)
+    if halves:  # of the experts, so that of one the weights are decoded
+        units_of_parts = (halves,)
+    pre_activations = in_place(pre_activations, len(dys) * len(units_of_parts[0]))
     journeys = Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))
     options: dict[str, Any] = {"activation": plan.activation.function}
     d_row_weights: list[Array] = []
@@ -325,10 +328,14 @@ def _down_backward(
         added, d_weights = low_rank.down_backward(plan.kernels, v, *of_rows, activation=plan.activation.function)
         d_row_weights.append(d_weights)
         pre_activations = after(pre_activations, added)  # or XLA would keep a copy of what the kernel writes over
-    own = plan.decoded(params.down, dys[0].dtype, pre_activations)
-    for dy, units in zip(dys, rows.units, strict=True):
+    for dy, units in zip(dys, units_of_parts, strict=True):
         for block, unit in enumerate(units):
-            w_down, b_down, *_ = (own, *journeys.arrived)[block]
+            own = params.down
+            if halves:
+                first, experts = block * unit.num_experts, unit.num_experts
+                own = Projection(*jax.tree.map(lambda a, f=first, e=experts: a[f : f + e], (own.weight, own.bias)))
+            own = plan.decoded(own, dy.dtype, pre_activations)
+            w_down, b_down, *_ = own if halves else (own, *journeys.arrived)[block]
             dy, journeys = journeys.start(dy, d_row_weights[-1:])
             d_pre, hidden, d_weights = plan.kernels.down_backward(
                 dy, w_down, b_down, pre_activations, row_weights, unit, **options

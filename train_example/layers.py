@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from train_example.config import AttentionKernel, QKNorm
 
-_CUDNN_CAPABILITY = (8, 0)
-_CUDNN_MAX_WIDTH = 128
+_CUDNN_CAPABILITY, _CUDNN_MAX_WIDTH = (8, 0), 128
 
 
 class RMSNorm(nn.Module):
