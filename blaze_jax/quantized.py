@@ -104,10 +104,11 @@ def inputs_multiple(form: Form) -> int:
     return 1 if form == "float8" else CODINGS[form].steps[-1][0]
 
 
-def inputs_of(
-    weight: QuantizedWeight | Float[Array, "E in out"], first: Int[Array, ""] | int, number: int
-) -> QuantizedWeight | Float[Array, "E number out"]:
-    """So many inputs of matrices from the first one, both multiples of what shares a scale; those of float8 decoded."""
+def inputs_of(weight: Any, first: Int[Array, ""] | int, number: int) -> Any:
+    """So many inputs of matrices `(E, in, out)` from the first one, compressed or not; those of float8 come decoded.
+
+    Both are multiples of the inputs that share a scale.
+    """
     if is_quantized(weight) and weight.form == "float8":
         weight = weight.astype(weight.dtype)
     if not is_quantized(weight):

@@ -93,7 +93,8 @@ class StreamingGenerator(Generator):
 
         def attended(name: str, at: int, x: Array) -> tuple[Array, Array]:
             of_block = params[name][at]
-            window = None if windows[name] is None else windows[name][at]
+            of_stack = windows[name]
+            window = None if of_stack is None else of_stack[at]
             x, normed, cache[name][at] = _attend(self.model, name, of_block, x, cache[name][at], context, window)
             return x, normed
 

@@ -65,7 +65,8 @@ class GptOss(Decoder):
         """See `Decoder`."""
         attention, feed_forward = super().parts(name, train)
         assert isinstance(attention, partial)
-        return partial(SinkAttention, *attention.args, use_bias=True), partial(feed_forward, use_bias=True)
+        of_experts: Any = feed_forward
+        return partial(SinkAttention, *attention.args, use_bias=True), partial(of_experts, use_bias=True)
 
 
 class SinkAttention(Attention):
@@ -73,6 +74,7 @@ class SinkAttention(Attention):
 
     def mixed(self, query: Array, key: Array, value: Array, positions: Array | None, window: Array | None) -> Array:
         """See `Attention`."""
+        assert window is not None
         positions = jnp.arange(query.shape[1])[None] if positions is None else positions
         distance = positions[..., None] - jnp.arange(key.shape[1])
         visible = (distance >= 0) & (distance < window)
