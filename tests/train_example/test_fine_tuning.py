@@ -167,6 +167,21 @@ def test_gpt_oss_trains_on_its_compressed_files_and_is_saved_in_full(tmp_path, c
         assert capsys.readouterr().out.startswith("lists")
 
 
+def test_an_embedding_on_the_host_changes_no_bit():
+    found = []
+    for where in ("device", "host"):
+        config = new_config({"preset": "tiny", "adapter": "rank=4,shared", "embedding": where})
+        config = replace(config, model=replace(config.model, num_layers=1), batch_size=2, sequence_length=16)
+        model = make_model(config)
+        state = first_state(config, model, None)
+        on_device = {leaf.shape for leaf in jax.tree.leaves(state.frozen)}
+        assert ((256, 128) in on_device) == (where == "device")
+        found.append(jax.jit(make_train_step(config, model))(state, windows(1, 2, 17)))
+        assert np.asarray(state.frozen["embedding"]).shape == (256, 128)  # as it is saved
+    (after, metrics), (of_host, others) = found
+    assert_same_bits((of_host.params, others), (after.params, metrics))
+
+
 def test_a_random_base_is_made_in_its_form():
     config = new_config({"preset": "tiny", "adapter": "rank=4", "base": "nf4"})
     model = make_model(replace(config, model=replace(config.model, num_layers=2, width=64, num_experts=4)))
@@ -201,6 +216,13 @@ def test_a_random_base_is_made_in_its_form():
             "scales of 64 inputs, must divide the model's",
         ),
         ("--adapter rank=4 --mesh data=1", "--adapter trains on one device: leave --mesh out"),
+        ("--embedding host", "that of this model is trained: say --adapter rank=16, too"),
+        (
+            f"--checkpoint {FIXTURES / 'qwen3_moe'} --adapter rank=4 --embedding host",
+            "for a frozen embedding that is no head, but that of this model is the head, too",
+        ),
+        ("--preset gpt-oss-20b --optimizer adam8", "--optimizer adam8 has blocks that are alike"),
+        ("--preset gpt-oss-20b --experts-layer dense-twin", "dense-twin has no clamped_swiglu, only swiglu"),
         ("--compile-only b100", "argument --compile-only: invalid choice"),
         ("--merge", "--merge is of a public model's adapters: say --checkpoint and --adapter, too"),
     ],
