@@ -313,10 +313,7 @@ def _down_backward(
 ) -> _Down:
     transport = plan.transport
     row_weights = place_values(weights, rows.all.token_index_map, rows.all.num_rows)
-    units_of_parts, halves = rows.units, plan.halves(rows.all)
-    if halves:  # of the experts, so that of one the weights are decoded
-        units_of_parts = (halves,)
-    pre_activations = in_place(pre_activations, len(dys) * len(units_of_parts[0]))
+    pre_activations = in_place(pre_activations, len(dys) * transport.blocks)
     journeys = Journeys((*to_come(transport, [params.down]), *to_come(transport, params.ups)))
     options: dict[str, Any] = {"activation": plan.activation.function}
     d_row_weights: list[Array] = []
@@ -328,14 +325,10 @@ def _down_backward(
         added, d_weights = low_rank.down_backward(plan.kernels, v, *of_rows, activation=plan.activation.function)
         d_row_weights.append(d_weights)
         pre_activations = after(pre_activations, added)  # or XLA would keep a copy of what the kernel writes over
-    for dy, units in zip(dys, units_of_parts, strict=True):
+    own = plan.decoded(params.down, dys[0].dtype, pre_activations)
+    for dy, units in zip(dys, rows.units, strict=True):
         for block, unit in enumerate(units):
-            own = params.down
-            if halves:
-                first, experts = block * unit.num_experts, unit.num_experts
-                own = Projection(*jax.tree.map(lambda a, f=first, e=experts: a[f : f + e], (own.weight, own.bias)))
-            own = plan.decoded(own, dy.dtype, pre_activations)
-            w_down, b_down, *_ = own if halves else (own, *journeys.arrived)[block]
+            w_down, b_down, *_ = (own, *journeys.arrived)[block]
             dy, journeys = journeys.start(dy, d_row_weights[-1:])
             d_pre, hidden, d_weights = plan.kernels.down_backward(
                 dy, w_down, b_down, pre_activations, row_weights, unit, **options
@@ -377,7 +370,7 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
         return (None, None, (), made) if last_use else (*operands, made)
 
     def decoded_rows(ups, d_pre_activations, first_column, num_columns):
-        weights = tuple(inputs_of(up.weight, first_column, num_columns).astype(xs[0].dtype) for up in ups)
+        weights = tuple(inputs_of(up.weight, first_column, num_columns, xs[0].dtype) for up in ups)
         return plan.kernels.up_backward(d_pre_activations, weights, rows.all, 0, num_columns)
 
     def rows_of(operands, part: int):

@@ -235,14 +235,6 @@ class Plan:
         zero, *_ = lax.optimization_barrier((jnp.uint8(0), *before))
         return jax.tree.map(lambda p: p.delayed(zero) if is_quantized(p) else p, params, is_leaf=is_quantized)
 
-    def halves(self, rows: Dispatch) -> tuple[Dispatch, ...]:
-        """The rows of each half of the experts, where weights are decoded; nothing where a family has no halves."""
-        if not self.quantized or self.kernels.of_experts is None or rows.num_experts % 2:
-            return ()
-        return tuple(
-            self.kernels.of_experts(rows, first * rows.num_experts // 2, rows.num_experts // 2) for first in (0, 1)
-        )
-
     @property
     def keep(self) -> bool:
         """Whether the backward pass keeps what the forward pass computes with."""

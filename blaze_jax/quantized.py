@@ -104,20 +104,18 @@ def inputs_multiple(form: Form) -> int:
     return 1 if form == "float8" else CODINGS[form].steps[-1][0]
 
 
-def inputs_of(weight: Any, first: Int[Array, ""] | int, number: int) -> Any:
-    """So many inputs of matrices `(E, in, out)` from the first one, compressed or not; those of float8 come decoded.
+def inputs_of(weight: Any, first: Int[Array, ""] | int, number: int, dtype: DTypeLike) -> Float[Array, "E number out"]:
+    """So many inputs of matrices `(E, in, out)` from the first one, compressed or not, in that type.
 
     Both are multiples of the inputs that share a scale.
     """
-    if is_quantized(weight) and weight.form == "float8":
-        weight = weight.astype(weight.dtype)
-    if not is_quantized(weight):
-        return lax.dynamic_slice_in_dim(weight, first, number, axis=1)
+    if not is_quantized(weight) or weight.form == "float8":  # of which 128 inputs share a scale
+        return lax.dynamic_slice_in_dim(weight.astype(dtype), first, number, axis=1)
     values, scales = (
         lax.dynamic_slice_in_dim(array, first // step, number // step, axis=1)
         for array, (step, _) in zip((weight.values, weight.scales), weight.coding.steps, strict=True)
     )
-    return replace(weight, values=values, scales=scales)
+    return replace(weight, values=values, scales=scales).astype(dtype)
 
 
 def check_form(form: Form) -> Form:
