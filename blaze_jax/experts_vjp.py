@@ -30,6 +30,7 @@ from jaxtyping import Array
 from blaze_jax import low_rank
 from blaze_jax.gradient_sums import NO_SUMS, GradientSums, one_example
 from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases, with_frozen
+from blaze_jax.quantized import inputs_of
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, token_sums, with_turns
 from blaze_jax.transformations import differentiated_once
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Quantized, Sums, accumulator_dtype, place_values
@@ -72,7 +73,7 @@ def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters, sums
 
 def _outputs(plan: Plan, chunks: tuple[Tokens, ...], shards: Parameters, up_projection: Callable):
     """Yields each chunk's output, pre-activations of the first turn's rows, and what was gathered."""
-    if plan.transport.fsdp or plan.quantized:  # or XLA would gather, or decode, the parameters of all layers at once
+    if plan.transport.fsdp:  # or XLA would gather the parameters of all layers at once
         x, shards = lax.optimization_barrier((chunks[0].x, shards))
         chunks = (chunks[0]._replace(x=x), *chunks[1:])
     params = plan.parameters(shards, chunks[0].x.dtype)
@@ -88,7 +89,9 @@ def _backward(plan: Plan, residuals, gradients):
         d_outputs, sums = one_example((d_outputs, sums))
     transport = plan.transport
     xs = [chunk.x for chunk in chunks] if gathered is None else [xs for xs, _ in gathered]
-    if kept is None or gathered is None:  # or XLA would see that what follows was computed before, and keep it
+    if plan.quantized:  # as below, but for what is decoded anew in any case
+        xs, d_outputs = lax.optimization_barrier((xs, d_outputs))
+    elif kept is None or gathered is None:  # or XLA would see that what follows was computed before, and keep it
         xs, shards, d_outputs = lax.optimization_barrier((xs, shards, d_outputs))
 
     def arrive(own):
@@ -167,8 +170,10 @@ def _up_projection(keep: bool, plan: Plan, xs: tuple[Array, ...], params: Parame
     journeys = Journeys((*to_come(transport, ups), *to_come(transport, [params.down])))
     options: dict[str, Any] = {"activation": plan.activation.function, "keep_pre_activations": keep}
     if low_rank.has_adapters(ups):
-        pre_activations, hidden = low_rank.up_projection(plan.kernels, xs[0], ups, rows.all, **options)
+        in_turn = plan.decoded if plan.quantized else None
+        pre_activations, hidden = low_rank.up_projection(plan.kernels, xs[0], ups, rows.all, **options, in_turn=in_turn)
         return pre_activations, (hidden, ())
+    ups = plan.decoded(ups, xs[0].dtype, xs)
     options["quantize"] = keep and plan.save == "int8"
     into: dict[str, Any] = {}
     for x, part in zip(xs, rows.parts, strict=True):
@@ -190,6 +195,7 @@ _pre_activations_and_hidden = differentiated_once(partial(_up_projection, True),
 @differentiated_once
 def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weights: tuple[Array, ...], before=None):
     """The output `y` of this device's tokens, a block of columns at a time, added to that of `before`."""
+    downs = plan.decoded(downs, hidden.dtype, hidden)
 
     def rows_of(operands, part: int):
         hidden, z = operands
@@ -319,9 +325,10 @@ def _down_backward(
         added, d_weights = low_rank.down_backward(plan.kernels, v, *of_rows, activation=plan.activation.function)
         d_row_weights.append(d_weights)
         pre_activations = after(pre_activations, added)  # or XLA would keep a copy of what the kernel writes over
+    own = plan.decoded(params.down, dys[0].dtype, pre_activations)
     for dy, units in zip(dys, rows.units, strict=True):
         for block, unit in enumerate(units):
-            w_down, b_down, *_ = (params.down, *journeys.arrived)[block]
+            w_down, b_down, *_ = (own, *journeys.arrived)[block]
             dy, journeys = journeys.start(dy, d_row_weights[-1:])
             d_pre, hidden, d_weights = plan.kernels.down_backward(
                 dy, w_down, b_down, pre_activations, row_weights, unit, **options
@@ -352,9 +359,8 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
 
     def of_products(operands):
         d_pre_activations, _, arrived = operands[:3]
-        return d_pre_activations, [
-            weights_and_biases(of)[0] for of in batched((*params.ups, *arrived), len(params.ups))
-        ]
+        ups = plan.decoded(params.ups, xs[0].dtype, d_pre_activations)
+        return d_pre_activations, [weights_and_biases(of)[0] for of in batched((*ups, *arrived), len(ups))]
 
     def prepared(operands, last_use: bool):
         """With what the products of rows take of them in the fourth place, if that is something else."""
@@ -363,9 +369,16 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
         made = plan.kernels.up_operands(*of_products(operands), last_use)
         return (None, None, (), made) if last_use else (*operands, made)
 
+    def decoded_rows(ups, d_pre_activations, first_column, num_columns):
+        weights = tuple(inputs_of(up.weight, first_column, num_columns, xs[0].dtype) for up in ups)
+        return plan.kernels.up_backward(d_pre_activations, weights, rows.all, 0, num_columns)
+
     def rows_of(operands, part: int):
-        operand, of_experts = operands[3] if operands[3:] else of_products(operands)
-        of_rows = _by_block(partial(plan.kernels.up_backward, operand), list(zip(of_experts)), rows.units[part])
+        if plan.quantized and not operands[3:]:  # a block of columns at a time, so that less is decoded together
+            of_rows = partial(decoded_rows, plan.delayed(params.ups, operands[0]), operands[0])
+        else:
+            operand, of_experts = operands[3] if operands[3:] else of_products(operands)
+            of_rows = _by_block(partial(plan.kernels.up_backward, operand), list(zip(of_experts)), rows.units[part])
         if not adapted:
             return of_rows
         return low_rank.plus(of_rows, partial(plan.kernels.up_backward, *zip(*adapted, strict=True), rows.all))
@@ -375,7 +388,8 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
             of_ups, of_down = (xs[0], operands[0], dzs), (operands[1], dys[0], down.row_weights, down.v)
             dtypes = _dtypes(plan, plan.trained(params))
             gradients = low_rank.gradients(plan.kernels, params, dtypes, rows.all, of_ups, of_down)
-            return gradients if sums.arrays is None else _sum(gradients, sums.arrays), operands
+            gradients = gradients if sums.arrays is None else _sum(gradients, sums.arrays)
+            return gradients, after(operands, gradients) if plan.quantized else operands  # which then may be decoded
         made = operands[3:]
         d_params_here, operands, arrived = _weight_gradients(plan, params, xs, dys, rows, operands[:2], down, sums)
         return d_params_here, (*operands, arrived[blocks - 1 :][: (blocks - 1) * len(params.ups)], *made)

@@ -39,11 +39,22 @@ def up_projection(
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool,
+    in_turn: Callable[..., Projection] | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
-    """What the kernel of that name returns, of weights with adapters, whose part is added to P once that is rounded."""
-    weights, biases = weights_and_biases(ups)
-    pre_activations: Any = kernels.up_projection(x, weights, biases, groups, activation=_first)[0]
-    width, added = weights[0].shape[2], []
+    """What the kernel of that name returns, of weights with adapters, whose part is added to P once that is rounded.
+
+    `in_turn(projection, dtype, *before)` gives compressed weights as numbers, one projection's after the other's.
+    """
+    if in_turn is None:
+        weights, biases = weights_and_biases(ups)
+        pre_activations: Any = kernels.up_projection(x, weights, biases, groups, activation=_first)[0]
+    else:
+        pre_activations = []
+        for up in ups:
+            of_one = weights_and_biases([in_turn(up, x.dtype, x, pre_activations)])
+            options: dict[str, Any] = {"activation": _first, "keep_pre_activations": False}
+            pre_activations.append(kernels.up_projection(x, *of_one, groups, **options)[1])
+    width, added = ups[0].weight.shape[2], []
     for pre_activation, z, up in zip(pre_activations, reduced(kernels, x, ups, groups), ups, strict=True):
         rows = None if up.b is None else kernels.down_projection(z, up.b, None, groups, 0, width)
         added.append(pre_activation if rows is None else pre_activation + rows)

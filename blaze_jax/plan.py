@@ -12,8 +12,9 @@ A plan is made once, from settings; with a dispatch it gives the rows of a turn,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from blaze_jax.activations import Activation
 from blaze_jax.checks import check_numbers
 from blaze_jax.exchange import HERE, Transport, Trips
-from blaze_jax.quantized import decoded
+from blaze_jax.quantized import decoded, is_quantized
 from pallas_kernels.compat import is_symbolic_dim, vary_over
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
 from pallas_kernels.family import Kernels
@@ -218,8 +219,21 @@ class Plan:
     quantized: bool = False
 
     def parameters(self, shards: Parameters, dtype) -> Parameters:
-        """What this device computes with, of what it has of the parameters."""
-        return self.transport.parameters(decoded(shards, dtype) if self.quantized else shards, dtype)
+        """What this device computes with, of what it has of the parameters; compressed weights as they are."""
+        return self.transport.parameters(shards, dtype)
+
+    def decoded[T](self, params: T, dtype, *before: Any) -> T:
+        """The parameters with weights as numbers, which are made after `before` is computed, for one use alone."""
+        return decoded(self.delayed(params, *before), dtype) if self.quantized else params
+
+    def delayed[T](self, params: T, *before: Any) -> T:
+        """The parameters with codes that exist after `before` is computed.
+
+        A zero that exists only then is added to them: unlike a barrier around the codes, it needs no copy of them where
+        they are one layer's of a stack.
+        """
+        zero, *_ = lax.optimization_barrier((jnp.uint8(0), *before))
+        return jax.tree.map(lambda p: p.delayed(zero) if is_quantized(p) else p, params, is_leaf=is_quantized)
 
     @property
     def keep(self) -> bool:

@@ -5,14 +5,15 @@ Forward and backward pass each decode it anew, so that the numbers of one layer 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt8
 
 from blaze_jax.codings import FLOAT8, MXFP4, NF4, Coding
 
@@ -60,6 +61,11 @@ class QuantizedWeight:
         """What it is decoded to where nobody says another type."""
         return jnp.dtype(jnp.bfloat16)
 
+    def delayed(self, zero: UInt8[Array, ""]) -> "QuantizedWeight":
+        """The same weight, whose codes exist when the zero does."""
+        codes = lax.bitcast_convert_type(self.values, jnp.uint8) ^ zero
+        return replace(self, values=lax.bitcast_convert_type(codes, self.values.dtype))
+
     def astype(self, dtype: DTypeLike) -> Float[Array, "... in out"]:
         """The numbers, decoded in one pass, each rounded once."""
         decode = partial(self.coding.decode, dtype=dtype)
@@ -96,6 +102,20 @@ def quantize(weights: Float[Array, "... in out"], form: Form) -> QuantizedWeight
 def inputs_multiple(form: Form) -> int:
     """What the inputs of a matrix must be a multiple of: those that share a scale, except for float8."""
     return 1 if form == "float8" else CODINGS[form].steps[-1][0]
+
+
+def inputs_of(weight: Any, first: Int[Array, ""] | int, number: int, dtype: DTypeLike) -> Float[Array, "E number out"]:
+    """So many inputs of matrices `(E, in, out)` from the first one, compressed or not, in that type.
+
+    Both are multiples of the inputs that share a scale.
+    """
+    if not is_quantized(weight) or weight.form == "float8":  # of which 128 inputs share a scale
+        return lax.dynamic_slice_in_dim(weight.astype(dtype), first, number, axis=1)
+    values, scales = (
+        lax.dynamic_slice_in_dim(array, first // step, number // step, axis=1)
+        for array, (step, _) in zip((weight.values, weight.scales), weight.coding.steps, strict=True)
+    )
+    return replace(weight, values=values, scales=scales).astype(dtype)
 
 
 def check_form(form: Form) -> Form:

@@ -10,7 +10,7 @@ jax, flax and optax. In the order of reading:
 - `loop`: the steps of a run, as an iterator.
 
 `generate` has a cache of keys and values, and generates and scores with it. `program` adds what the command line
-offers: presets, meshes and clusters, checkpoints, figures. `public_models` reads and writes OLMoE and Qwen3-MoE.
+offers: presets, meshes and clusters, checkpoints, figures. `public_models` has OLMoE, Qwen3-MoE and gpt-oss.
 """
 
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The training step, compiled so that two runs have the same bits; and programs that run once, compiled fast."""
+"""The training step, compiled so that two runs have the same bits."""
 
 import json
 from collections.abc import Callable
@@ -68,9 +68,3 @@ def demand_equal_bits(module: ir.Module) -> None:
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(mark)
-
-
-def jit_once[**P, R](function: Callable[P, R], out_shardings: Any = None) -> Callable[P, R]:
-    """`jax.jit` for one call: a CPU compiles with little optimisation, initialisers in a sixth of the time."""
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    return jax.jit(function, compiler_options=options, out_shardings=out_shardings)

@@ -139,11 +139,13 @@ class TrainConfig:
       attention: what computes the attention; left out, the best that can run here.
       equal_bits: whether two runs on a GPU have the same bits, for which attention adds up gradients in one order.
       unroll: whether the program has every block by itself, instead of a loop over one.
-      checkpoint: folder of a public model, OLMoE or Qwen3-MoE, to fine-tune and save again; left out, a fresh one.
+      checkpoint: folder of a public model, OLMoE, Qwen3-MoE or gpt-oss, to fine-tune; left out, a fresh one.
       trained: what part of the model is trained: all of it, or the experts' matrices.
       adapter: trains adapters of the experts alone, such as rank=16, or rank=16,alpha=32,targets=gate+up,shared, where
         the experts share A; left out, the model itself.
       base: what the frozen weights of experts beside adapters are kept in, decoded a layer at a time.
+      embedding: where the frozen embedding stays beside adapters: on the device, or on the host, from which each step
+        fetches the rows of its tokens.
       merge: whether a public model is saved with its adapters in it, and not only they by themselves.
       evaluate_every: steps between evaluations on the held-out text.
       checkpoint_every: steps between checkpoints.
@@ -175,6 +177,7 @@ class TrainConfig:
     trained: Trained = "all"
     adapter: str | None = None
     base: Base = "bf16"
+    embedding: Literal["device", "host"] = "device"
     merge: bool = False
     evaluate_every: int
     checkpoint_every: int

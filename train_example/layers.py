@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from train_example.config import AttentionKernel, QKNorm
 
-_CUDNN_CAPABILITY = (8, 0)
-_CUDNN_MAX_WIDTH = 128
+_CUDNN_CAPABILITY, _CUDNN_MAX_WIDTH = (8, 0), 128
 
 
 class RMSNorm(nn.Module):
@@ -74,16 +73,24 @@ class Context(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of every position's angles, float32 `(S, 1, h/2)`, or `(B, S, 1, h/2)` where sequences differ."""
+    """Cosine and sine of every position's angles, float32 `(S, 1, h/2)`, or `(B, S, 1, h/2)` where sequences differ.
+
+    And how many positions a token sees, which is each layer's own where a model has windows; None for all.
+    """
 
     cos: Float[Array, "*B S 1 half"]
     sin: Float[Array, "*B S 1 half"]
+    window: Int[Array, ""] | None = None
 
 
-def rotation(length: int, head_width: int, base: float = 10_000.0, first: Array | None = None) -> Rotation:
+def frequencies(head_width: int, base: float = 10_000.0) -> Float[Array, " half"]:
+    """Radians a position by which RoFormer turns each pair of a head's numbers."""
+    return base ** -(jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
+
+
+def rotation(length: int, frequency: Float[Array, " half"], first: Array | None = None) -> Rotation:
     """The angles of `length` positions, which all layers share: from 0, or from each sequence's `first`, int32 (B,)."""
     with jax.named_scope("rotation"):
-        frequency = base ** -(jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
         position = jnp.arange(length, dtype=jnp.float32)[:, None, None]
         angle = (position if first is None else position + first[:, None, None, None]) * frequency
         return Rotation(jnp.cos(angle), jnp.sin(angle))
@@ -91,7 +98,7 @@ def rotation(length: int, head_width: int, base: float = 10_000.0, first: Array 
 
 def rotate(x: Float[Array, "B S heads h"], rotation: Rotation) -> Float[Array, "B S heads h"]:
     """Rotary position embedding (RoFormer, arXiv 2104.09864): the halves of a head turned by the position's angles."""
-    cos, sin = rotation
+    cos, sin, _ = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -106,6 +113,7 @@ class Attention(nn.Module):
       kernel: what computes the attention; None for the best that can run here.
       qk_norm: what the norms of queries and keys take together; None for no norms.
       norm_epsilon: ε of these norms.
+      use_bias: whether the projections have biases.
     """
 
     num_heads: int
@@ -114,6 +122,7 @@ class Attention(nn.Module):
     kernel: AttentionKernel | None = None
     qk_norm: QKNorm | None = None
     norm_epsilon: float = 1e-6
+    use_bias: bool = False
 
     @nn.compact
     def __call__(
@@ -122,20 +131,28 @@ class Attention(nn.Module):
         head_width = 2 * rotation.cos.shape[-1]
 
         def project(heads: int, name: str) -> Float[Array, "B S heads h"]:
-            return nn.DenseGeneral((heads, head_width), use_bias=False, dtype=self.dtype, name=name)(x)
+            return nn.DenseGeneral((heads, head_width), use_bias=self.use_bias, dtype=self.dtype, name=name)(x)
 
         query = rotate(self._normed(project(self.num_heads, "query"), "query_norm"), rotation)
         key = rotate(self._normed(project(self.num_kv_heads, "key"), "key_norm"), rotation)
         value = project(self.num_kv_heads, "value")
-        if context is None:
-            kernel = self.kernel or best_kernel(query)
-            y = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
-        else:
+        positions = None
+        if context is not None:
             positions = context.positions(x.shape[1])
             key, value = self._cached("key", key, positions), self._cached("value", value, positions)
-            visible = (jnp.arange(key.shape[1]) <= positions[..., None])[:, None]
-            y = jax.nn.dot_product_attention(query, key, value, mask=visible, implementation=self.kernel)
-        return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=False, dtype=self.dtype, name="out")(y)
+        y = self.mixed(query, key, value, positions, rotation.window)
+        return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=self.use_bias, dtype=self.dtype, name="out")(y)
+
+    def mixed(self, query: Array, key: Array, value: Array, positions: Array | None, window: Array | None) -> Array:
+        """The values that each query sees, mixed: those up to its place in a cache, which `positions` are if any.
+
+        Subclasses have a `window`, see `Rotation`.
+        """
+        if positions is None:
+            kernel = self.kernel or best_kernel(query)
+            return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=kernel)
+        visible = (jnp.arange(key.shape[1]) <= positions[..., None])[:, None]
+        return jax.nn.dot_product_attention(query, key, value, mask=visible, implementation=self.kernel)
 
     def _cached(
         self, name: str, new: Float[Array, "B S heads h"], positions: Int[Array, "B S"]

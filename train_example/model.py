@@ -1,6 +1,6 @@
 """The decoder: attention and `blaze_jax.MoE` in blocks, which `nn.scan` stacks; embedding and head around them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax import RESIDUAL_NAMES, DenseTwin, MoE, MoEConfig, Parallelism, adapter_mask, expert_ffn
 from train_example.config import AttentionKernel, ModelConfig, Remat
-from train_example.layers import Attention, Context, DenseFeedForward, RMSNorm, Rotation, rotation
+from train_example.layers import Attention, Context, DenseFeedForward, RMSNorm, Rotation, frequencies, rotation
 
 type Tree = Any
 
@@ -69,10 +69,9 @@ class Decoder(nn.Module):
                 x = jax.nn.one_hot(tokens, config.vocabulary, dtype=self.dtype) @ embedding.astype(self.dtype)
             else:
                 x = embedding[tokens].astype(self.dtype)
-        first, head_width = context and context.first, config.head_width or config.width // config.num_heads
-        angles = rotation(tokens.shape[1], head_width, config.rotary_base, first)
         norm = partial(RMSNorm, self.dtype, config.norm_epsilon)
         for name, layers in config.stacks().items():
+            angles = self.angles(tokens.shape[1], context and context.first, layers)
             x = self._stack(name, len(layers), norm, train)(x, angles, context)[0]
         if context is not None and last:
             x = jnp.take_along_axis(x, jnp.maximum(context.added - 1, 0)[:, None, None], axis=1)
@@ -82,6 +81,11 @@ class Decoder(nn.Module):
         if config.tied_head:
             return (x @ embedding.astype(self.dtype).T).astype(jnp.float32)
         return nn.Dense(config.vocabulary, use_bias=False, dtype=self.dtype, name="head")(x).astype(jnp.float32)
+
+    def angles(self, length: int, first: Array | None = None, layers: Sequence[int] = ()) -> Rotation:
+        """The rotation of so many positions, from 0 or from each sequence's `first`; a window for each layer if any."""
+        head_width = self.config.head_width or self.config.width // self.config.num_heads
+        return rotation(length, frequencies(head_width, self.config.rotary_base), first)
 
     def parts(self, name: str, train: bool = False) -> tuple[Callable[..., Attention], Callable[[], Any]]:
         """What makes the attention, as `name=` calls it, and the feed-forward layer of the stack's blocks."""
@@ -109,7 +113,7 @@ class Decoder(nn.Module):
             variable_carry="gradient_sums",
             variable_axes={"params": 0, "losses": 0, "intermediates": 0, "router_state": 0, "routing": 0, "cache": 0},
             split_rngs={"params": True},
-            in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
+            in_axes=(Rotation(nn.broadcast, nn.broadcast, 0), nn.broadcast),  # pyright: ignore[reportArgumentType]
             length=length,
             unroll=length if self.unroll else 1,
             metadata_params={nn.PARTITION_NAME: "layers"},

@@ -24,7 +24,7 @@ _FINAL_SHARE = 0.1
 CLIP_NORM = 1.0
 BETAS: dict[str, Any] = {"b1": 0.9, "b2": 0.95}
 _EXPERT_MATRICES = ("w_gate", "w_up", "w_down")
-_FLOAT32_PARAMETERS = ("scale", "w_router", "b_router")
+_FLOAT32_PARAMETERS = ("scale", "w_router", "b_router", "sinks")
 """How the names of parameters begin that are not computed with in 16 bits."""
 
 _LOGITS = 2**26

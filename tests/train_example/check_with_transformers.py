@@ -17,6 +17,7 @@ LOGITS_OF_VARIANTS = Path(__file__).with_name("variants.safetensors")
 FIXTURES = Path(__file__).parents[1] / "blaze_jax" / "checkpoints" / "fixtures"
 
 _ROTATION = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _COMMON = {"rms_norm_eps": 0.1, "num_experts_per_tok": 3, **_ROTATION}
 VARIANTS = {
     "olmoe": _COMMON
@@ -25,6 +26,13 @@ VARIANTS = {
     "qwen3_moe": _COMMON | {"hidden_act": "gelu_pytorch_tanh", "norm_topk_prob": False},
     "olmoe ": {"hidden_act": "relu"},
     "qwen3_moe ": {"hidden_act": "gelu", "sliding_window": 2, "max_window_layers": 1},
+    "gpt_oss-model": {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 3,
+        "rope_parameters": _YARN | {"truncate": True, "mscale": 0.7, "mscale_all_dim": 1.1},
+    },
+    "gpt_oss-model ": {"rope_parameters": _YARN | {"attention_factor": 0.8, "beta_fast": 16.0, "factor": 3.0}},
+    "gpt_oss-model  ": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "rms_norm_eps": 0.1},
 }
 """Changes to a fixture's config.json by the family's name, with spaces for a second one."""
 
@@ -35,12 +43,12 @@ def write_logits(folder: Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from train_example.model import Decoder
     from train_example.public_models.config import public_config
+    from train_example.public_models.gpt_oss import decoder_class
     from train_example.public_models.weights import load_params
 
     config = public_config(folder)
-    model = Decoder(config, config.moe(), jnp.float32)
+    model = decoder_class(config)(config, config.moe(), jnp.float32)
     ids = np.random.default_rng(0).integers(0, config.vocabulary, (2, 33), dtype=np.int32)
     logits = model.apply({"params": load_params(folder, model)}, ids)
     save_file({"ids": ids, "logits": np.asarray(logits)}, folder / FILE)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import train_example
-from train_example.compile_step import jit_once
 from train_example.config import ModelConfig
 from train_example.model import Decoder
+from train_example.program.jit_once import jit_once
 from train_example.program.presets import PRESETS
 from train_example.step import init_state, make_train_step
 

@@ -19,11 +19,12 @@ from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.__main__ import main
 from train_example.config import UserError
 from train_example.generate.__main__ import main as generate
-from train_example.model import Decoder, adapters_of, together
+from train_example.model import adapters_of, together
 from train_example.program.arguments import new_config
 from train_example.program.metrics import read_metrics
 from train_example.program.model import first_state, make_model
 from train_example.public_models.config import public_config
+from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params, random_params, save_model
 from train_example.step import cross_entropy, cross_entropy_in_parts, init_state, make_train_step
 
@@ -37,13 +38,16 @@ def drawn(tree, seed=0):
 
 
 @pytest.mark.parametrize(("base", "tolerance"), [(None, 1e-5), ("float8", 2e-2)])
-@pytest.mark.parametrize(("family", "shared"), [("qwen3_moe", True), ("olmoe", False)])
+@pytest.mark.parametrize(("family", "shared"), [("qwen3_moe", True), ("olmoe", False), ("gpt_oss-model", True)])
 @pytest.mark.default_cases("qwen3_moe-True-float8-0.02")
 def test_a_model_with_adapters_computes_as_the_merged_one_that_is_saved(tmp_path, family, shared, base, tolerance):
     config, ids = public_config(FIXTURES / family), expected(family)["ids"]
     targets = ("gate", "up", "down", "router")
     moe = config.moe(adapter=LoRA(rank=2, alpha=1, targets=targets, shared=shared), implementation="xla")
-    model, plain = Decoder(config, moe, jnp.float32), Decoder(config, config.moe(), jnp.float32)
+    model, plain = (
+        decoder_class(config)(config, moe, jnp.float32),
+        decoder_class(config)(config, config.moe(), jnp.float32),
+    )
     dtype = jnp.float32 if base is None else jnp.bfloat16
     frozen = load_params(FIXTURES / family, model, dtype=dtype, base=base)
     assert is_quantized(frozen["moe_blocks"]["moe"]["w_up"]) == (base is not None)
@@ -142,6 +146,42 @@ def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(t
     assert capsys.readouterr().out.startswith("lists")
 
 
+@pytest.mark.slow
+def test_gpt_oss_trains_on_its_compressed_files_and_is_saved_in_full(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model", "gpt_oss-model", mxfp4=True)
+    given = ["--checkpoint", str(folder), *OPTIONS.split(), "--adapter", "rank=2,shared", "--base", "mxfp4", "--merge"]
+    out = tmp_path / "out"
+    assert main([*given, "--steps", "4", "--out", str(out)]) == 0
+    losses = [record["loss"] for record in read_metrics(out / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+    moe = public_config(folder).moe(adapter=replace(checkpoints.read_adapter(out / "adapter"), shared=True))
+    read = checkpoints.load_adapters(out / "adapter", 2, moe, layout="gpt_oss")
+    plain = replace(moe, adapter=None)
+    base, merged = (checkpoints.load(path, 2, plain).params["w_up"] for path in (folder, out / "model"))
+    change = moe.adapter.scale * np.matmul(read["w_up_lora_a"], read["w_up_lora_b"])
+    assert np.any(change)
+    assert_close(merged, base.astype(jnp.float32) + change, 1e-2)
+    capsys.readouterr()
+    for source in (["--run", str(out)], ["--checkpoint", str(out / "model")]):
+        assert generate([*source, "--prompt", "lists", "--tokens", "4", "--temperature", "0"]) == 0
+        assert capsys.readouterr().out.startswith("lists")
+
+
+def test_an_embedding_on_the_host_changes_no_bit():
+    found = []
+    for where in ("device", "host"):
+        config = new_config({"preset": "tiny", "adapter": "rank=4,shared", "embedding": where})
+        config = replace(config, model=replace(config.model, num_layers=1), batch_size=2, sequence_length=16)
+        model = make_model(config)
+        state = first_state(config, model, None)
+        on_device = {leaf.shape for leaf in jax.tree.leaves(state.frozen)}
+        assert ((256, 128) in on_device) == (where == "device")
+        found.append(jax.jit(make_train_step(config, model))(state, windows(1, 2, 17)))
+        assert np.asarray(state.frozen["embedding"]).shape == (256, 128)  # as it is saved
+    (after, metrics), (of_host, others) = found
+    assert_same_bits((of_host.params, others), (after.params, metrics))
+
+
 def test_a_random_base_is_made_in_its_form():
     config = new_config({"preset": "tiny", "adapter": "rank=4", "base": "nf4"})
     model = make_model(replace(config, model=replace(config.model, num_layers=2, width=64, num_experts=4)))
@@ -176,6 +216,13 @@ def test_a_random_base_is_made_in_its_form():
             "scales of 64 inputs, must divide the model's",
         ),
         ("--adapter rank=4 --mesh data=1", "--adapter trains on one device: leave --mesh out"),
+        ("--embedding host", "that of this model is trained: say --adapter rank=16, too"),
+        (
+            f"--checkpoint {FIXTURES / 'qwen3_moe'} --adapter rank=4 --embedding host",
+            "for a frozen embedding that is no head, but that of this model is the head, too",
+        ),
+        ("--preset gpt-oss-20b --optimizer adam8", "--optimizer adam8 has blocks that are alike"),
+        ("--preset gpt-oss-20b --experts-layer dense-twin", "dense-twin has no clamped_swiglu, only swiglu"),
         ("--compile-only b100", "argument --compile-only: invalid choice"),
         ("--merge", "--merge is of a public model's adapters: say --checkpoint and --adapter, too"),
     ],

@@ -21,8 +21,9 @@ from train_example.generate.decoding import Generator
 from train_example.generate.files import Results
 from train_example.generate.sampling import Sampling, candidates, choose
 from train_example.layers import Context
-from train_example.model import Decoder, layers_apart
+from train_example.model import layers_apart
 from train_example.public_models.config import public_config
+from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params
 
 PROMPTS = [windows(length, seed=length).tolist() for length in (3, 20, 9)]
@@ -37,7 +38,7 @@ def model_and_variables(name):
     if name == "own":
         return decoder(OWN), initial_variables(OWN)
     config = public_config(FIXTURES / name)
-    model = Decoder(config, config.moe(), jnp.float32)
+    model = decoder_class(config)(config, config.moe(), jnp.float32)
     return model, {"params": load_params(FIXTURES / name, model)}
 
 
@@ -64,7 +65,8 @@ def whole_context(model, variables, tokens):
     return jax.jit(model.apply)(variables, np.pad(tokens, (0, 32 - len(tokens)))[None])[0, : len(tokens)]
 
 
-@pytest.mark.parametrize("name", ["own", "qwen3_moe", "olmoe"])
+@pytest.mark.default_cases("own", "gpt_oss-model")
+@pytest.mark.parametrize("name", ["own", "qwen3_moe", "olmoe", "gpt_oss-model"])
 def test_what_comes_is_what_the_whole_context_gives(name):
     model, variables = model_and_variables(name)
     generating, prompts = generator(name), prompts_of(model)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from train_example import layers
-from train_example.layers import Attention, RMSNorm, best_kernel, rms_norm, rotate, rotation
+from train_example.layers import Attention, RMSNorm, best_kernel, frequencies, rms_norm, rotate, rotation
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.02)])
@@ -39,7 +39,7 @@ def test_no_float32_copy_of_the_input_is_kept():
 
 def test_rotation_makes_attention_see_distances_only():
     query, key = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
-    queries, keys = (rotate(jnp.tile(x, (1, 10, 1, 1)), rotation(10, 8))[0, :, 0] for x in (query, key))
+    queries, keys = (rotate(jnp.tile(x, (1, 10, 1, 1)), rotation(10, frequencies(8)))[0, :, 0] for x in (query, key))
     scores = queries @ keys.T
     np.testing.assert_allclose(scores[1:, 1:], scores[:-1, :-1], atol=1e-5)
     assert abs(scores[0, 0] - scores[5, 0]) > 1e-3
@@ -47,7 +47,7 @@ def test_rotation_makes_attention_see_distances_only():
 
 def test_attention_is_its_definition():
     layer, x = Attention(4, 2, jnp.float32), np.random.default_rng(0).normal(size=(2, 9, 32)).astype(np.float32)
-    angles = rotation(9, 8)
+    angles = rotation(9, frequencies(8))
     params = layer.init(jax.random.key(0), x, angles)["params"]
     y = layer.apply({"params": params}, x, angles)
     query, key, value = (np.einsum("bsd,dnh->bsnh", x, params[name]["kernel"]) for name in ("query", "key", "value"))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from tests.blaze_jax.checkpoints.models import FIXTURES, expected
 from tests.numerics import assert_close
 from tests.train_example.check_with_transformers import LOGITS_OF_VARIANTS, VARIANTS
 from train_example.config import UserError
-from train_example.model import Decoder
 from train_example.program.arguments import new_config
+from train_example.program.presets import PRESETS
 from train_example.public_models.config import FAMILIES, public_config
+from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params
 
 USED = {
@@ -66,6 +68,19 @@ WITHOUT_EFFECT = {
     "transformers_version": "6.0.0",
     "use_cache": False,
 }
+OF_GPT_OSS = {
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "num_local_experts": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+    "sliding_window": 7,
+}
+REFUSED_OF_GPT_OSS = {
+    "attention_bias": False,
+    "swiglu_alpha": 1.5,
+    "swiglu_limit": 8.0,
+    "layer_types": ["full_attention"],
+    "quantization_config": {"quant_method": "fp8"},
+}
 OF_QWEN3 = ("decoder_sparse_step", "max_window_layers", "mlp_only_layers", "moe_intermediate_size")
 
 
@@ -102,6 +117,28 @@ def test_every_field_is_used_or_refused_or_without_effect(tmp_path, family):
             public_config(changed(tmp_path, family, rope_parameters={"rope_type": "default", name: value}))
 
 
+def test_fields_of_gpt_oss_are_used_or_refused(tmp_path):
+    plain = public_config(FIXTURES / "gpt_oss-model")
+    assert plain.windows == (5, 0, 5)
+    for name, value in OF_GPT_OSS.items():
+        assert public_config(changed(tmp_path, "gpt_oss-model", **{name: value})) != plain, name
+    for name, value in REFUSED_OF_GPT_OSS.items():
+        with pytest.raises(UserError, match=name):
+            public_config(changed(tmp_path, "gpt_oss-model", **{name: value}))
+    rope = json.loads((FIXTURES / "gpt_oss-model" / "config.json").read_text())["rope_parameters"]
+    for name in rope:
+        other = rope | {name: "linear" if name == "rope_type" else not rope[name] if name == "truncate" else 48}
+        if name == "rope_type":
+            with pytest.raises(UserError, match="rope_parameters's"):
+                public_config(changed(tmp_path, "gpt_oss-model", rope_parameters=other))
+        else:
+            assert public_config(changed(tmp_path, "gpt_oss-model", rope_parameters=other)) != plain, name
+    # As the published files have it.
+    published = {name: value for name, value in rope.items() if name != "rope_theta"}
+    older = {"rope_parameters": {}, "rope_scaling": published, "rope_theta": 500}
+    assert public_config(changed(tmp_path, "gpt_oss-model", **older)) == plain
+
+
 def test_public_releases_have_no_field_that_the_decoder_does_not_know(tmp_path):
     """The layer's own reader passes over what is of other parts; here all of it counts."""
     releases = json.loads((FIXTURES.parent / "public_configs.json").read_text())
@@ -110,17 +147,21 @@ def test_public_releases_have_no_field_that_the_decoder_does_not_know(tmp_path):
         if release["config"]["model_type"] in FAMILIES and not name.endswith("FP8"):
             (tmp_path / "config.json").write_text(json.dumps(release["config"]))
             read[name] = public_config(tmp_path)
-    assert len(read) == 5
+    assert len(read) == 8
+    oss = read["openai/gpt-oss-20b"]
+    assert replace(oss, max_positions=None, load_balancing_weight=0.0) == replace(
+        PRESETS["gpt-oss-20b"].model, load_balancing_weight=0.0
+    )
     coder = read["Qwen/Qwen3-Coder-480B-A35B-Instruct"]  # which says that it has no shared experts
     assert (coder.shared_width, coder.qk_norm, coder.head_width) == (0, "head", 128)
 
 
-@pytest.mark.default_cases("olmoe", "qwen3_moe")
+@pytest.mark.default_cases("olmoe", "qwen3_moe", "gpt_oss-model")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_those_of_transformers_with_other_values_of_the_fields(tmp_path, name):
     family = name.strip()
     config = public_config(changed(tmp_path, family, **VARIANTS[name]))
-    model = Decoder(config, config.moe(), jnp.float32)
+    model = decoder_class(config)(config, config.moe(), jnp.float32)
     params = load_params(FIXTURES / family, model)
     logits = jax.jit(model.apply)({"params": params}, expected(family)["ids"])
     assert_close(logits, load_file(LOGITS_OF_VARIANTS)[name], 1e-5)
@@ -130,14 +171,14 @@ def test_a_head_of_its_own_where_the_embedding_should_be_the_head(tmp_path):
     folder = shutil.copytree(FIXTURES / "olmoe", tmp_path / "model")
     config = public_config(changed(folder, "olmoe", tie_word_embeddings=True))
     with pytest.raises(UserError, match=r"tensor 'lm_head.weight' is not 'model.embed_tokens.weight', though"):
-        load_params(folder, Decoder(config, config.moe(), jnp.float32))
+        load_params(folder, decoder_class(config)(config, config.moe(), jnp.float32))
 
 
 @pytest.mark.default_cases("*")
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("gpt_oss", {}, "is a model of gpt_oss, must be one of olmoe, qwen3_moe"),
+        ("mixtral", {}, "is a model of mixtral, must be one of olmoe, qwen3_moe, gpt_oss"),
         ("olmoe", {"hidden_size": "wide"}, "config.json: hidden_size='wide' must be an integer"),
         ("qwen3_moe", {"rms_norm_eps": "small"}, "rms_norm_eps='small' must be a positive number"),
         ("qwen3_moe", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a positive number"),

@@ -1,5 +1,6 @@
 """Whole public models: logits and gradients are transformers', and what is saved is what was read."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -12,26 +13,28 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+from blaze_jax.quantized import WEIGHTS
 from tests.blaze_jax.checkpoints.models import FIXTURES, expected, tensors_of, write
 from tests.numerics import assert_close, assert_same_bits
 from tests.train_example.small import ROOT
 from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.__main__ import main
 from train_example.config import UserError
-from train_example.model import Decoder
 from train_example.program.devices import parallelism, state_shardings
 from train_example.program.metrics import read_metrics
 from train_example.public_models.config import public_config
+from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params, save_model
 from train_example.step import cross_entropy
 
 
 def decoder(folder):
     config = public_config(folder)
-    return Decoder(config, config.moe(), jnp.float32)
+    return decoder_class(config)(config, config.moe(), jnp.float32)
 
 
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
+@pytest.mark.default_cases("qwen3_moe", "gpt_oss-model")
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "gpt_oss-model"])
 def test_loss_logits_and_gradients_are_those_of_transformers(family):
     model, wanted = decoder(FIXTURES / family), expected(family)
     params = load_params(FIXTURES / family, model)
@@ -47,10 +50,10 @@ def test_loss_logits_and_gradients_are_those_of_transformers(family):
     (loss, logits), gradients = run(params)
     assert_close(logits, wanted["logits"], 1e-5)
     np.testing.assert_allclose(loss, wanted["loss"], rtol=1e-5)
-    assert_close(gradients, load_params(FIXTURES / f"{family}-model-gradients", model), 1e-4)
+    assert_close(gradients, load_params(FIXTURES / f"{family.removesuffix('-model')}-model-gradients", model), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["olmoe", "olmoe-bfloat16", "qwen3_moe", "qwen3_moe-bfloat16"])
+@pytest.mark.parametrize("name", ["olmoe", "olmoe-bfloat16", "qwen3_moe", "qwen3_moe-bfloat16", "gpt_oss-model"])
 def test_what_is_saved_is_what_was_read(tmp_path, name):
     origin = shutil.copytree(FIXTURES / name, tmp_path / "origin", ignore=shutil.ignore_patterns("expected*"))
     (origin / "tokenizer.json").write_text("{}")
@@ -68,6 +71,20 @@ def test_what_is_saved_is_what_was_read(tmp_path, name):
     }
     with pytest.raises(UserError, match="saved is there already"):
         save_model(tmp_path / "saved", origin, model, params)
+
+
+def test_compressed_experts_are_read_bit_by_bit_and_saved_in_full(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "model", "gpt_oss-model", mxfp4=True)
+    model = decoder(folder)
+    kept, full = (load_params(folder, model, base=base)["moe_blocks"]["moe"] for base in ("mxfp4", None))
+    stored = tensors_of(folder)["model.layers.1.mlp.experts.down_proj_blocks"]
+    np.testing.assert_array_equal(kept["w_down"].values[1], stored.reshape(*stored.shape[:2], -1).swapaxes(1, 2))
+    assert_same_bits({name: kept[name].astype(jnp.float32) for name in WEIGHTS}, {name: full[name] for name in WEIGHTS})
+    params = load_params(folder, model)
+    save_model(tmp_path / "saved", folder, model, params)
+    assert_same_bits(load_params(tmp_path / "saved", model), params)
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert tensors_of(tmp_path / "saved")["model.layers.1.mlp.experts.down_proj"].dtype == jnp.bfloat16
 
 
 def test_each_tensor_is_saved_under_its_name_and_in_its_own_type(tmp_path):

@@ -24,7 +24,7 @@ def streaming_generator(name="own", sampling=GREEDY, bits=None, resident=(), pas
     return StreamingGenerator(model, rest, store, 4, 32, **options)
 
 
-@pytest.mark.parametrize("name", ["own", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", ["own", "qwen3_moe", "olmoe", "gpt_oss-model"])
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.default_cases("0.8-qwen3_moe")
 def test_tokens_are_those_of_resident_experts(name, temperature, monkeypatch):

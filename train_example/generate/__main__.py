@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--run", type=Path, metavar="FOLDER", help="the model of a run: its newest checkpoint")
-    add("--checkpoint", type=Path, metavar="FOLDER", help="a public model, OLMoE or Qwen3-MoE")
+    add("--checkpoint", type=Path, metavar="FOLDER", help="a public model: OLMoE, Qwen3-MoE or gpt-oss")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="text to go on with, on the terminal")
     what.add_argument("--prompts", type=Path, metavar="FILE", help='a prompt a line; in *.jsonl {"prompt": ...}')

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from train_example.compile_step import jit_once
 from train_example.config import TrainConfig, UserError
 from train_example.data import Stream
 from train_example.generate.offload import ExpertsOf, Offload
@@ -20,6 +19,7 @@ from train_example.generate.streaming import without_experts
 from train_example.model import Decoder, Tree, layers_apart, together
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints
+from train_example.program.jit_once import jit_once
 from train_example.program.model import frozen_base, generating_model, state_shapes
 from train_example.public_models.tokens import end_tokens, open_tokenizer
 from train_example.public_models.weights import load_experts, load_params

@@ -19,7 +19,7 @@ from blaze_jax import MoE
 from blaze_jax.offload.compression import decompressed
 from blaze_jax.offload.store import ExpertStore
 from train_example.generate.decoding import Generator, State, log_likelihood, next_tokens
-from train_example.layers import Context, RMSNorm, rotation
+from train_example.layers import Context, RMSNorm
 from train_example.model import Decoder, Tree
 
 MICRO_TOKENS, MICRO_LENGTH = 8192, 512
@@ -87,10 +87,15 @@ class StreamingGenerator(Generator):
         context, params = Context(state.filled, jnp.asarray(count)), self.variables["params"]
         cache = {name: list(layers) for name, layers in state.cache.items()}
         blocks = iter(self._blocks)
+        windows = {
+            name: self.model.angles(0, None, layers).window for name, layers in self.model.config.stacks().items()
+        }
 
         def attended(name: str, at: int, x: Array) -> tuple[Array, Array]:
             of_block = params[name][at]
-            x, normed, cache[name][at] = _attend(self.model, name, of_block, x, cache[name][at], context)
+            of_stack = windows[name]
+            window = None if of_stack is None else of_stack[at]
+            x, normed, cache[name][at] = _attend(self.model, name, of_block, x, cache[name][at], context, window)
             return x, normed
 
         def dense(name: str, at: int, x: Array) -> Array:
@@ -124,7 +129,13 @@ def _embedded(model: Decoder, embedding: Array, tokens: Array) -> Float[Array, "
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
 def _attend(
-    model: Decoder, name: str, params: Tree, x: Float[Array, "B S d"], cache: Tree, context: Context
+    model: Decoder,
+    name: str,
+    params: Tree,
+    x: Float[Array, "B S d"],
+    cache: Tree,
+    context: Context,
+    window: Int[Array, ""] | None,
 ) -> tuple[Float[Array, "B S d"], Float[Array, "B S d"], Tree]:
     """The residual stream behind the attention, what the feed-forward layer takes of it, and the layer's cache."""
     config, (batch, length, _) = model.config, x.shape
@@ -134,8 +145,7 @@ def _attend(
     rows = min(batch, max(1, MICRO_TOKENS // width))
 
     def micro_batch(x: Array, cache: Tree, context: Context) -> tuple[Array, Tree]:
-        head_width = config.head_width or config.width // config.num_heads
-        angles = rotation(x.shape[1], head_width, config.rotary_base, context.first)
+        angles = model.angles(x.shape[1], context.first)._replace(window=window)
         normed = norm.apply({"params": params["attention_norm"]}, x)
         given = {"params": params["attention"], "cache": cache["attention"]}
         y, updated = attention.apply(given, normed, angles, context, mutable=["cache"])

@@ -9,6 +9,7 @@ import jax
 from blaze_jax import LoRA, checkpoints
 from train_example.config import TrainConfig, UserError
 from train_example.model import Decoder, Tree
+from train_example.public_models.gpt_oss import GptOss
 
 _FIELDS: dict[str, Callable[[str], Any]] = {
     "rank": int,
@@ -49,6 +50,7 @@ def save_adapters(folder: Path, config: TrainConfig, model: Decoder, params: Tre
         for at, number in enumerate(numbers if stack in params else ()):
             layers[number] = jax.tree.map(lambda array, at=at: array[at], params[stack]["moe"])
     try:
-        checkpoints.save_adapters(folder, layers, model.moe, base_model=config.checkpoint)
+        layout = "gpt_oss" if isinstance(model, GptOss) else "by_expert"
+        checkpoints.save_adapters(folder, layers, model.moe, layout=layout, base_model=config.checkpoint)
     except OSError as error:
         raise UserError(f"the adapters cannot be saved: {error}") from error

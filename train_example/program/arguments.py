@@ -15,11 +15,13 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from blaze_jax.benchmark.mesh import parse_mesh
 from blaze_jax.quantized import inputs_multiple
 from train_example.config import TrainConfig, UserError
+from train_example.layers import GATES
 from train_example.program.adapters import parse_adapter
 from train_example.program.devices import Cluster
 from train_example.program.model import GPU_BYTES
 from train_example.program.presets import FINE_TUNING, OF_ADAPTERS, PRESETS
 from train_example.public_models.config import public_config
+from train_example.public_models.gpt_oss import GptOssConfig
 
 _OPTIONS = tuple(field.name for field in fields(TrainConfig) if field.name not in ("preset", "model"))
 _CLUSTER = ("cluster", "coordinator", "processes", "process")
@@ -121,6 +123,8 @@ def checked(config: TrainConfig) -> TrainConfig:
             what = f"--implementation {config.implementation} is of blaze_jax's kernels"
             raise UserError(f"{what}: leave it out with --experts-layer {layer}")
         if layer == "dense-twin":
+            if model.activation not in GATES:
+                raise UserError(f"--experts-layer dense-twin has no {model.activation}, only {', '.join(GATES)}")
             if config.checkpoint or config.trained == "experts":
                 option = "--trained experts" if config.trained == "experts" else "--checkpoint"
                 raise UserError(f"--experts-layer dense-twin has no experts: leave {option} out")
@@ -133,6 +137,9 @@ def checked(config: TrainConfig) -> TrainConfig:
         _check_frozen(config)
     elif config.base != "bf16":
         raise UserError(f"--base {config.base} is of a frozen base, which is not trained: say --adapter rank=16, too")
+    if config.embedding == "host" and (config.adapter is None or model.tied_head):
+        what = "is the head, too" if model.tied_head else "is trained: say --adapter rank=16, too"
+        raise UserError(f"--embedding host is for a frozen embedding that is no head, but that of this model {what}")
     if config.merge and not (config.adapter and config.checkpoint):
         raise UserError("--merge is of a public model's adapters: say --checkpoint and --adapter, too")
     if config.optimizer == "adam8":
@@ -169,6 +176,8 @@ def _check_frozen(config: TrainConfig) -> None:
 
 def _check_adam8(config: TrainConfig) -> None:
     """Raises UserError for what does not go together with updates block by block and moments in 8 bits."""
+    if isinstance(config.model, GptOssConfig):
+        raise UserError("--optimizer adam8 has blocks that are alike, but those of this model see windows: choose adam")
     for name, only, why in (
         ("adapter", None, "trains all parameters"),
         ("accumulate", 1, "has the gradients of one block at a time and cannot add them up over microbatches"),

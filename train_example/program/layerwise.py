@@ -26,7 +26,7 @@ from blaze_jax.benchmark.memory import MemoryPlan
 from train_example.compile_step import lower, xla_options
 from train_example.config import TrainConfig
 from train_example.generate.streaming import logits_of
-from train_example.layers import RMSNorm, rotation
+from train_example.layers import RMSNorm
 from train_example.model import Block, Decoder, Tree
 from train_example.program.small_adam import apply_updates, scale_by_small_adam
 from train_example.step import (
@@ -120,7 +120,7 @@ class Layerwise:
     def new_block(self, kind: str, key: Array) -> tuple[Tree, Tree]:
         """Parameters and router state of a block."""
         x = jnp.zeros((1, 1, self.model.config.width), self.model.dtype)
-        variables = nn.unbox(self._block(kind).init(key, x, self._angles(1)))
+        variables = nn.unbox(self._block(kind).init(key, x, self.model.angles(1)))
         return working_copy(variables["params"], self.model.dtype), variables.get("router_state", {})
 
     def embed(self, embedding: Float[Array, "V d"], windows: Int[Array, "M S+1"]) -> Float[Array, "M S d"]:
@@ -239,15 +239,11 @@ class Layerwise:
         norm = partial(RMSNorm, self.model.dtype, self.model.config.norm_epsilon)
         return Block(norm, *self.model.parts(kind, train=True))
 
-    def _angles(self, length: int) -> Any:
-        config = self.model.config
-        return rotation(length, config.head_width or config.width // config.num_heads, config.rotary_base)
-
     def _apply(self, kind: str, params: Tree, router_state: Tree, x: Array) -> tuple[Array, Array, Tree, Any]:
         """Output, auxiliary loss, new router state, and load of the experts, None of a dense block."""
         variables = {"params": params, "router_state": router_state}
         with jax.named_scope(f"{kind}_blocks"):
-            (y, _), sown = self._block(kind).apply(variables, x, self._angles(x.shape[1]), mutable=_COLLECTIONS)
+            (y, _), sown = self._block(kind).apply(variables, x, self.model.angles(x.shape[1]), mutable=_COLLECTIONS)
         auxiliary_loss = sum((leaf.sum() for leaf in jax.tree.leaves(sown.get("losses", {}))), jnp.float32(0))
         load = sown["intermediates"]["moe"]["tokens_per_expert"][0] if kind == "moe" else None
         return y, auxiliary_loss, sown.get("router_state", {}), load

@@ -18,12 +18,14 @@ from blaze_jax.implementation import demanded_family
 from blaze_jax.quantized import Form
 from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.compile_only.gpus import GPUS
-from train_example.compile_step import jit_once
 from train_example.config import ExpertsLayer, TrainConfig, UserError
 from train_example.model import Decoder
 from train_example.program.adapters import parse_adapter
 from train_example.program.devices import state_shardings
+from train_example.program.host_embedding import with_host_embedding
+from train_example.program.jit_once import jit_once
 from train_example.program.layerwise import Layerwise
+from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params, params_like, random_params
 from train_example.step import TrainState, Tree, init_state, make_optimizer, make_train_step
 
@@ -49,7 +51,7 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     adapter = None if config.adapter is None else parse_adapter(config.adapter)
     options = {"save": config.save, "precision": config.precision, "implementation": config.implementation}
     moe = config.model.moe(adapter=adapter, **options)
-    return Decoder(
+    return decoder_class(config.model)(
         config.model,
         moe,
         jnp.dtype(config.dtype),
@@ -99,7 +101,8 @@ def first_state(config: TrainConfig, model: Decoder, restored: Callable[[TrainSt
     init, like = partial(init_state, config, model), state_shapes(config, model)
     if config.adapter is not None:
         state = jit_once(init)() if restored is None else restored(like)
-        return state._replace(frozen=frozen_base(config, model))
+        frozen = frozen_base(config, model)
+        return state._replace(frozen=with_host_embedding(frozen) if config.embedding == "host" else frozen)
     shardings = state_shardings(model.parallel, like, model.moe, config.model.width)
     if restored is not None:
         if shardings is not None:
@@ -148,7 +151,8 @@ def memory_plan(config: TrainConfig, gpu: str) -> str:
     model = make_model(replace(config, implementation=config.implementation or "mosaic_gpu", attention="xla"))
     state = state_shapes(config, model)
     if config.adapter is not None:
-        state = state._replace(frozen=unflatten_dict(params_like(model, None, jnp.bfloat16, _form(config))))
+        frozen = unflatten_dict(params_like(model, None, jnp.bfloat16, _form(config)))
+        state = state._replace(frozen=with_host_embedding(frozen) if config.embedding == "host" else frozen)
     microbatches = (config.accumulate, config.batch_size // config.accumulate, config.sequence_length + 1)
     batch = jax.ShapeDtypeStruct(microbatches, np.int32)
 

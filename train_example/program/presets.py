@@ -1,9 +1,10 @@
-"""The models to choose from: one for a laptop's CPU, six for GPUs."""
+"""The models to choose from: one for a laptop's CPU, the others for GPUs."""
 
 from typing import Any
 
 from blaze_jax import Router
 from train_example.config import ModelConfig, TrainConfig
+from train_example.public_models.gpt_oss import GptOssConfig, yarn, yarn_scale
 
 _SIZES = ("width", "num_layers", "num_heads", "num_kv_heads", "num_experts", "experts_per_token", "expert_width")
 _TRAINING = ("steps", "batch_size", "sequence_length", "learning_rate", "evaluate_every", "checkpoint_every")
@@ -15,7 +16,8 @@ def _preset(
     """The preset of that name, of values in the order of `_SIZES` and `_TRAINING`, and fields of either by name."""
     of_model: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True)) | (model or {})
     of_run: dict[str, Any] = dict(zip(_TRAINING, training, strict=True)) | others
-    return TrainConfig(preset=name, model=ModelConfig(**of_model), **of_run)
+    make = GptOssConfig if "windows" in of_model else ModelConfig
+    return TrainConfig(preset=name, model=make(**of_model), **of_run)
 
 
 _QWEN3 = {"head_width": 128, "qk_norm": "head", "rotary_base": 1e6, "load_balancing_weight": 1e-3}
@@ -80,6 +82,24 @@ _PRESETS = (
         (100_000, 8, 512, 1e-4, 1000, 5000),
         _QWEN3 | {"vocabulary": 151_936},
         optimizer="adam8",
+    ),
+    # gpt-oss-20b (arXiv 2508.10925), for `--adapter` and `--base mxfp4`.
+    _preset(
+        "gpt-oss-20b",
+        (2880, 24, 64, 8, 32, 4, 2880),
+        (100_000, 8, 512, 1e-4, 1000, 5000),
+        {
+            "head_width": 64,
+            "rotary_base": 150_000.0,
+            "rotary_frequencies": yarn(64, 150_000.0, 32.0, 4096, truncate=False),
+            "rotary_scale": yarn_scale(32.0),
+            "windows": (128, 0) * 12,
+            "activation": "clamped_swiglu",
+            "norm_epsilon": 1e-5,
+            "router": Router(scoring="softmax_selected"),
+            "load_balancing_weight": 1e-3,
+            "vocabulary": 201_088,
+        },
     ),
 )
 PRESETS = {preset.preset: preset for preset in _PRESETS}

@@ -1,1 +1,1 @@
-"""Public models, OLMoE and Qwen3-MoE: their `config.json`, weights and tokenizer, for `--checkpoint`."""
+"""Public models, OLMoE, Qwen3-MoE and gpt-oss: their `config.json`, weights and tokenizer, for `--checkpoint`."""

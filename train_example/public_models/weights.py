@@ -1,5 +1,6 @@
-"""Whole public models, OLMoE and Qwen3-MoE: their weights as the decoder's parameters, and back again."""
+"""Whole public models, OLMoE, Qwen3-MoE and gpt-oss: their weights as the decoder's parameters, and back again."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,10 +27,11 @@ from blaze_jax.checkpoints.layouts import PLAIN, find_block
 from blaze_jax.checkpoints.loading import place
 from blaze_jax.checkpoints.saving import layer_tensors
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
+from blaze_jax.json_file import read_json
 from blaze_jax.quantized import WEIGHTS, Form, is_quantized, quantize
-from train_example.compile_step import jit_once
 from train_example.config import UserError
 from train_example.model import Decoder
+from train_example.program.jit_once import jit_once
 from train_example.step import working_copy
 
 type Params = dict[str, Any]
@@ -55,7 +57,8 @@ class Entry(NamedTuple):
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The tensor's shape, for a parameter of that shape."""
         ordered = [shape[axis] for axis in self.order]
-        return (math.prod(ordered[: self.rows]), math.prod(ordered[self.rows :])) if ordered else shape
+        axes = ordered[: self.rows], ordered[self.rows :]
+        return tuple(math.prod(sizes) for sizes in axes if sizes) if ordered else shape
 
     def parameter(self, values: Any, shape: tuple[int, ...]) -> Any:
         """The parameter of that shape, from what the file holds."""
@@ -71,6 +74,7 @@ class Entry(NamedTuple):
 _TURNED = ((1, 0),)
 _TO_HEADS = ((1, 2, 0), 2)  # a parameter (d, heads, h), a matrix (heads · h, d)
 _FROM_HEADS = ((2, 0, 1),)  # a parameter (heads, h, d), a matrix (d, heads · h)
+_OF_HEADS = ((0, 1), 2)  # a parameter (heads, h), a vector (heads · h,)
 _OF_MODEL = {
     ("embedding",): Entry(_EMBEDDING),
     ("final_norm", "scale"): Entry("model.norm.weight"),
@@ -82,6 +86,11 @@ _OF_LAYER = {
     ("attention", "key", "kernel"): Entry("self_attn.k_proj.weight", *_TO_HEADS),
     ("attention", "value", "kernel"): Entry("self_attn.v_proj.weight", *_TO_HEADS),
     ("attention", "out", "kernel"): Entry("self_attn.o_proj.weight", *_FROM_HEADS),
+    ("attention", "query", "bias"): Entry("self_attn.q_proj.bias", *_OF_HEADS),
+    ("attention", "key", "bias"): Entry("self_attn.k_proj.bias", *_OF_HEADS),
+    ("attention", "value", "bias"): Entry("self_attn.v_proj.bias", *_OF_HEADS),
+    ("attention", "out", "bias"): Entry("self_attn.o_proj.bias"),
+    ("attention", "sinks"): Entry("self_attn.sinks"),
     ("attention", "query_norm", "scale"): Entry("self_attn.q_norm.weight"),
     ("attention", "key_norm", "scale"): Entry("self_attn.k_norm.weight"),
     ("feed_forward_norm", "scale"): Entry("post_attention_layernorm.weight"),
@@ -117,8 +126,8 @@ def load_params(
     """
     try:
         files = checkpoints.Folder(folder)
-        _check_names(files, model)
         like = params_like(model, shardings, dtype, base)
+        _check_names(files, model, like)
         if not experts:
             like = {path: leaf for path, leaf in like.items() if "moe" not in path}
         others = _read(files, "", _OF_MODEL, like)
@@ -131,8 +140,8 @@ def random_params(model: Decoder, *, dtype: DTypeLike, base: Form | None = None,
     """Random numbers in the place of what `load_params` reads, for timing; drawn, and compressed, where they stay."""
     like = params_like(model, None, dtype, base)
 
-    def drawn(key: Array, leaf: Any) -> Any:
-        if leaf.ndim == 1:
+    def drawn(path: Names, key: Array, leaf: Any) -> Any:
+        if path[-1] == "scale":
             return jnp.ones(leaf.shape, leaf.dtype)
         if is_quantized(leaf):  # an expert at a time, for little memory beside the result
             draw = partial(jax.random.normal, shape=leaf.shape[1:], dtype=leaf.dtype)
@@ -141,7 +150,7 @@ def random_params(model: Decoder, *, dtype: DTypeLike, base: Form | None = None,
 
     def drawn_of(number: int, of: dict[Names, Any]) -> dict[Names, Any]:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), number), len(of))
-        return {path: drawn(key, leaf) for key, (path, leaf) in zip(keys, of.items(), strict=True)}
+        return {path: drawn(path, key, leaf) for key, (path, leaf) in zip(keys, of.items(), strict=True)}
 
     def layers_of(layers: list[int], of_stack: dict[Names, Any]) -> Iterator[dict[Names, Any]]:
         draw = jit_once(partial(drawn_of, of={path: _of_one_layer(leaf) for path, leaf in of_stack.items()}))
@@ -168,6 +177,7 @@ def load_experts(folder: str | Path, model: Decoder, *, dtype: DTypeLike = jnp.f
 def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) -> None:
     """Writes the model in the format of the one that it came from, in that one's types, with its other files.
 
+    Experts that were compressed are written in full, in bfloat16, and `config.json` tells of no compression any more.
     The folder appears when all of it is written.
 
     Raises:
@@ -191,6 +201,9 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
             weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
             if path.is_file() and not weights:
                 shutil.copyfile(path, unfinished / path.name)
+        config = unfinished / "config.json"
+        if config.exists() and (fields := read_json(config)).pop("quantization_config", None):
+            config.write_text(json.dumps(fields, indent=2))
         unfinished.rename(out)
     except (checkpoints.CheckpointError, OSError) as error:
         raise UserError(f"the model cannot be saved: {error}") from error
@@ -207,8 +220,11 @@ def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dic
     if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
         if moe.adapter is not None:
             experts, moe = merge(experts, moe), replace(moe, adapter=None)
-        block = checkpoints.Layer(experts, layout=find_block(files, layer, moe).layout.name)
-        dtypes = {new.name: DTYPES[files[new.name].dtype] for new in layer_tensors(layer, block, moe)}
+        block = checkpoints.Layer(experts, layout=find_block(files, layer, moe).layout.name.removesuffix("_mxfp4"))
+        dtypes = {
+            new.name: DTYPES[files[new.name].dtype if new.name in files else "BF16"]  # MXFP4, which is written in full
+            for new in layer_tensors(layer, block, moe)
+        }
         in_dtype = {dtype: layer_tensors(layer, block, moe, dtype) for dtype in set(dtypes.values())}
         for number, dtype in enumerate(dtypes.values()):
             yield in_dtype[dtype][number]
@@ -326,12 +342,13 @@ def _of_one_layer(stack: Any) -> Any:
     return jax.tree.map(one, stack)
 
 
-def _check_names(files: checkpoints.Folder, model: Decoder) -> None:
+def _check_names(files: checkpoints.Folder, model: Decoder, like: dict[Names, Any]) -> None:
     """Raises CheckpointError for a tensor outside the blocks of experts, which check their own, that has no place."""
     known = {entry.name for entry in _OF_MODEL.values()}
     experts = []
     for stack, layers in model.config.stacks().items():
-        known |= {_prefix(layer) + entry.name for layer in layers for entry in _OF_LAYER.values()}
+        names = [entry.name for path, entry in _OF_LAYER.items() if (stack, *path) in like]
+        known |= {_prefix(layer) + name for layer in layers for name in names}
         experts += [f"{_prefix(layer)}mlp." for layer in layers if stack.startswith("moe")]
     for name in files.names:
         if name not in known and not name.startswith(tuple(experts)) and not name.endswith(_WITHOUT_MEANING):

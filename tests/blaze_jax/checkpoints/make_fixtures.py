@@ -135,6 +135,23 @@ def save_family(name, config):
         random_model(config).to(torch.bfloat16).save_pretrained(FOLDER / f"{name}-bfloat16")
 
 
+def save_gpt_oss_model():
+    """A whole model of gpt-oss, in windows that matter, with sinks and frequencies that do."""
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64}
+    rope |= {"beta_fast": 8.0, "beta_slow": 1.0, "truncate": False}
+    sizes = {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 5, "rope_parameters": rope}
+    model = random_model(transformers.GptOssConfig(**(COMMON | GPT_OSS | sizes)), seed=6)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("sinks"):
+                value.normal_()
+            if name.endswith("gate_up_proj_bias"):
+                value.div_(60)
+    model.save_pretrained(FOLDER / "gpt_oss-model")
+    save_tensors(FOLDER / "gpt_oss-model", "expected.safetensors", expected_of_model(model))
+    save_tensors(FOLDER / "gpt_oss-model-gradients", "model.safetensors", gradients(model))
+
+
 def save_later(name, config):
     model = random_model(config)
     expected = expected_of_block(model)
@@ -248,6 +265,7 @@ if __name__ == "__main__":
     for name, config in LATER.items():
         save_later(name, config)
     save_blockffn()
+    save_gpt_oss_model()
     save_mxfp4()
     save_float8()
     for path in FOLDER.rglob("generation_config.json"):
