@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax.exchange import Transport
 from blaze_jax.plan import Plan, Projection, Rows, TokenRanges, Tokens
-from pallas_kernels.compat import vary_over, varying_axes
+from pallas_kernels.compat import is_symbolic_dim, vary_over, varying_axes
 from pallas_kernels.contract import Dispatch, accumulator_dtype
 from pallas_kernels.family import Kernels
 from pallas_kernels.xla.loops import empty
@@ -165,7 +165,9 @@ def token_sums(
         result, operands = meanwhile(operands)
         operands = prepared(operands, True)
         narrow = plan.ranges and width <= n  # a range's rows are then no wider than its activation
-        if narrow or rows.parts[0].num_rows * FEW_ROWS <= 3 * num_experts * n:
+        num_rows = rows.parts[0].num_rows
+        few = not is_symbolic_dim(num_rows) and num_rows * FEW_ROWS <= 3 * num_experts * n
+        if narrow or few:
             block = None
         return combine_columns(kernels, rows_of(operands, 0), width, block, rows.parts[0], factors[0], dtype), result
 

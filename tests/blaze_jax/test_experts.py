@@ -90,7 +90,7 @@ def test_few_rows_beside_the_weights_are_summed_at_once(monkeypatch, traced_anew
     jax.clear_caches()
     in_blocks = apply(expert_ffn, *problem[:4])
     assert widths == [None, 128]
-    assert_same_bits(at_once, in_blocks)
+    assert_close(at_once, in_blocks)  # some CPUs multiply other widths in another order
 
 
 @pytest.mark.parametrize(("d", "n"), [(1, 1), (3, 1), (1, 3), (65, 7), (513, 2)])

@@ -32,7 +32,7 @@ from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import needs_interpreter
 
 FORMS = ["float8", "mxfp4", "nf4"]
-D, N, E = 192, 64, 4
+D, N, E = 192, 64, 3
 PLAIN = MoEConfig(num_experts=E, experts_per_token=2, expert_width=N, shared_width=8, z_loss_weight=0.1)
 ADAPTED = replace(PLAIN, adapter=LoRA(rank=8, alpha=4, targets=("gate", "up", "down", "router")))
 
