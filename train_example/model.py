@@ -32,6 +32,7 @@ class Decoder(nn.Module):
       unroll: whether the program has every block by itself, instead of a loop over one: the compiler takes longer, and
         the program copies less, nothing if it is given the parameters as `layers_apart` has them.
       parallel: how the Mixture-of-Experts layers are split over devices.
+      adapted: the projections of attention, see `layers.ADAPTED`, that have adapters like `moe.adapter`.
       dense_twin: the dense layer that takes the place of each Mixture-of-Experts layer; None for none.
     """
 
@@ -43,6 +44,7 @@ class Decoder(nn.Module):
     attention: AttentionKernel | None = None
     unroll: bool = False
     parallel: Parallelism | None = None
+    adapted: tuple[str, ...] = ()
     dense_twin: DenseTwin | None = None
 
     @nn.compact
@@ -91,7 +93,8 @@ class Decoder(nn.Module):
         """What makes the attention, as `name=` calls it, and the feed-forward layer of the stack's blocks."""
         config, dtype = self.config, self.dtype
         qk_norm = config.qk_norm, config.norm_epsilon
-        attention = partial(Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm)
+        sizes = config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm
+        attention = partial(Attention, *sizes, adapter=self.moe.adapter, adapted=self.adapted)
         if name.startswith("moe") and self.dense_twin is None:
             options = {"experts": self.experts, "parallel": self.parallel, "train": train}
             feed_forward = partial(MoE, self.moe, dtype=dtype, **options, name="moe")

@@ -48,7 +48,7 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     ):
         if parallel is not None and given:
             raise UserError(f"{option} trains on one device: leave --mesh out")
-    adapter = None if config.adapter is None else parse_adapter(config.adapter)
+    adapter, adapted = (None, ()) if config.adapter is None else parse_adapter(config.adapter)
     options = {"save": config.save, "precision": config.precision, "implementation": config.implementation}
     moe = config.model.moe(adapter=adapter, **options)
     return decoder_class(config.model)(
@@ -60,6 +60,7 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
         attention=config.attention,
         unroll=config.unroll or config.optimizer == "adam8",
         parallel=parallel,
+        adapted=adapted,
         dense_twin=moe.dense_twin(config.model.width) if config.experts_layer == "dense-twin" else None,
     )
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from blaze_jax import MoEConfig, checkpoints, merge
-from blaze_jax.adapters import is_adapter
+from blaze_jax.adapters import A, B, is_adapter
 from blaze_jax.checkpoints.folder import DTYPES, INDEX
 from blaze_jax.checkpoints.layouts import PLAIN, find_block
 from blaze_jax.checkpoints.loading import place
@@ -216,6 +216,8 @@ def _flat(params: Any) -> dict[Names, Array]:
 
 
 def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dict[Names, Array]) -> Iterator[NewTensor]:
+    if moe.adapter is not None:
+        params = _merged_attention(params, moe.adapter.scale)
     yield from _new_tensors(files, _prefix(layer), _OF_LAYER, params)
     if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
         if moe.adapter is not None:
@@ -228,6 +230,18 @@ def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dic
         in_dtype = {dtype: layer_tensors(layer, block, moe, dtype) for dtype in set(dtypes.values())}
         for number, dtype in enumerate(dtypes.values()):
             yield in_dtype[dtype][number]
+
+
+def _merged_attention(params: dict[Names, Array], scale: float) -> dict[Names, Array]:
+    """The parameters of a layer with the adapters of its attention added to the projections."""
+    merged = dict(params)
+    for path, a in params.items():
+        if path[0] == "attention" and path[-1].endswith(A):
+            name = path[-1].removesuffix(A)
+            kernel, b = params["attention", name, "kernel"], params["attention", name + B]
+            change = scale * jnp.matmul(a, b, precision="highest").astype(jnp.float32)
+            merged["attention", name, "kernel"] = (kernel + change.reshape(kernel.shape)).astype(kernel.dtype)
+    return merged
 
 
 def _new_tensors(
