@@ -190,6 +190,30 @@ def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(t
 
 
 @pytest.mark.slow
+def test_adam8_trains_all_parameters_of_a_public_model_and_resumes_bit_by_bit(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    given = ["--checkpoint", str(folder), *OPTIONS.split(), "--schedule-steps", "4", "--optimizer", "adam8"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*given, "--out", str(whole), "--steps", "4"]) == 0
+    assert main([*given, "--out", str(parts), "--steps", "2"]) == 0
+    assert main(["--resume", "--out", str(parts), "--steps", "4"]) == 0
+    losses = [record["loss"] for record in read_metrics(whole / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+    before, after, resumed = (tensors_of(of) for of in (folder, whole / "model", parts / "model"))
+    assert_same_bits(after, resumed)
+    assert before.keys() == after.keys()
+    unchanged = [name for name in before if np.array_equal(after[name], before[name].astype(jnp.bfloat16))]
+    assert not unchanged
+    capsys.readouterr()
+    said = []
+    for source in (["--run", str(whole)], ["--checkpoint", str(whole / "model")]):
+        assert generate([*source, "--prompt", "lists", "--tokens", "4", "--temperature", "0"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert said[0].startswith("lists")
+
+
+@pytest.mark.slow
 def test_gpt_oss_trains_on_its_compressed_files_and_is_saved_in_full(tmp_path, capsys):
     folder = write_tiny_checkpoint(tmp_path / "model", "gpt_oss-model", mxfp4=True)
     given = ["--checkpoint", str(folder), *OPTIONS.split(), "--adapter", "rank=2,shared", "--base", "mxfp4", "--merge"]
