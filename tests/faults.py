@@ -208,7 +208,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("as_on_all", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", "meshes"),
     ("row_range", "(place >= 0) & (place < offsets[-1])", "place >= 0", "parts"),
     # generation with a cache
-    ("Attention._adapted", "self.adapter.scale * (", "(", "fine_tuning"),
+    ("AdaptedProjection.__call__", "self.adapter.scale * (", "(", "fine_tuning"),
     ("_merged_attention", "scale * jnp.matmul", "jnp.matmul", "fine_tuning"),
     ("Attention.mixed", "jnp.arange(key.shape[1]) <= positions[..., None]", "jnp.arange(key.shape[1]) < positions[..., None]", "generate"),
     ("_apply", "filled=state.filled + count", "filled=state.filled + tokens.shape[1]", "generate"),

@@ -1,6 +1,5 @@
 """The layers of a block beside its experts: RMSNorm, rotary attention with grouped keys, a dense feed-forward layer."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -12,12 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from blaze_jax import LoRA
-from blaze_jax.adapters import A, B
 from train_example.config import AttentionKernel, QKNorm
-
-ADAPTED = {"q": "query", "k": "key", "v": "value", "o": "out"}
-"""The projections of attention that can have an adapter, by the names in which `_proj` follows in public models."""
 
 _CUDNN_CAPABILITY, _CUDNN_MAX_WIDTH = (8, 0), 128
 
@@ -119,9 +113,8 @@ class Attention(nn.Module):
       kernel: what computes the attention; None for the best that can run here.
       qk_norm: what the norms of queries and keys take together; None for no norms.
       norm_epsilon: ε of these norms.
-      use_bias: whether the projections have biases.
-      adapter: rank and scale of the adapters, see `blaze_jax.LoRA`; None for none.
-      adapted: which of `ADAPTED`'s projections have one.
+      projection: what makes the projections, like `nn.DenseGeneral`.
+      use_bias: whether they have biases.
     """
 
     num_heads: int
@@ -130,9 +123,8 @@ class Attention(nn.Module):
     kernel: AttentionKernel | None = None
     qk_norm: QKNorm | None = None
     norm_epsilon: float = 1e-6
+    projection: Callable[..., nn.Module] = nn.DenseGeneral
     use_bias: bool = False
-    adapter: LoRA | None = None
-    adapted: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(
@@ -141,31 +133,16 @@ class Attention(nn.Module):
         head_width = 2 * rotation.cos.shape[-1]
 
         def project(heads: int, name: str) -> Float[Array, "B S heads h"]:
-            y = nn.DenseGeneral((heads, head_width), use_bias=self.use_bias, dtype=self.dtype, name=name)(x)
-            return self._adapted(name, x, y)
+            return self.projection((heads, head_width), use_bias=self.use_bias, dtype=self.dtype, name=name)(x)
 
         query = rotate(self._normed(project(self.num_heads, "query"), "query_norm"), rotation)
         key = rotate(self._normed(project(self.num_kv_heads, "key"), "key_norm"), rotation)
         value = project(self.num_kv_heads, "value")
-        positions = None
-        if context is not None:
-            positions = context.positions(x.shape[1])
+        positions = context and context.positions(x.shape[1])
+        if positions is not None:
             key, value = self._cached("key", key, positions), self._cached("value", value, positions)
         y = self.mixed(query, key, value, positions, rotation.window)
-        out = nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=self.use_bias, dtype=self.dtype, name="out")
-        return self._adapted("out", y.reshape(*y.shape[:2], -1), out(y))
-
-    def _adapted(
-        self, name: str, x: Float[Array, "B S inputs"], y: Float[Array, "B S *out"]
-    ) -> Float[Array, "B S *out"]:
-        """A projection's output `y` and, where it has an adapter, `scale · x · A · B`."""
-        if self.adapter is None or name not in self.adapted:
-            return y
-        rank, outputs = self.adapter.rank, math.prod(y.shape[2:])
-        start = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as torch begins a linear layer
-        a = self.param(name + A, start, (x.shape[-1], rank), self.adapter.dtype).astype(self.dtype)
-        b = self.param(name + B, nn.initializers.zeros, (rank, outputs), self.adapter.dtype).astype(self.dtype)
-        return y + (self.adapter.scale * (x.astype(self.dtype) @ a @ b)).reshape(y.shape)
+        return self.projection(x.shape[-1], axis=(-2, -1), use_bias=self.use_bias, dtype=self.dtype, name="out")(y)
 
     def mixed(self, query: Array, key: Array, value: Array, positions: Array | None, window: Array | None) -> Array:
         """The values that each query sees, mixed: those up to its place in a cache, which `positions` are if any.

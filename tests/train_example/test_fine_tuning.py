@@ -22,12 +22,12 @@ from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.__main__ import main
 from train_example.config import UserError
 from train_example.generate.__main__ import main as generate
-from train_example.layers import ADAPTED
 from train_example.model import Decoder, adapters_of, together
 from train_example.program.adapters import parse_adapter
 from train_example.program.arguments import new_config
 from train_example.program.metrics import read_metrics
 from train_example.program.model import first_state, make_model
+from train_example.public_models.adapted import ADAPTED, AdaptedProjection
 from train_example.public_models.config import public_config
 from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params, random_params, save_model
@@ -49,8 +49,9 @@ def test_a_model_with_adapters_computes_as_the_merged_one_that_is_saved(tmp_path
     config, ids = public_config(FIXTURES / family), expected(family)["ids"]
     targets = ("gate", "up", "down", "router")
     moe = config.moe(adapter=LoRA(rank=2, alpha=1, targets=targets, shared=shared), implementation="xla")
+    projection = partial(AdaptedProjection, adapter=moe.adapter, adapted=tuple(ADAPTED.values()))
     model, plain = (
-        decoder_class(config)(config, moe, jnp.float32, adapted=tuple(ADAPTED.values())),
+        decoder_class(config)(config, moe, jnp.float32, projection=projection),
         decoder_class(config)(config, config.moe(), jnp.float32),
     )
     dtype = jnp.float32 if base is None else jnp.bfloat16
@@ -116,8 +117,9 @@ def test_adapters_of_attention_begin_as_nothing_and_have_the_gradients_of_their_
     config = public_config(FIXTURES / "qwen3_moe")
     adapter, adapted = parse_adapter("rank=2,alpha=3,targets=gate+q+k+v+o")
     assert adapter.targets == ("gate",)
-    model = Decoder(config, config.moe(adapter=adapter, implementation="xla"), jnp.float32, adapted=adapted)
-    plain = model.clone(adapted=())
+    projection = partial(AdaptedProjection, adapter=adapter, adapted=adapted)
+    model = Decoder(config, config.moe(adapter=adapter, implementation="xla"), jnp.float32, projection=projection)
+    plain = model.clone(projection=nn.DenseGeneral)
     ids = expected("qwen3_moe")["ids"]
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), ids))["params"]
     assert_same_bits(*(jax.jit(m.apply)({"params": params}, ids) for m in (model, plain)))
@@ -130,8 +132,8 @@ def test_adapters_of_attention_begin_as_nothing_and_have_the_gradients_of_their_
     def of_definition(adapters):
         flat = flatten_dict(together(adapters, base))
         for path in (path for path in of_attention if path[-1].endswith("_a")):
-            kernel = (*path[:2], path[2].removesuffix("_lora_a"), "kernel")
-            b = adapters[path[0]]["attention"][path[2].removesuffix("a") + "b"]
+            kernel = (*path[:3], "kernel")
+            b = adapters[path[0]]["attention"][path[2]]["kernel_lora_b"]
             change = 1.5 * jnp.einsum("lir,lro->lio", flat[path], b, precision="highest")
             flat[kernel] = flat[kernel] + change.reshape(flat[kernel].shape)
         return plain.apply({"params": unflatten_dict(flat)}, ids)

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 from blaze_jax import LoRA, checkpoints
-from blaze_jax.adapters import TARGETS, A, B
+from blaze_jax.adapters import TARGETS
 from train_example.config import TrainConfig, UserError
-from train_example.layers import ADAPTED
 from train_example.model import Decoder, Tree
+from train_example.public_models.adapted import ADAPTED, KERNEL_A, KERNEL_B
 from train_example.public_models.gpt_oss import GptOss
 
 _FIELDS: dict[str, Callable[[str], Any]] = {
@@ -63,9 +63,9 @@ def save_adapters(folder: Path, config: TrainConfig, model: Decoder, params: Tre
             if "moe" in layer:
                 layers[number] = layer["moe"]
             for name, whole in ADAPTED.items():
-                if whole in model.adapted:
-                    pair = layer["attention"][whole + A], layer["attention"][whole + B]
-                    modules[f"model.layers.{number}.self_attn.{name}_proj"] = pair
+                own = layer.get("attention", {}).get(whole)
+                if own is not None:
+                    modules[f"model.layers.{number}.self_attn.{name}_proj"] = own[KERNEL_A], own[KERNEL_B]
     try:
         layout = "gpt_oss" if isinstance(model, GptOss) else "by_expert"
         checkpoints.save_adapters(

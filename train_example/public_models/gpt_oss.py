@@ -66,9 +66,7 @@ class GptOss(Decoder):
         attention, feed_forward = super().parts(name, train)
         assert isinstance(attention, partial)
         of_experts: Any = feed_forward
-        return partial(SinkAttention, *attention.args, **attention.keywords, use_bias=True), partial(
-            of_experts, use_bias=True
-        )
+        return partial(SinkAttention, *attention.args, use_bias=True), partial(of_experts, use_bias=True)
 
 
 class SinkAttention(Attention):

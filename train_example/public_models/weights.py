@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from blaze_jax import MoEConfig, checkpoints, merge
-from blaze_jax.adapters import A, B, is_adapter
+from blaze_jax.adapters import is_adapter
 from blaze_jax.checkpoints.folder import DTYPES, INDEX
 from blaze_jax.checkpoints.layouts import PLAIN, find_block
 from blaze_jax.checkpoints.loading import place
@@ -32,6 +32,7 @@ from blaze_jax.quantized import WEIGHTS, Form, is_quantized, quantize
 from train_example.config import UserError
 from train_example.model import Decoder
 from train_example.program.jit_once import jit_once
+from train_example.public_models.adapted import KERNEL_A, KERNEL_B
 from train_example.step import working_copy
 
 type Params = dict[str, Any]
@@ -236,11 +237,10 @@ def _merged_attention(params: dict[Names, Array], scale: float) -> dict[Names, A
     """The parameters of a layer with the adapters of its attention added to the projections."""
     merged = dict(params)
     for path, a in params.items():
-        if path[0] == "attention" and path[-1].endswith(A):
-            name = path[-1].removesuffix(A)
-            kernel, b = params["attention", name, "kernel"], params["attention", name + B]
-            change = scale * jnp.matmul(a, b, precision="highest").astype(jnp.float32)
-            merged["attention", name, "kernel"] = (kernel + change.reshape(kernel.shape)).astype(kernel.dtype)
+        if path[-1] == KERNEL_A:
+            at = *path[:-1], "kernel"
+            change = scale * jnp.matmul(a, params[*path[:-1], KERNEL_B], precision="highest").astype(jnp.float32)
+            merged[at] = (params[at] + change.reshape(params[at].shape)).astype(params[at].dtype)
     return merged
 
 
