@@ -208,10 +208,12 @@ FAULTS = [Fault(*fault) for fault in [
     ("as_on_all", "lax.pmean if jnp.issubdtype", "lax.psum if jnp.issubdtype", "meshes"),
     ("row_range", "(place >= 0) & (place < offsets[-1])", "place >= 0", "parts"),
     # generation with a cache
+    ("AdaptedProjection.__call__", "self.adapter.scale * (", "(", "fine_tuning"),
+    ("_merged_attention", "scale * jnp.matmul", "jnp.matmul", "fine_tuning"),
     ("Attention.mixed", "jnp.arange(key.shape[1]) <= positions[..., None]", "jnp.arange(key.shape[1]) < positions[..., None]", "generate"),
     ("_apply", "filled=state.filled + count", "filled=state.filled + tokens.shape[1]", "generate"),
     ("candidates", "before < sampling.top_p", "before + probabilities < sampling.top_p", "generate"),
-    ("Block.__call__", "mask=context.real(x.shape[1])", "mask=None", "generate"),
+    ("Block.__call__", '"mask": context.real(x.shape[1])', '"mask": None', "generate"),
     ("next_tokens", "jnp.where(stopped, 0,", "jnp.where(False, 0,", "generate"),
     # public checkpoints
     ("_halves", "[0, 4]", "[4, 0]", "codings"),

@@ -141,8 +141,8 @@ class TrainConfig:
       unroll: whether the program has every block by itself, instead of a loop over one.
       checkpoint: folder of a public model, OLMoE, Qwen3-MoE or gpt-oss, to fine-tune; left out, a fresh one.
       trained: what part of the model is trained: all of it, or the experts' matrices.
-      adapter: trains adapters of the experts alone, such as rank=16, or rank=16,alpha=32,targets=gate+up,shared, where
-        the experts share A; left out, the model itself.
+      adapter: trains adapters alone, such as rank=16, or rank=16,alpha=32,targets=gate+up+q+v,shared, where the experts
+        share A and two projections of the attention have adapters, too; left out, the model itself.
       base: what the frozen weights of experts beside adapters are kept in, decoded a layer at a time.
       embedding: where the frozen embedding stays beside adapters: on the device, or on the host, from which each step
         fetches the rows of its tokens.

@@ -113,7 +113,8 @@ class Attention(nn.Module):
       kernel: what computes the attention; None for the best that can run here.
       qk_norm: what the norms of queries and keys take together; None for no norms.
       norm_epsilon: ε of these norms.
-      use_bias: whether the projections have biases.
+      projection: what makes the projections, like `nn.DenseGeneral`.
+      use_bias: whether they have biases.
     """
 
     num_heads: int
@@ -122,6 +123,7 @@ class Attention(nn.Module):
     kernel: AttentionKernel | None = None
     qk_norm: QKNorm | None = None
     norm_epsilon: float = 1e-6
+    projection: Callable[..., nn.Module] = nn.DenseGeneral
     use_bias: bool = False
 
     @nn.compact
@@ -131,17 +133,16 @@ class Attention(nn.Module):
         head_width = 2 * rotation.cos.shape[-1]
 
         def project(heads: int, name: str) -> Float[Array, "B S heads h"]:
-            return nn.DenseGeneral((heads, head_width), use_bias=self.use_bias, dtype=self.dtype, name=name)(x)
+            return self.projection((heads, head_width), use_bias=self.use_bias, dtype=self.dtype, name=name)(x)
 
         query = rotate(self._normed(project(self.num_heads, "query"), "query_norm"), rotation)
         key = rotate(self._normed(project(self.num_kv_heads, "key"), "key_norm"), rotation)
         value = project(self.num_kv_heads, "value")
-        positions = None
-        if context is not None:
-            positions = context.positions(x.shape[1])
+        positions = context and context.positions(x.shape[1])
+        if positions is not None:
             key, value = self._cached("key", key, positions), self._cached("value", value, positions)
         y = self.mixed(query, key, value, positions, rotation.window)
-        return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=self.use_bias, dtype=self.dtype, name="out")(y)
+        return self.projection(x.shape[-1], axis=(-2, -1), use_bias=self.use_bias, dtype=self.dtype, name="out")(y)
 
     def mixed(self, query: Array, key: Array, value: Array, positions: Array | None, window: Array | None) -> Array:
         """The values that each query sees, mixed: those up to its place in a cache, which `positions` are if any.

@@ -32,6 +32,7 @@ class Decoder(nn.Module):
       unroll: whether the program has every block by itself, instead of a loop over one: the compiler takes longer, and
         the program copies less, nothing if it is given the parameters as `layers_apart` has them.
       parallel: how the Mixture-of-Experts layers are split over devices.
+      projection: what makes the projections of attention, like `nn.DenseGeneral`.
       dense_twin: the dense layer that takes the place of each Mixture-of-Experts layer; None for none.
     """
 
@@ -43,6 +44,7 @@ class Decoder(nn.Module):
     attention: AttentionKernel | None = None
     unroll: bool = False
     parallel: Parallelism | None = None
+    projection: Callable[..., nn.Module] = nn.DenseGeneral
     dense_twin: DenseTwin | None = None
 
     @nn.compact
@@ -90,8 +92,8 @@ class Decoder(nn.Module):
     def parts(self, name: str, train: bool = False) -> tuple[Callable[..., Attention], Callable[[], Any]]:
         """What makes the attention, as `name=` calls it, and the feed-forward layer of the stack's blocks."""
         config, dtype = self.config, self.dtype
-        qk_norm = config.qk_norm, config.norm_epsilon
-        attention = partial(Attention, config.num_heads, config.num_kv_heads, dtype, self.attention, *qk_norm)
+        sizes = config.num_heads, config.num_kv_heads, dtype, self.attention, config.qk_norm, config.norm_epsilon
+        attention = partial(Attention, *sizes, self.projection)
         if name.startswith("moe") and self.dense_twin is None:
             options = {"experts": self.experts, "parallel": self.parallel, "train": train}
             feed_forward = partial(MoE, self.moe, dtype=dtype, **options, name="moe")
@@ -177,6 +179,5 @@ class Block(nn.Module):
         """`(y, None)`: the pair that `nn.scan` takes."""
         x = x + self.attention(name="attention")(self.norm(name="attention_norm")(x), rotation, context)
         feed_forward, normed = self.feed_forward(), self.norm(name="feed_forward_norm")(x)
-        if context is not None and isinstance(feed_forward, MoE):
-            return x + feed_forward(normed, mask=context.real(x.shape[1])), None
-        return x + feed_forward(normed), None
+        options: Any = {"mask": context.real(x.shape[1])} if context and isinstance(feed_forward, MoE) else {}
+        return x + feed_forward(normed, **options), None

@@ -41,6 +41,7 @@ def save_adapters(
     *,
     layout: str = "by_expert",
     base_model: str | None = None,
+    modules: Mapping[str, tuple[Array, Array]] | None = None,
 ) -> list[Path]:
     """Writes adapters as PEFT reads them: `peft.PeftModel.from_pretrained(model, folder)`, with transformers 5.
 
@@ -52,6 +53,8 @@ def save_adapters(
       layers: parameters by the layers' numbers in the model, of which the adapters are written.
       config: the layers' configuration, with an adapter.
       layout: that of `checkpoints.Layer`, of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or gpt-oss: how gate and up lie.
+      modules: A (inputs, rank) and B (rank, outputs) of adapters of linear modules elsewhere in the model, by
+        their names: `model.layers.0.self_attn.q_proj`. Rank and alpha are the same, and all layers have the adapter.
       base_model: the folder or name of the base model, where PEFT is to find it; None leaves that to the reader.
 
     Returns:
@@ -73,6 +76,12 @@ def save_adapters(
             a, b = _joined(name, params, config, layout)
             tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"] = a, b
             targets.append(target)
+    modules = modules or {}
+    for name, (a, b) in modules.items():
+        if a.shape[1:] != (adapter.rank,) or b.shape[:1] != (adapter.rank,):
+            raise ValueError(f"modules[{name!r}] has shapes {a.shape} and {b.shape}, must have {adapter}'s rank")
+        for end, array in (("lora_A", a), ("lora_B", b)):
+            tensors[f"base_model.model.{name}.{end}.weight"] = np.ascontiguousarray(np.asarray(array).T)
     both = {"gate", "up"} <= set(_names(config))
     written_alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
     fields: dict[str, Any] = {
@@ -86,7 +95,7 @@ def save_adapters(
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": [],
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
         "target_parameters": targets,
     }
     new = [

@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import load_file
 
 from blaze_jax import LoRA, checkpoints
+from blaze_jax.adapters import is_adapter
 from blaze_jax.quantized import decoded, is_quantized
 from tests.blaze_jax.checkpoints.models import FIXTURES, expected, tensors_of
 from tests.numerics import assert_close, assert_same_bits
@@ -19,10 +22,12 @@ from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.__main__ import main
 from train_example.config import UserError
 from train_example.generate.__main__ import main as generate
-from train_example.model import adapters_of, together
+from train_example.model import Decoder, adapters_of, together
+from train_example.program.adapters import parse_adapter
 from train_example.program.arguments import new_config
 from train_example.program.metrics import read_metrics
 from train_example.program.model import first_state, make_model
+from train_example.public_models.adapted import ADAPTED, AdaptedProjection
 from train_example.public_models.config import public_config
 from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params, random_params, save_model
@@ -44,8 +49,9 @@ def test_a_model_with_adapters_computes_as_the_merged_one_that_is_saved(tmp_path
     config, ids = public_config(FIXTURES / family), expected(family)["ids"]
     targets = ("gate", "up", "down", "router")
     moe = config.moe(adapter=LoRA(rank=2, alpha=1, targets=targets, shared=shared), implementation="xla")
+    projection = partial(AdaptedProjection, adapter=moe.adapter, adapted=tuple(ADAPTED.values()))
     model, plain = (
-        decoder_class(config)(config, moe, jnp.float32),
+        decoder_class(config)(config, moe, jnp.float32, projection=projection),
         decoder_class(config)(config, config.moe(), jnp.float32),
     )
     dtype = jnp.float32 if base is None else jnp.bfloat16
@@ -106,11 +112,43 @@ def test_the_loss_in_parts_is_the_loss(monkeypatch):
     assert_close(in_parts, whole, 1e-5)
 
 
+def test_adapters_of_attention_begin_as_nothing_and_have_the_gradients_of_their_definition():
+    """That is, of a model whose projections are `W + scale · A · B`; dense layers' attention has them, too."""
+    config = public_config(FIXTURES / "qwen3_moe")
+    adapter, adapted = parse_adapter("rank=2,alpha=3,targets=gate+q+k+v+o")
+    assert adapter.targets == ("gate",)
+    projection = partial(AdaptedProjection, adapter=adapter, adapted=adapted)
+    model = Decoder(config, config.moe(adapter=adapter, implementation="xla"), jnp.float32, projection=projection)
+    plain = model.clone(projection=nn.DenseGeneral)
+    ids = expected("qwen3_moe")["ids"]
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), ids))["params"]
+    assert_same_bits(*(jax.jit(m.apply)({"params": params}, ids) for m in (model, plain)))
+
+    base = unflatten_dict({path: leaf for path, leaf in flatten_dict(params).items() if not is_adapter(path[-1])})
+    adapters = drawn(adapters_of(params))
+    of_attention = [path for path in flatten_dict(adapters) if path[1] == "attention"]
+    assert len(of_attention) == 2 * 4 * len(config.stacks())
+
+    def of_definition(adapters):
+        flat = flatten_dict(together(adapters, base))
+        for path in (path for path in of_attention if path[-1].endswith("_a")):
+            kernel = (*path[:3], "kernel")
+            b = adapters[path[0]]["attention"][path[2]]["kernel_lora_b"]
+            change = 1.5 * jnp.einsum("lir,lro->lio", flat[path], b, precision="highest")
+            flat[kernel] = flat[kernel] + change.reshape(flat[kernel].shape)
+        return plain.apply({"params": unflatten_dict(flat)}, ids)
+
+    weights = jnp.asarray(np.random.default_rng(1).standard_normal((*ids.shape, config.vocabulary)), jnp.float32)
+    ours = jax.jit(jax.grad(lambda own: jnp.sum(weights * model.apply({"params": together(own, base)}, ids))))(adapters)
+    theirs = jax.jit(jax.grad(lambda own: jnp.sum(weights * of_definition(own))))(adapters)
+    assert_close(ours, theirs, 1e-4)
+
+
 @pytest.mark.slow
 def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(tmp_path, capsys):
     folder = write_tiny_checkpoint(tmp_path / "model")
     given = ["--checkpoint", str(folder), *OPTIONS.split(), "--schedule-steps", "4"]
-    given += ["--adapter", "rank=2,alpha=4,targets=gate+up+router", "--base", "float8", "--merge"]
+    given += ["--adapter", "rank=2,alpha=4,targets=gate+up+router+q+o", "--base", "float8", "--merge"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main([*given, "--out", str(whole), "--steps", "4"]) == 0
     said = capsys.readouterr().out
@@ -136,6 +174,13 @@ def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(t
         assert np.any(change)
         assert_close(merged, base["w_up"].astype(jnp.float32) + change, 1e-2)
     before, after = tensors_of(folder), tensors_of(whole / "model")
+    fields = json.loads((whole / "adapter" / "adapter_config.json").read_text())
+    assert fields["target_modules"] == ["o_proj", "q_proj"]
+    written = load_file(whole / "adapter" / "adapter_model.safetensors")
+    for name in (f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(3) for part in "qo"):
+        a, b = (written[f"base_model.model.{name}.lora_{end}.weight"] for end in "AB")
+        assert np.any(b)
+        assert_close(after[f"{name}.weight"], before[f"{name}.weight"] + moe.adapter.scale * b @ a, 1e-2)
     assert before.keys() == after.keys()
     assert "model.layers.1.mlp.up_proj.weight" in before
     others = [name for name in before if "layernorm" in name]
@@ -144,6 +189,30 @@ def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(t
     capsys.readouterr()
     assert generate(["--run", str(whole), "--prompt", "lists", "--tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("lists")
+
+
+@pytest.mark.slow
+def test_adam8_trains_all_parameters_of_a_public_model_and_resumes_bit_by_bit(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    given = ["--checkpoint", str(folder), *OPTIONS.split(), "--schedule-steps", "4", "--optimizer", "adam8"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*given, "--out", str(whole), "--steps", "4"]) == 0
+    assert main([*given, "--out", str(parts), "--steps", "2"]) == 0
+    assert main(["--resume", "--out", str(parts), "--steps", "4"]) == 0
+    losses = [record["loss"] for record in read_metrics(whole / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+    before, after, resumed = (tensors_of(of) for of in (folder, whole / "model", parts / "model"))
+    assert_same_bits(after, resumed)
+    assert before.keys() == after.keys()
+    unchanged = [name for name in before if np.array_equal(after[name], before[name].astype(jnp.bfloat16))]
+    assert not unchanged
+    capsys.readouterr()
+    said = []
+    for source in (["--run", str(whole)], ["--checkpoint", str(whole / "model")]):
+        assert generate([*source, "--prompt", "lists", "--tokens", "4", "--temperature", "0"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert said[0].startswith("lists")
 
 
 @pytest.mark.slow
@@ -203,9 +272,10 @@ def test_a_random_base_is_made_in_its_form():
         ("--adapter rank", "--adapter rank: 'rank' must be one of rank=N, alpha=NUMBER, targets="),
         ("--adapter size=4", "'size=4' must be one of rank=N"),
         ("--adapter rank=4,shared=no", "'shared=no' must be one of rank=N"),
+        ("--adapter rank=4,targets=q+v", "of experts or router at least one"),
         (
             "--adapter rank=4,targets=gate+head",
-            "targets=('gate', 'head') must be None, or a tuple of different ones of",
+            "targets=gate+head must be different ones of gate, up, down, router, q, k, v, o",
         ),
         ("--base nf4", "--base nf4 is of a frozen base, which is not trained: say --adapter rank=16, too"),
         ("--adapter rank=4 --base int4", "argument --base: invalid choice: 'int4'"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,7 @@ from train_example.program.devices import state_shardings
 from train_example.program.host_embedding import with_host_embedding
 from train_example.program.jit_once import jit_once
 from train_example.program.layerwise import Layerwise
+from train_example.public_models.adapted import AdaptedProjection
 from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params, params_like, random_params
 from train_example.step import TrainState, Tree, init_state, make_optimizer, make_train_step
@@ -48,7 +50,7 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     ):
         if parallel is not None and given:
             raise UserError(f"{option} trains on one device: leave --mesh out")
-    adapter = None if config.adapter is None else parse_adapter(config.adapter)
+    adapter, adapted = (None, ()) if config.adapter is None else parse_adapter(config.adapter)
     options = {"save": config.save, "precision": config.precision, "implementation": config.implementation}
     moe = config.model.moe(adapter=adapter, **options)
     return decoder_class(config.model)(
@@ -60,6 +62,7 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
         attention=config.attention,
         unroll=config.unroll or config.optimizer == "adam8",
         parallel=parallel,
+        projection=partial(AdaptedProjection, adapter=adapter, adapted=adapted) if adapted else nn.DenseGeneral,
         dense_twin=moe.dense_twin(config.model.width) if config.experts_layer == "dense-twin" else None,
     )
 

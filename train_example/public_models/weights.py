@@ -32,6 +32,7 @@ from blaze_jax.quantized import WEIGHTS, Form, is_quantized, quantize
 from train_example.config import UserError
 from train_example.model import Decoder
 from train_example.program.jit_once import jit_once
+from train_example.public_models.adapted import KERNEL_A, KERNEL_B
 from train_example.step import working_copy
 
 type Params = dict[str, Any]
@@ -216,6 +217,8 @@ def _flat(params: Any) -> dict[Names, Array]:
 
 
 def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dict[Names, Array]) -> Iterator[NewTensor]:
+    if moe.adapter is not None:
+        params = _merged_attention(params, moe.adapter.scale)
     yield from _new_tensors(files, _prefix(layer), _OF_LAYER, params)
     if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
         if moe.adapter is not None:
@@ -228,6 +231,17 @@ def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dic
         in_dtype = {dtype: layer_tensors(layer, block, moe, dtype) for dtype in set(dtypes.values())}
         for number, dtype in enumerate(dtypes.values()):
             yield in_dtype[dtype][number]
+
+
+def _merged_attention(params: dict[Names, Array], scale: float) -> dict[Names, Array]:
+    """The parameters of a layer with the adapters of its attention added to the projections."""
+    merged = dict(params)
+    for path, a in params.items():
+        if path[-1] == KERNEL_A:
+            at = *path[:-1], "kernel"
+            change = scale * jnp.matmul(a, params[*path[:-1], KERNEL_B], precision="highest").astype(jnp.float32)
+            merged[at] = (params[at] + change.reshape(params[at].shape)).astype(params[at].dtype)
+    return merged
 
 
 def _new_tensors(
