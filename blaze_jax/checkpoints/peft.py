@@ -153,6 +153,11 @@ def read_adapter(folder: str | Path) -> LoRA:
     return LoRA(rank=rank, alpha=alpha, targets=ordered)
 
 
+def adapted_layers(folder: str | Path) -> set[int]:
+    """The numbers of the layers whose experts or router have adapters there; CheckpointError for a broken file."""
+    return {int(found[1]) for found in map(_OF_LAYER.fullmatch, TensorFile(Path(folder) / TENSORS).tensors) if found}
+
+
 def load_module_adapters(folder: str | Path, *, dtype: DTypeLike | None = None) -> dict[str, tuple[Array, Array]]:
     """Reads the adapters of linear modules outside of layers of experts, such as the attention's: all that there are.
 

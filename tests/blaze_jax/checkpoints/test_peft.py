@@ -119,6 +119,11 @@ def test_adapters_outside_of_the_layers_are_read_by_their_names_and_never_left_o
     assert ours.keys() == theirs.keys()
     alike = [name for name in theirs if "experts.base_layer" not in name]  # there gate and up have the same A
     assert_same_bits({name: ours[name] for name in alike}, {name: theirs[name] for name in alike})
+    patterns = json.loads((tmp_path / "adapter_config.json").read_text())["rank_pattern"]
+    assert len(patterns) == (not attention_alone)
+    for pattern in patterns:  # peft warns of one that no module matches
+        named = [n for n in (*names, "layers.0.mlp.experts.gate_up_proj") if re.match(rf"(.*\.)?({pattern})$", n)]
+        assert set(named) == names
     assert checkpoints.read_adapter(tmp_path) == adapter
     assert_same_bits(checkpoints.load_module_adapters(tmp_path), modules)
     for number, adapters in layers.items():
