@@ -349,7 +349,7 @@ def _apart(
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    empty = dict.fromkeys(("rank_pattern", "alpha_pattern", "target_parameters", "target_modules"))
+    empty: dict[str, Any] = dict.fromkeys(("rank_pattern", "alpha_pattern", "target_parameters", "target_modules"))
     fields = empty | read_json(path)
     if fields.get("peft_type") != "LORA":
         raise CheckpointError(f"{path}: peft_type={shown(fields.get('peft_type'))} must be 'LORA'")

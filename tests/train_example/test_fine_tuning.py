@@ -256,8 +256,9 @@ def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(t
     assert json.loads((whole / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
     moe = public_config(folder).moe(adapter=adapter)
     plain = replace(moe, adapter=None)
+    modules = checkpoints.load_module_adapters(whole / "adapter")
     for layer in (0, 2):  # the model's layers of experts
-        read = checkpoints.load_adapters(whole / "adapter", layer, moe)
+        read = checkpoints.load_adapters(whole / "adapter", layer, moe, modules=modules)
         base = checkpoints.load(folder, layer, plain, base="float8").params
         merged = checkpoints.load(whole / "model", layer, plain).params["w_up"]
         change = moe.adapter.scale * np.matmul(read["w_up_lora_a"], read["w_up_lora_b"])

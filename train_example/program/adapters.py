@@ -98,7 +98,8 @@ def load_adapters(folder: str | Path, model: Decoder) -> Tree:
         if others := {*modules, *map(_experts, adapted_layers(folder))} - places:
             raise checkpoints.CheckpointError(f"{min(others)} has an adapter, which has no place in the model")
         for stack, numbers in stacks.items():
-            wanted = {path: leaf.shape[1:] for path, leaf in flatten_dict(like.get(stack, {})).items()}
+            of_stack: Any = flatten_dict(like.get(stack, {}))
+            wanted = {path: leaf.shape[1:] for path, leaf in of_stack.items()}
             layers = [_layer(folder, model, number, modules, experts=_experts(number) in places) for number in numbers]
             for number, layer in zip(numbers, layers, strict=True):
                 _check_shapes(number, {path: array.shape for path, array in layer.items()}, wanted)
