@@ -90,7 +90,7 @@ def save_adapters(
             targets.append(target)
     modules = modules or {}
     for name, (a, b) in modules.items():
-        if (a.ndim, b.ndim, a.shape[-1], b.shape[0]) != (2, 2, adapter.rank, adapter.rank):
+        if not a.shape[1:] == b.shape[:-1] == (adapter.rank,):
             raise ValueError(f"modules[{name!r}] has shapes {a.shape} and {b.shape}, must have {adapter}'s rank")
         for end, array in (("lora_A", a), ("lora_B", b)):
             tensors[f"base_model.model.{name}.{end}.weight"] = np.ascontiguousarray(np.asarray(array).T)

@@ -316,6 +316,9 @@ def test_gpt_oss_trains_on_its_compressed_files_and_is_saved_in_full(tmp_path, c
     assert losses[-1] < losses[0]
     moe = public_config(folder).moe(adapter=replace(checkpoints.read_adapter(out / "adapter"), shared=True))
     read = checkpoints.load_adapters(out / "adapter", 2, moe, layout="gpt_oss")
+    options = {"checkpoint": str(folder), "adapter": "rank=2,shared", "adapter_from": str(out / "adapter")}
+    again = load_adapters(out / "adapter", make_model(new_config(options)))["moe_blocks"]["moe"]
+    assert_same_bits({name: again[name][2] for name in read}, read)
     plain = replace(moe, adapter=None)
     base, merged = (checkpoints.load(path, 2, plain).params["w_up"] for path in (folder, out / "model"))
     change = moe.adapter.scale * np.matmul(read["w_up_lora_a"], read["w_up_lora_b"])
