@@ -9,7 +9,7 @@ from blaze_jax.benchmark.plots import draw
 from blaze_jax.benchmark.results import Record, read_results, source, succeeded
 from blaze_jax.benchmark.sizes import GPU_SIZES, PASSES
 from blaze_jax.benchmark.studies import Routed
-from blaze_jax.benchmark.tables import Row, both_ms, cell, flatness, label, markdown, merged, table
+from blaze_jax.benchmark.tables import PARTS, Row, both_ms, cell, flatness, label, markdown, merged, table
 
 START = "<!-- results: {}, written by `python -m docs.write_benchmarks`, do not edit -->"
 END = "<!-- end of results -->"
@@ -51,7 +51,7 @@ def render(kind: str, results: Sequence[Result]) -> str:
     lines: list[str] = []
     for result in results:
         if records := of_kind(kind, [result]):
-            lines += markdown(_by_size(records))
+            lines += markdown(_by_size(records, kind))
             lines += ["", flatness(records)] if kind == "scaling" else []
             lines += ["", f"{source(result)}: `{result['command']}`", ""]
     if kind == "compare":
@@ -60,8 +60,9 @@ def render(kind: str, results: Sequence[Result]) -> str:
 
 
 def of_kind(kind: str, results: Sequence[Result]) -> list[Record]:
-    """All records of a kind."""
-    return [record for result in results for record in result["records"] if record["kind"] == kind]
+    """All records of a kind, or all that hold a part which a table of that kind shows."""
+    records = (record for result in results for record in result["records"])
+    return [record for record in records if record["kind"] == kind or record.get(PARTS.get(kind, ""))]
 
 
 def of_pictured(results: Sequence[Result]) -> list[Result]:
@@ -100,10 +101,11 @@ def _what(record: Record) -> tuple[str, str]:
     return ("T, d, n, E, K", _name(record["sizes"])) if "sizes" in record else ("model", record["title"])
 
 
-def _by_size(records: list[Record]) -> list[Row]:
+def _by_size(records: list[Record], kind: str) -> list[Row]:
     """The terminal's tables one below the other, each with what it is about."""
-    header = (_what(records[0])[0], *table(records[0])[0])
-    return [header, *((_what(r)[1] if i == 0 else "", *row) for r in records for i, row in enumerate(table(r)[1:]))]
+    header = (_what(records[0])[0], *table(records[0], kind)[0])
+    shown = ((_what(record)[1], table(record, kind)[1:]) for record in records)
+    return [header, *((what if i == 0 else "", *row) for what, rows in shown for i, row in enumerate(rows))]
 
 
 def _sizes_left_out(compared: Sequence[Record]) -> list[str]:

@@ -45,7 +45,7 @@ def terminal(record: Record) -> str:
     """A record as the terminal shows it: tables, what went wrong, and notes."""
     if not succeeded(record):
         return f"  {record['status']}"
-    tables = [table(record), *(table(record, kind) for kind, held in _PARTS.items() if record.get(held))]
+    tables = [table(record), *(table(record, kind) for kind, held in PARTS.items() if record.get(held))]
     lines = [line for rows in tables for line in _aligned(*rows)]
     lines += _step_summary(record) if record["kind"] == "step_profile" else []
     return "\n".join(f"  {line}" for line in (*lines, *_ceilings(record), *dict.fromkeys(_notes(record))))
@@ -82,7 +82,7 @@ def flatness(records: Sequence[Record]) -> str:
     return f"From {FLAT_FROM:,} tokens on, {', '.join(said)}; up to {FLAT_WITHIN:.0%} counts as flat." if said else ""
 
 
-_PARTS = {"kernel": "kernels", "alone": "alone", "precision_kernel": "by_kernel"}
+PARTS = {"kernel": "kernels", "alone": "alone", "precision_kernel": "by_kernel"}
 """Tables in addition to a record's own, by their kind, and what in the record they show."""
 
 _TABLES: dict[str, tuple[Row, Callable[[Record], Iterator[Row]]]] = {}
