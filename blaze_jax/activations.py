@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import mul
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,8 @@ class Activation:
     Attributes:
       name: how it is asked for.
       function: takes `(gate, up)` if gated, else of `(up)`. It sees the float32 pre-activations, and jax takes its
-        derivative. It closes over constants, not over traced arrays. Activations are equal if their functions are,
-        so a new function compiles everything again.
+        derivative. It closes over constants, not over traced arrays. Activations are equal if their functions
+        are, so a new function compiles everything again.
       gated: whether the expert has a gate projection in addition to the up projection.
       bound: what the magnitude of the function is at most, by what those of the pre-activations are at most: a product
         of at most two of them. With it `precision="fp8"` writes activations in 8 bits at once; None where it is not
@@ -105,6 +106,10 @@ def _itself(magnitude: Array) -> Array:
     return magnitude
 
 
+def _squared(magnitude: Array) -> Array:
+    return magnitude * magnitude
+
+
 @dataclass(frozen=True)
 class _ClampedBound:
     """`gate · sigmoid(alpha · gate)` is at most the gate, the limit where that is positive, and 1 / alpha elsewhere."""
@@ -138,16 +143,16 @@ def clamped_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
 _ACTIVATIONS = {
     a.name: a
     for a in (
-        Activation("swiglu", Gated(_silu), True, jnp.multiply),
-        Activation("geglu", Gated(_gelu), True, jnp.multiply),
-        Activation("geglu_tanh", Gated(_gelu_tanh), True, jnp.multiply),
-        Activation("reglu", Gated(_relu), True, jnp.multiply),
+        Activation("swiglu", Gated(_silu), True, mul),
+        Activation("geglu", Gated(_gelu), True, mul),
+        Activation("geglu_tanh", Gated(_gelu_tanh), True, mul),
+        Activation("reglu", Gated(_relu), True, mul),
         clamped_swiglu(),
         Activation("silu", _silu, False, _itself),
         Activation("gelu", _gelu, False, _itself),
         Activation("gelu_tanh", _gelu_tanh, False, _itself),
         Activation("relu", _relu, False, _itself),
-        Activation("relu2", _relu2, False, jnp.square),
+        Activation("relu2", _relu2, False, _squared),
     )
 }
 

@@ -176,8 +176,8 @@ def _up_projection(keep: bool, plan: Plan, xs: tuple[Array, ...], params: Parame
         return pre_activations, (hidden, ())
     ups = plan.decoded(ups, xs[0].dtype, xs)
     options["quantize"] = keep and plan.save == "int8"
-    if plan.kernels.down_operands and not low_rank.has_adapters([params.down]):
-        options["bound"] = hidden_bound(plan.activation, xs[0].shape[1])
+    if plan.kernels.down_operands and not low_rank.has_adapters([params.down]) and plan.save != "int8":
+        options["bound"] = hidden_bound(plan.activation, xs[0].shape[1])  # with int8 the kernel would spill registers
     into: dict[str, Any] = {}
     for x, part in zip(xs, rows.parts, strict=True):
         for block, pieces in enumerate(plan.pieces(part, len(ups))):

@@ -109,10 +109,11 @@ def up_projection(
         return 1 / scales
 
     def store_hidden(refs, part, block, values):
-        plgpu.wait_smem_to_gmem(
-            0, wait_read_only=True
-        )  # buffers take turns, and an odd number of panels would end that
-        store_rows(refs, part, block, values, refs.written[1].values, part.column_tile * (width // 2) + block * PANEL)
+        """Stores a packed panel, the last of the tile's with an odd turn: what follows begins with an even one."""
+        if block == 0:  # there may be one panel, which would come in the turn of the one before
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        column = part.column_tile * (width // 2) + block * PANEL
+        store_rows(refs, part, block - width // BLOCK, values, refs.written[1].values, column)
 
     def quantized(refs, part, pre, block):
         projection, column = place(2 * block, part.column_tile)
