@@ -211,21 +211,18 @@ def quantize_columns(
         def first_row(unit):
             return (warp + unit * warps) * unit_rows
 
+        def source(row):
+            return unpaired_column(row) if paired else row
+
         def start(slab, unit, slot):
             column = slab % per_expert * columns + piece * COLUMNS
-            first = first_row(unit) + group
-            index = Long(slab // per_expert) * (num_rows * b) + Long(column)
+            first = source(first_row(unit) + group)
+            index = (Long(slab // per_expert) * num_rows + Long(first)) * b + Long(column)
             inside = (slab < slabs) & (column < b)
             for i in range(UNIT):
-                row = first + i * copied_rows
-                row = unpaired_column(row) if paired else row
-                start_copy(
-                    ring,
-                    place(slot, group + i * copied_rows),
-                    weights,
-                    index + Long(row) * b,
-                    inside & (row < num_rows),
-                )
+                further = source(i * copied_rows)  # the pairs of a unit, or of each block in it, follow each other
+                wanted = inside & (first + further < num_rows)
+                start_copy(ring, place(slot, group + i * copied_rows), weights, index + further * b, wanted)
             commit_copies()
 
         def read(slot, row):

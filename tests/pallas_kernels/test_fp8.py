@@ -214,11 +214,11 @@ def test_a_layer_takes_the_precision_of_its_configuration():
 
 
 @pytest.mark.compile_only
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_kernels_spill_nothing(activation):
+@pytest.mark.parametrize(("activation", "save"), [("swiglu", "pre_activations"), ("gelu", "inputs")])
+def test_kernels_spill_nothing(activation, save):
     problem = make_problem(random_experts(256, 2, range(4)), 4, d=512, n=1024, activation=activation, dtype="bfloat16")
     layer = partial(expert_ffn, implementation="mosaic_gpu")
-    compiled = compile_for_gpu(partial(results, layer, activation=activation, precision="fp8"), problem)
+    compiled = compile_for_gpu(partial(results, layer, activation=activation, precision="fp8", save=save), problem)
     names = {kernel.name for kernel in compiled.kernels}
     assert {"moe_quantize", "moe_quantize_columns", "moe_up_projection", "moe_up_backward"} <= names
     assert compiled.spill_bytes == {}
