@@ -6,6 +6,7 @@ next one, so it never holds rows of full width.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def up_projection(
 
     def finish(refs, part, accumulator):
         packed, activated, kept = {}, [], {}
-        inverse = inverse_scales(refs, part) if bound else None
+        inverse: Any = inverse_scales(refs, part) if bound else None
         for panel in range(panels):
             own = range(panel, PANELS, panels)  # of each projection
             pre = [tile_panel(refs, part, accumulator, p) for p in own]
@@ -101,6 +102,7 @@ def up_projection(
         return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
 
     def inverse_scales(refs, part):
+        assert bound is not None
         of_tokens, largest = refs.bounds
         of_tokens = of_rows(of_tokens, part)
         numbers = [largest[part.expert, i] for i in range(2 * len(weights))]
@@ -151,13 +153,13 @@ def up_projection(
     bias = by_tiles(biases, column_tiles) if biases else None
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), dtype)
     kept = jax.eval_shape(partial(empty_quantized, groups.num_rows, n, dtype)) if quantize else rows
-    hidden = rows
+    hidden: Any = rows
     if bound:
-        hidden = Scaled(
-            jax.ShapeDtypeStruct((groups.num_rows, packed_width(n)), dtype),
-            jax.ShapeDtypeStruct((1, groups.num_rows), jnp.float32),
-        )
-        into = into and (into[0], into[1]._replace(scales=into[1].scales[None]))
+        shapes = ((groups.num_rows, packed_width(n)), dtype), ((1, groups.num_rows), jnp.float32)
+        hidden = Scaled(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))  # pyright: ignore[reportArgumentType]
+        if into is not None:
+            assert isinstance(into[1], Scaled)
+            into = into[0], into[1]._replace(scales=into[1].scales[None])
     if quantize and into is not None:
         into = as_dtype(into[0], dtype), into[1]
     gathered = {"tokens": (x,), "row_chunks": row_chunks(groups.expert_token_indices, (x,))}

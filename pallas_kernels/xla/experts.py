@@ -61,7 +61,7 @@ def up_projection(
     quantize: bool = False,
     into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"] | Scaled] | None = None,
     hidden_scales: tuple[Callable[..., Array], Float[Array, " T"], Float[Array, "E numbers"]] | None = None,
-) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"] | Scaled]:
+) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Any]:
     """Pre-activations and activation of every row.
 
     Args:
@@ -77,11 +77,11 @@ def up_projection(
         and some for each expert.
 
     Returns:
-      The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x`. The
-      activation is computed from the accumulators, before the pre-activations are rounded.
+      The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x` or scaled.
+      The activation is computed from the accumulators, before the pre-activations are rounded.
     """
     wide, n = accumulator_dtype(x.dtype), weights[0].shape[-1]
-    scales_of, of_tokens, largest = hidden_scales or (None, None, None)
+    scales_of, of_tokens, *largest = hidden_scales or (None, x)
 
     def prepare(own):
         own_weights, own_biases, own_largest = parts_of(own)
@@ -110,7 +110,7 @@ def up_projection(
     of_hidden = ((n, E4M3), (1, jnp.float32)) if hidden_scales else ((n, x.dtype),)
     columns = columns * (len(weights) * keep_pre_activations) + of_hidden
     buffers = _buffers(into, columns, groups.num_rows, x)
-    of_experts = (*weights, *biases, *((largest,) if hidden_scales else ()))
+    of_experts = (*weights, *biases, *largest)
     results = map_rows(groups, of_experts, prepare, compute, buffers)
     kept, hidden = results[: -len(of_hidden)], results[-len(of_hidden) :]
     kept = tuple(map(Quantized, kept[::2], kept[1::2]) if quantize else kept)

@@ -125,11 +125,23 @@ UNBOUNDED = replace(get_activation("swiglu"), bound=None)
 def test_hoppers_products_are_the_portable_ones(n, activation, save):
     experts, options = random_experts(40, 2, range(3)), {"activation": activation, "precision": "fp8", "save": save}
     gated = get_activation(activation).name
-    problem = make_problem(experts, 3, d=48, n=n, activation=gated, biases=save == "int8", dtype="bfloat16")
+    problem = make_problem(experts, 3, d=48, n=n, activation=gated, biases=False, dtype="bfloat16")
     portable = results(partial(expert_ffn, implementation="xla"), problem, **options)
     with hopper.interpreted():
         found = results(partial(expert_ffn, implementation="mosaic_gpu"), problem, **options)
     assert_close(found, portable)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "activation"), [(144, "swiglu"), (208, "gelu")])
+def test_activations_with_biases_have_the_bits_of_the_portable_form(n, activation):
+    experts = random_experts(40, 2, range(3))
+    problem = make_problem(experts, 3, d=48, n=n, activation=activation, dtype="bfloat16")
+    options = {"weights": problem.weights, "experts": experts, "activation": activation, "precision": "fp8"}
+    portable = expert_ffn(problem.x, **options, implementation="xla", **problem.params)
+    with hopper.interpreted():
+        found = jax.jit(partial(expert_ffn, **options, implementation="mosaic_gpu", **problem.params))(problem.x)
+    assert_close(found, portable, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("name", ACTIVATION_NAMES)
@@ -140,6 +152,7 @@ def test_no_activation_is_larger_than_its_bound(name):
     for limits in product(most, repeat=len(grid)):
         pre = np.meshgrid(*(limit * axis for limit, axis in zip(limits, grid, strict=True)))
         largest = np.abs(activation.function(*map(jnp.asarray, pre))).max()
+        assert activation.bound is not None
         assert largest <= np.asarray(activation.bound(*map(jnp.asarray, limits))) * (1 + 1e-6)
 
 
