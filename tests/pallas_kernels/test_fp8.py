@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -137,10 +138,16 @@ def test_hoppers_products_are_the_portable_ones(n, activation, save):
 def test_activations_with_biases_have_the_bits_of_the_portable_form(n, activation):
     experts = random_experts(40, 2, range(3))
     problem = make_problem(experts, 3, d=48, n=n, activation=activation, dtype="bfloat16")
-    options = {"weights": problem.weights, "experts": experts, "activation": activation, "precision": "fp8"}
-    portable = expert_ffn(problem.x, **options, implementation="xla", **problem.params)
+    options: dict[str, Any] = {
+        "weights": problem.weights,
+        "experts": experts,
+        "activation": activation,
+        **problem.params,
+    }
+    options["precision"] = "fp8"
+    portable = expert_ffn(problem.x, **options, implementation="xla")
     with hopper.interpreted():
-        found = jax.jit(partial(expert_ffn, **options, implementation="mosaic_gpu", **problem.params))(problem.x)
+        found = jax.jit(partial(expert_ffn, **options, implementation="mosaic_gpu"))(problem.x)
     assert_close(found, portable, tolerance=1e-4)
 
 
