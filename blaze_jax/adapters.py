@@ -38,7 +38,8 @@ class LoRA:
     Attributes:
       rank: r, the columns of A. Kernels for GPUs compute as if it were the next multiple of 8.
       alpha: the product A · B counts `alpha / rank` times.
-      targets: projections that have one, of "gate", "up", "down" and "router"; None for all that the experts have.
+      targets: projections that have one, of "gate", "up", "down" and "router"; None for all that the experts have, and
+        `()` for a layer that is frozen and has none, in a model that has adapters elsewhere.
       shared: whether the experts share A of each of their projections, and have only B of their own.
       dropout: probability that an input of an adapter counts as zero in a training step, and the others as
         `1 / (1 - dropout)` times as large. It is drawn for each expert and input, the same for all tokens of a call.
@@ -67,9 +68,9 @@ class LoRA:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must be from 0 to below 1")
         if self.targets is not None:
-            one_name = isinstance(self.targets, str)
-            names = () if one_name or not np.iterable(self.targets) else tuple(self.targets)
-            if not names or len(set(names)) < len(names) or not set(names) <= set(TARGETS):
+            one_name = isinstance(self.targets, str) or not np.iterable(self.targets)
+            names = () if one_name else tuple(self.targets)
+            if one_name or len(set(names)) < len(names) or not set(names) <= set(TARGETS):
                 allowed = "None, or a tuple of different ones of " + ", ".join(TARGETS)
                 raise ValueError(f"targets={self.targets!r} must be {allowed}")
             object.__setattr__(self, "targets", names)
@@ -83,7 +84,7 @@ class LoRA:
         there = EXPERTS if gated else EXPERTS[1:]
         if missing := [name for name in self.targets or () if name not in (*there, "router")]:
             raise ValueError(f"targets={self.targets!r} has {missing[0]!r}, which an ungated activation does not have")
-        return self.targets or there
+        return there if self.targets is None else self.targets
 
 
 def is_adapter(name: str) -> bool:

@@ -25,7 +25,6 @@ everything."""
 
 Save = Literal["pre_activations", "int8", "inputs"]
 Implementation = Literal["mosaic_gpu", "xla"]
-Precision = Literal["fp8"]
 Trained = Literal["all", "experts"]
 Optimizer = Literal["adam", "adam8"]
 DType = Literal["bfloat16", "float32"]
@@ -143,6 +142,7 @@ class TrainConfig:
       trained: what part of the model is trained: all of it, or the experts' matrices.
       adapter: trains adapters alone, such as rank=16, or rank=16,alpha=32,targets=gate+up+q+v,shared, where the experts
         share A and two projections of the attention have adapters, too; left out, the model itself.
+      adapter_from: folder of adapters of a public model in PEFT's format to begin with, which say what they are.
       base: what the frozen weights of experts beside adapters are kept in, decoded a layer at a time.
       embedding: where the frozen embedding stays beside adapters: on the device, or on the host, from which each step
         fetches the rows of its tokens.
@@ -167,7 +167,7 @@ class TrainConfig:
     momentum_dtype: DType = "float32"
     remat: Remat = "none"
     save: Save = "pre_activations"
-    precision: Precision | None = None
+    precision: Literal["fp8"] | None = None
     implementation: Implementation | None = None
     experts_layer: ExpertsLayer = "blaze_jax"
     attention: AttentionKernel | None = None
@@ -176,6 +176,7 @@ class TrainConfig:
     checkpoint: str | None = None
     trained: Trained = "all"
     adapter: str | None = None
+    adapter_from: str | None = None
     base: Base = "bf16"
     embedding: Literal["device", "host"] = "device"
     merge: bool = False

@@ -9,7 +9,7 @@ brought to devices), `saving` (layers as tensors) and `writing` (files of them).
 from blaze_jax.checkpoints.folder import Folder, MissingExtraError
 from blaze_jax.checkpoints.hashes import check_hashes, write_hashes
 from blaze_jax.checkpoints.loading import Layer, load, read_model
-from blaze_jax.checkpoints.peft import load_adapters, read_adapter, save_adapters
+from blaze_jax.checkpoints.peft import load_adapters, load_module_adapters, read_adapter, save_adapters
 from blaze_jax.checkpoints.saving import save
 from blaze_jax.codings import decode_float8, decode_mxfp4
 from blaze_jax.huggingface import PublicModel
@@ -26,6 +26,7 @@ __all__ = [
     "decode_mxfp4",
     "load",
     "load_adapters",
+    "load_module_adapters",
     "read_adapter",
     "read_model",
     "save",

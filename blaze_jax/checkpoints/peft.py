@@ -4,11 +4,13 @@ There the experts' gate and up projections are one parameter, `gate_up_proj`, wi
 rank r are one of rank 2r, with both A side by side and both B as blocks on a diagonal. One adapter of rank r, as PEFT
 trains it, is two with the same A. Tensors have all experts, A as `(E·R, inputs)` and B as `(outputs, R·E)`, whose
 columns go through the experts faster than through the ranks.
+
+Adapters of linear modules elsewhere in the model, such as the attention's, are in the same files, by modules' names.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from blaze_jax.adapters import A, B, LoRA
-from blaze_jax.checkpoints.folder import DTYPES, TensorFile, copied
+from blaze_jax.checkpoints.folder import DTYPES, Stored, TensorFile, copied
 from blaze_jax.checkpoints.writing import NewTensor, file_content, rename, written
 from blaze_jax.checks import check_integers, check_numbers, shown
 from blaze_jax.config import MoEConfig, check_config
@@ -31,7 +33,14 @@ ROUTERS = {"mixtral": "gate", "by_expert": "gate", "fused": "gate", "qwen2_moe":
 
 UNSUPPORTED = ("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out", "modules_to_save")
 
-_FUSED = r".*\.gate_up_proj"
+_NOT_FUSED = r"(?!.*gate_up_proj).*"
+"""All but gate and up. PEFT goes by patterns for parameters, too, but warns of a pattern that no module matches."""
+
+_OF_LAYER = re.compile(
+    r"base_model\.model\.model\.layers\.(\d+)\.mlp\.(experts(\.base_layer)?|gate|router)\.lora_[AB]\.weight"
+)
+_OF_MODULE = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_FLOATS = ("F32", "F16", "BF16")
 
 
 def save_adapters(
@@ -61,12 +70,15 @@ def save_adapters(
       The two files.
 
     Raises:
-      ValueError: the configuration has no adapter, a layer lacks one of its, or the layout has no such names.
+      ValueError: the configuration has no adapter, a layer lacks one of its, a module's has another rank, or the layout
+        has no such names.
     """
     adapter, router = _checked(config, layout)
     check_integers(**{f"layers[{number!r}]": number for number in layers})
-    if not layers:
+    if config.adapter_names and not layers:
         raise ValueError("layers={} must have at least one")
+    if not config.adapter_names and not modules:
+        raise ValueError(f"{modules=} must have at least one, for {adapter} has no targets in a layer")
     tensors: dict[str, np.ndarray] = {}
     targets: list[str] = []
     for number, params in layers.items():
@@ -78,7 +90,7 @@ def save_adapters(
             targets.append(target)
     modules = modules or {}
     for name, (a, b) in modules.items():
-        if a.shape[1:] != (adapter.rank,) or b.shape[:1] != (adapter.rank,):
+        if not a.shape[1:] == b.shape[:-1] == (adapter.rank,):
             raise ValueError(f"modules[{name!r}] has shapes {a.shape} and {b.shape}, must have {adapter}'s rank")
         for end, array in (("lora_A", a), ("lora_B", b)):
             tensors[f"base_model.model.{name}.{end}.weight"] = np.ascontiguousarray(np.asarray(array).T)
@@ -88,10 +100,10 @@ def save_adapters(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
-        "r": adapter.rank,
-        "lora_alpha": written_alpha,
-        "rank_pattern": {_FUSED: 2 * adapter.rank} if both else {},
-        "alpha_pattern": {_FUSED: 2 * written_alpha} if both else {},
+        "r": 2 * adapter.rank if both else adapter.rank,
+        "lora_alpha": 2 * written_alpha if both else written_alpha,
+        "rank_pattern": {_NOT_FUSED: adapter.rank} if both else {},
+        "alpha_pattern": {_NOT_FUSED: written_alpha} if both else {},
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
@@ -114,10 +126,12 @@ def save_adapters(
 
 
 def read_adapter(folder: str | Path) -> LoRA:
-    """What `adapter_config.json` says, for `MoEConfig(adapter=...)`, without what it targets outside of such layers.
+    """What `adapter_config.json` says of such layers, for `MoEConfig(adapter=...)`.
+
+    It has no targets where only modules outside of them have adapters, which `load_module_adapters` reads.
 
     Raises:
-      CheckpointError: the file is broken, of another kind, targets nothing of the layer, or asks for what a LoRA lacks.
+      CheckpointError: the file is broken, of another kind, targets nothing, or asks for what a LoRA lacks.
     """
     path = Path(folder) / CONFIG
     fields = _fields(path)
@@ -131,16 +145,66 @@ def read_adapter(folder: str | Path) -> LoRA:
     targets = {
         part for name in names for end, parts in ends.items() if f".{name}".endswith(f".{end}") for part in parts
     }
-    if not targets:
+    if not targets and not fields["target_modules"]:
         raise CheckpointError(f"{path}: target_parameters={shown(names)} has none of an expert layer")
     ordered = tuple(name for name in ("gate", "up", "down", "router") if name in targets)
-    return LoRA(rank=fields["r"], alpha=fields["lora_alpha"], targets=ordered)
+    other = next((name for name in names if not name.endswith("gate_up_proj")), "")
+    rank, alpha = _of_patterns(fields, other)
+    return LoRA(rank=rank, alpha=alpha, targets=ordered)
+
+
+def adapted_layers(folder: str | Path) -> set[int]:
+    """The numbers of the layers whose experts or router have adapters there; CheckpointError for a broken file."""
+    return {int(found[1]) for found in map(_OF_LAYER.fullmatch, TensorFile(Path(folder) / TENSORS).tensors) if found}
+
+
+def load_module_adapters(folder: str | Path, *, dtype: DTypeLike | None = None) -> dict[str, tuple[Array, Array]]:
+    """Reads the adapters of linear modules outside of layers of experts, such as the attention's: all that there are.
+
+    Returns:
+      A (inputs, rank) and B (rank, outputs) by the modules' names, as `save_adapters` takes them: rank and scale are
+      those that `read_adapter` returns.
+
+    Raises:
+      CheckpointError: a file is broken, a tensor is of something else than such a module or layer, or a module's rank
+        or scale is another; the message names it, and what is allowed.
+    """
+    adapter, path = read_adapter(folder), Path(folder) / CONFIG
+    fields, file = _fields(path), TensorFile(Path(folder) / TENSORS)
+    modules: dict[str, tuple[Array, Array]] = {}
+    for key in file.tensors:
+        of_module = _OF_MODULE.fullmatch(key)
+        if _OF_LAYER.fullmatch(key) or (of_module and of_module[1] in modules):
+            continue
+        if of_module is None:
+            raise CheckpointError(f"{file.path}: tensor {key!r} is no adapter of a linear module or a layer of experts")
+        name, (rank, alpha) = of_module[1], _of_patterns(fields, of_module[1])
+        for what, value, allowed in (("rank", rank, adapter.rank), ("alpha", alpha, adapter.alpha)):
+            if value != allowed:
+                raise CheckpointError(f"{path}: {name!r} has {what} {value}, must have {allowed}, by {adapter}")
+        pair = []
+        for end, axis in (("A", 0), ("B", 1)):
+            tensor = _tensor(file, f"base_model.model.{name}.lora_{end}.weight", f"{name!r} needs")
+            shape = list((*tensor.shape, 0, 0)[:2])
+            shape[axis] = adapter.rank
+            tensor.require(_FLOATS, shape)
+            pair.append(jnp.asarray(tensor.read().T, dtype))
+        modules[name] = pair[0], pair[1]
+    return modules
 
 
 def load_adapters(
-    folder: str | Path, layer: int, config: MoEConfig, *, layout: str = "by_expert", dtype: DTypeLike | None = None
+    folder: str | Path,
+    layer: int,
+    config: MoEConfig,
+    *,
+    layout: str = "by_expert",
+    dtype: DTypeLike | None = None,
+    modules: Collection[str] = (),
 ) -> dict[str, Array]:
     """Reads one layer's adapters, as `save_adapters` or PEFT wrote them, to stand beside its other parameters.
+
+    A file with adapters that neither such layers nor `modules` have is refused: nothing of it is left out silently.
 
     Args:
       folder: with `adapter_config.json` and `adapter_model.safetensors`.
@@ -148,6 +212,8 @@ def load_adapters(
       config: the layer, with the adapter that the file has: see `read_adapter`.
       layout: as for `save_adapters`.
       dtype: the adapters' type; None for the file's.
+      modules: names of the modules elsewhere in the model whose adapters are read by `load_module_adapters`; what that
+        returns will do.
 
     Raises:
       ValueError: the configuration has no adapter, or the layout no such names.
@@ -159,31 +225,29 @@ def load_adapters(
     path = Path(folder) / CONFIG
     fields, file = _fields(path), TensorFile(Path(folder) / TENSORS)
     params: dict[str, np.ndarray] = {}
+    taken: set[str] = set()
     for name, module, target in _places(config, layer, router):
-        rank = _of_pattern(fields["rank_pattern"], target, fields["r"])
-        alpha = _of_pattern(fields["alpha_pattern"], target, fields["lora_alpha"])
+        rank, alpha = _of_patterns(fields, target)
         allowed = (adapter.rank, 2 * adapter.rank) if name == "gate_up" else (adapter.rank,)
         if rank not in allowed:
             where = f"{path}: {target} has rank {rank}"
             raise CheckpointError(f"{where}, must have {' or '.join(map(str, allowed))}, by {adapter}")
         if not np.isclose(alpha / rank, adapter.scale):
             raise CheckpointError(f"{path}: {target} has alpha / rank = {alpha}/{rank}, must have that of {adapter}")
-        tensors = []
-        for end in ("lora_A", "lora_B"):
-            if (key := f"{module}.{end}.weight") not in file.tensors:
-                raise CheckpointError(f"{file.path}: tensor {key!r} is missing, which {adapter} asks for")
-            tensors.append(file.tensors[key])
+        tensors = [_tensor(file, f"{module}.{end}.weight", f"{adapter} asks for") for end in ("lora_A", "lora_B")]
+        taken |= {tensor.name for tensor in tensors}
         experts = 1 if name == "router" else config.num_experts
         has_width, axis = (tensors[1], 0) if name == "down" else (tensors[0], 1)
         width = (*has_width.shape, 0, 0)[axis]  # of the model, which only the file says
         n = config.expert_width
         inputs, outputs = {"gate_up": (width, 2 * n), "down": (n, width), "router": (width, config.num_experts)}[name]
-        tensors[0].require(("F32", "F16", "BF16"), (experts * rank, inputs))
-        tensors[1].require(("F32", "F16", "BF16"), (outputs, rank * experts))
+        tensors[0].require(_FLOATS, (experts * rank, inputs))
+        tensors[1].require(_FLOATS, (outputs, rank * experts))
         a, b = (copied(tensor.mapped()) for tensor in tensors)
         a = a.reshape(experts, rank, inputs).transpose(0, 2, 1)
         b = b.reshape(outputs, rank, experts).transpose(2, 1, 0)
         params |= _apart(name, a, b, config, layout, str(tensors[1]))
+    _check_others(file, layer, adapter, taken, modules)
     return {name: jnp.asarray(value, dtype or value.dtype) for name, value in params.items()}
 
 
@@ -194,6 +258,24 @@ def _checked(config: MoEConfig, layout: str) -> tuple[LoRA, str]:
     if layout not in ROUTERS:
         raise ValueError(f"{layout=} must be one of {', '.join(ROUTERS)}")
     return adapter, ROUTERS[layout]
+
+
+def _tensor(file: TensorFile, key: str, who: str) -> Stored:
+    if key not in file.tensors:
+        raise CheckpointError(f"{file.path}: tensor {key!r} is missing, which {who}")
+    return file.tensors[key]
+
+
+def _check_others(file: TensorFile, layer: int, adapter: LoRA, taken: set[str], modules: Collection[str]) -> None:
+    """Raises CheckpointError for an adapter that is not `taken`, another layer's, or one of `modules`."""
+    for key in sorted(file.tensors.keys() - taken):
+        of_layer, of_module = _OF_LAYER.fullmatch(key), _OF_MODULE.fullmatch(key)
+        if of_layer and int(of_layer[1]) == layer:
+            raise CheckpointError(f"{file.path}: tensor {key!r} is an adapter that {adapter} has not")
+        name = of_module[1] if of_module else key
+        if not of_layer and name not in modules:
+            how = "read it by load_module_adapters, and give its name in modules"
+            raise CheckpointError(f"{file.path}: {name!r} has an adapter, but is no part of a layer of experts: {how}")
 
 
 def _names(config: MoEConfig) -> list[str]:
@@ -267,7 +349,7 @@ def _apart(
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    empty: dict[str, Any] = {"rank_pattern": None, "alpha_pattern": None, "target_parameters": None}
+    empty: dict[str, Any] = dict.fromkeys(("rank_pattern", "alpha_pattern", "target_parameters", "target_modules"))
     fields = empty | read_json(path)
     if fields.get("peft_type") != "LORA":
         raise CheckpointError(f"{path}: peft_type={shown(fields.get('peft_type'))} must be 'LORA'")
@@ -285,6 +367,14 @@ def _fields(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return fields
+
+
+def _of_patterns(fields: Mapping[str, Any], target: str) -> tuple[int, float]:
+    """Rank and alpha of what has that name."""
+    return (
+        _of_pattern(fields["rank_pattern"], target, fields["r"]),
+        _of_pattern(fields["alpha_pattern"], target, fields["lora_alpha"]),
+    )
 
 
 def _of_pattern(patterns: Mapping[str, Any], target: str, default):

@@ -24,6 +24,7 @@ from blaze_jax import (
     join_adapters,
     merge,
     moe,
+    quantize_experts,
     split_adapters,
 )
 from blaze_jax.adapters import added, with_dropout
@@ -301,6 +302,25 @@ def test_dropout_leaves_out_inputs_of_adapters_in_training():
     assert np.any(module.apply(variables, x, rngs={"dropout": key}, mutable=["losses"])[0] != y)
 
 
+@pytest.mark.parametrize("form", [None, "nf4"])
+@pytest.mark.default_cases("*")
+def test_a_layer_without_targets_is_frozen_and_computes_as_it_did(form):
+    plain = MoEConfig(num_experts=4, experts_per_token=2, expert_width=64)
+    config, x = replace(plain, adapter=LoRA(targets=())), random_tokens(20, width=64)
+    assert init_adapters(jax.random.key(0), config, 64) == {}
+    base = random_parameters(plain, width=64)
+    params = base if form is None else quantize_experts(base, form)
+    decoded = merge(params, config)
+
+    def loss(x, params, config):
+        return jnp.sin(moe(x, params, config)[0]).sum()
+
+    ours, theirs = (jax.value_and_grad(loss)(x, *of) for of in ((params, config), (decoded, plain)))
+    assert_close(ours, theirs, 1e-6 if form is None else 1e-2)
+    if form is None:
+        assert not any(np.any(g) for g in jax.grad(loss, argnums=1)(x, params, config).values())
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -315,7 +335,8 @@ def test_dropout_leaves_out_inputs_of_adapters_in_training():
             "targets=('q',) must be None, or a tuple of different ones of gate, up, down, r",
         ),
         (lambda: LoRA(targets="up"), "targets='up' must be None, or a tuple of"),
-        (lambda: LoRA(targets=()), "targets=() must be None, or a tuple of"),
+        (lambda: LoRA(targets=("up", "up")), "targets=('up', 'up') must be None, or a tuple of different ones"),
+        (lambda: LoRA(targets=4), "targets=4 must be None, or a tuple of"),
         (lambda: replace(BASE, adapter=16), "adapter=16 must be a LoRA or None"),
         (
             lambda: replace(BASE, activation="gelu", adapter=LoRA(targets=("gate",))),

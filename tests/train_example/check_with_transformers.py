@@ -4,6 +4,9 @@ Run it in two environments, for neither needs what the other has. First `python 
 tests.train_example.check_with_transformers FOLDER`, which writes token ids and the decoder's logits into the folder,
 then `python tests/train_example/check_with_transformers.py FOLDER` with torch and transformers 5, which compares them.
 There `python tests/train_example/check_with_transformers.py` writes the logits of `VARIANTS`. No test runs it.
+
+With a second folder, of adapters that `train_example` has saved, of the attention, too, both put these on the model. It
+takes peft, no warning of which is let pass.
 """
 
 import json
@@ -37,41 +40,51 @@ VARIANTS = {
 """Changes to a fixture's config.json by the family's name, with spaces for a second one."""
 
 
-def write_logits(folder: Path) -> None:
+def write_logits(folder: Path, adapter: Path | None = None) -> None:
     """The decoder's side."""
-    import jax.numpy as jnp
     import numpy as np
     from safetensors.numpy import save_file
 
-    from train_example.public_models.config import public_config
-    from train_example.public_models.gpt_oss import decoder_class
+    from train_example.model import together
+    from train_example.program.adapters import load_adapters
+    from train_example.program.arguments import new_config
+    from train_example.program.model import make_model
     from train_example.public_models.weights import load_params
 
-    config = public_config(folder)
-    model = decoder_class(config)(config, config.moe(), jnp.float32)
-    ids = np.random.default_rng(0).integers(0, config.vocabulary, (2, 33), dtype=np.int32)
-    logits = model.apply({"params": load_params(folder, model)}, ids)
+    own = {} if adapter is None else {"adapter_from": str(adapter)}
+    model = make_model(new_config({"checkpoint": str(folder), "dtype": "float32", **own}))
+    params = load_params(folder, model)
+    params = params if adapter is None else together(load_adapters(adapter, model), params)
+    ids = np.random.default_rng(0).integers(0, model.config.vocabulary, (2, 33), dtype=np.int32)
+    logits = model.apply({"params": params}, ids)
     save_file({"ids": ids, "logits": np.asarray(logits)}, folder / FILE)
 
 
-def logits_of(folder: Path, file: Path):
+def logits_of(folder: Path, file: Path, adapter: Path | None = None):
     """Transformers' logits of the ids in a file, and all that it has to say of the weights."""
+    import warnings
+
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
     model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+    if adapter is not None:
+        from peft import PeftModel
+
+        with warnings.catch_warnings(action="error", category=RuntimeWarning):
+            model = PeftModel.from_pretrained(model, adapter)
     with torch.no_grad():
         return model(input_ids=load_file(file)["ids"].long()).logits, info
 
 
-def compare_logits(folder: Path) -> None:
+def compare_logits(folder: Path, adapter: Path | None = None) -> None:
     """The side of transformers."""
     from safetensors.torch import load_file
     from transformers import PreTrainedTokenizerFast
 
-    logits, info = logits_of(folder, folder / FILE)
+    logits, info = logits_of(folder, folder / FILE, adapter)
     assert not any(info.values()), info
     error = (logits - load_file(folder / FILE)["logits"]).norm() / logits.norm()
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
@@ -100,4 +113,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         write_variants()
     else:
-        (write_logits if __package__ else compare_logits)(Path(sys.argv[1]))
+        (write_logits if __package__ else compare_logits)(*map(Path, sys.argv[1:]))

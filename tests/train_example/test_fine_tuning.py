@@ -1,6 +1,8 @@
 """Adapters beside the frozen base of a whole model: what they compute, what is trained, and what is written."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from blaze_jax import LoRA, checkpoints
 from blaze_jax.adapters import is_adapter
@@ -23,7 +25,7 @@ from train_example.__main__ import main
 from train_example.config import UserError
 from train_example.generate.__main__ import main as generate
 from train_example.model import Decoder, adapters_of, together
-from train_example.program.adapters import parse_adapter
+from train_example.program.adapters import load_adapters, parse_adapter
 from train_example.program.arguments import new_config
 from train_example.program.metrics import read_metrics
 from train_example.program.model import first_state, make_model
@@ -144,6 +146,94 @@ def test_adapters_of_attention_begin_as_nothing_and_have_the_gradients_of_their_
     assert_close(ours, theirs, 1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss-model"])
+@pytest.mark.default_cases("*")
+def test_a_model_with_what_peft_has_trained_computes_what_peft_computes(family):
+    """Of all of Qwen3-MoE's blocks, and of gpt-oss' attention alone; `make_peft_fixtures.py` has made them."""
+    folder = FIXTURES / f"{family.removesuffix('-model')}-model-peft"
+    options = {"checkpoint": str(FIXTURES / family), "adapter_from": str(folder), "dtype": "float32"}
+    model = make_model(new_config(options))
+    adapters = load_adapters(folder, model)
+    params = together(adapters, load_params(FIXTURES / family, model))
+    ids = expected(family)["ids"]
+    logits = jax.jit(model.apply)({"params": params}, ids)
+    assert_close(logits, load_file(folder / "expected.safetensors")["logits"], 1e-5)
+    like = jax.eval_shape(partial(init_state, new_config(options), model)).params
+    assert jax.tree.map(jnp.shape, adapters) == jax.tree.map(jnp.shape, like)
+
+
+def test_an_adapter_of_what_the_model_has_not_is_named(tmp_path):
+    folder = shutil.copytree(FIXTURES / "gpt_oss-model-peft", tmp_path / "adapter")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    config = new_config({"checkpoint": str(FIXTURES / "gpt_oss-model"), "adapter_from": str(folder)})
+    model = make_model(config)
+    start = "base_model.model.model.layers."
+
+    def refused(message, changed):
+        save_file(changed, folder / "adapter_model.safetensors")
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_adapters(folder, model)
+
+    fourth = {name.replace("layers.2.", "layers.3."): tensor for name, tensor in tensors.items()}
+    refused("model.layers.3.self_attn.k_proj has an adapter, which has no place in the model", tensors | fourth)
+    without = {name: tensor for name, tensor in tensors.items() if "2.self_attn.k_proj" not in name}
+    refused("layer 2: attention.key.kernel_lora_a is missing, must be of shape (32, 4)", without)
+    narrow = {f"{start}0.self_attn.q_proj.lora_A.weight": np.zeros((4, 8), np.float32)}
+    wrong = "layer 0: attention.query.kernel_lora_a is of shape (8, 4), must be of shape (32, 4)"
+    refused(wrong, tensors | narrow)
+    head = {f"base_model.model.lm_head.lora_{end}.weight": np.zeros((4, 4), np.float32) for end in "AB"}
+    refused("lm_head has an adapter, which has no place in the model", tensors | head)
+    save_file(head, folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="has lm_head, must have some of gate, up, down, router, q, k, v, o"):
+        new_config({"checkpoint": str(FIXTURES / "gpt_oss-model"), "adapter_from": str(folder)})
+    router = {f"{start}7.mlp.router.lora_{end}.weight": np.zeros((4, 4), np.float32) for end in "AB"}
+    refused("model.layers.7.mlp has an adapter, which has no place in the model", tensors | router)
+    router = {name.replace("7", "1"): tensor for name, tensor in router.items()}
+    refused(
+        "layers.1.mlp.router.lora_A.weight' is an adapter that LoRA(rank=4, alpha=6.0, targets=()", tensors | router
+    )
+    other = make_model(replace(config, adapter="rank=4,alpha=8,targets=q+k+v+o"))
+    with pytest.raises(UserError, match=r"rank=4 and alpha=6 must be --adapter's 4 and 8.0"):
+        load_adapters(folder, other)
+    other = make_model(replace(config, adapter="rank=4,alpha=6,targets=q+k+v"))
+    shutil.copy(FIXTURES / "gpt_oss-model-peft" / "adapter_model.safetensors", folder)
+    with pytest.raises(UserError, match=r"layer 0: attention.out.kernel_lora_a is of shape .64, 4., must be missing"):
+        load_adapters(folder, other)
+
+
+@pytest.mark.slow
+def test_a_run_of_attention_alone_goes_on_from_its_file_and_generates_with_it(tmp_path, capsys):
+    folder = write_tiny_checkpoint(tmp_path / "model")
+    given = ["--checkpoint", str(folder), *OPTIONS.split(), "--steps", "2"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main([*given, "--adapter", "rank=2,targets=q+k+v+o", "--base", "float8", "--out", str(first)]) == 0
+    fields = json.loads((first / "adapter" / "adapter_config.json").read_text())
+    assert (fields["r"], fields["target_parameters"]) == (2, [])
+    written = load_file(first / "adapter" / "adapter_model.safetensors")
+    assert len(written) == 2 * 4 * 3
+    assert all(np.any(tensor) for tensor in written.values())
+    assert main([*given, "--adapter-from", str(first / "adapter"), "--out", str(second), "--merge"]) == 0
+    (first / "adapter").rename(first / "moved")  # a run that has begun needs it no more
+    assert main(["--resume", "--out", str(second), "--steps", "4"]) == 0
+    losses = [read_metrics(out / "metrics.jsonl")[0]["loss"] for out in (first, second)]
+    assert losses[1] < losses[0]
+    after = load_file(second / "adapter" / "adapter_model.safetensors")
+    assert after.keys() == written.keys()
+
+    capsys.readouterr()
+    said = []
+    adapted = ["--checkpoint", str(folder), "--adapter-from", str(second / "adapter")]
+    for source in (["--run", str(second)], adapted):
+        assert generate([*source, "--prompt", "lists", "--tokens", "8", "--temperature", "0"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert said[0].startswith("lists")
+    assert generate(["--run", str(first), *adapted[2:], "--prompt", "lists"]) == 2
+    assert "--adapter-from is put on a public model: give --checkpoint FOLDER" in capsys.readouterr().err
+    assert generate([*adapted, "--prompt", "lists", "--gpu-bytes", "1GB"]) == 2
+    assert "--adapter-from needs all experts on the device: leave --gpu-bytes out" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(tmp_path, capsys):
     folder = write_tiny_checkpoint(tmp_path / "model")
@@ -166,8 +256,9 @@ def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(t
     assert json.loads((whole / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
     moe = public_config(folder).moe(adapter=adapter)
     plain = replace(moe, adapter=None)
+    modules = checkpoints.load_module_adapters(whole / "adapter")
     for layer in (0, 2):  # the model's layers of experts
-        read = checkpoints.load_adapters(whole / "adapter", layer, moe)
+        read = checkpoints.load_adapters(whole / "adapter", layer, moe, modules=modules)
         base = checkpoints.load(folder, layer, plain, base="float8").params
         merged = checkpoints.load(whole / "model", layer, plain).params["w_up"]
         change = moe.adapter.scale * np.matmul(read["w_up_lora_a"], read["w_up_lora_b"])
@@ -225,6 +316,9 @@ def test_gpt_oss_trains_on_its_compressed_files_and_is_saved_in_full(tmp_path, c
     assert losses[-1] < losses[0]
     moe = public_config(folder).moe(adapter=replace(checkpoints.read_adapter(out / "adapter"), shared=True))
     read = checkpoints.load_adapters(out / "adapter", 2, moe, layout="gpt_oss")
+    options = {"checkpoint": str(folder), "adapter": "rank=2,shared", "adapter_from": str(out / "adapter")}
+    again = load_adapters(out / "adapter", make_model(new_config(options)))["moe_blocks"]["moe"]
+    assert_same_bits({name: again[name][2] for name in read}, read)
     plain = replace(moe, adapter=None)
     base, merged = (checkpoints.load(path, 2, plain).params["w_up"] for path in (folder, out / "model"))
     change = moe.adapter.scale * np.matmul(read["w_up_lora_a"], read["w_up_lora_b"])
@@ -272,7 +366,7 @@ def test_a_random_base_is_made_in_its_form():
         ("--adapter rank", "--adapter rank: 'rank' must be one of rank=N, alpha=NUMBER, targets="),
         ("--adapter size=4", "'size=4' must be one of rank=N"),
         ("--adapter rank=4,shared=no", "'shared=no' must be one of rank=N"),
-        ("--adapter rank=4,targets=q+v", "of experts or router at least one"),
+        ("--adapter rank=4,targets=", "targets= must be different ones of gate, up, down, router, q, k, v, o"),
         (
             "--adapter rank=4,targets=gate+head",
             "targets=gate+head must be different ones of gate, up, down, router, q, k, v, o",
@@ -295,6 +389,11 @@ def test_a_random_base_is_made_in_its_form():
         ("--preset gpt-oss-20b --experts-layer dense-twin", "dense-twin has no clamped_swiglu, only swiglu"),
         ("--compile-only b100", "argument --compile-only: invalid choice"),
         ("--merge", "--merge is of a public model's adapters: say --checkpoint and --adapter, too"),
+        ("--adapter-from nowhere", "--adapter-from is of a public model's adapters: say --checkpoint, too"),
+        (
+            f"--checkpoint {FIXTURES / 'qwen3_moe'} --adapter-from nowhere",
+            "nowhere/adapter_config.json",
+        ),
     ],
 )
 @pytest.mark.default_cases("*")

@@ -36,6 +36,7 @@ _USER_ERROR = 2
 _INTERRUPTED = 130
 _TOKENS = 256
 _BATCH = 16
+_OPTIONS = ("dtype", "implementation", "attention", "adapter_from")
 _SLOTS = 128
 """The cache is a multiple of this long, so that prompts of similar lengths run the same program."""
 
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     offload = None if arguments.gpu_bytes is None else Offload(arguments.gpu_bytes, arguments.expert_bits)
-    given = {n: getattr(arguments, n) for n in ("dtype", "implementation", "attention") if hasattr(arguments, n)}
+    given = {n: getattr(arguments, n) for n in _OPTIONS if hasattr(arguments, n)}
     if arguments.time:
         model = {n: str(v) for n in ("checkpoint", "preset") if (v := getattr(arguments, n, None)) is not None}
         batch, most = arguments.batch_size or 1, arguments.tokens or _TOKENS
@@ -211,6 +212,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UserError("--record-experts is for --prompts: what it generates can be replayed")
     if arguments.gpu_bytes is not None and (arguments.record_experts or arguments.replay is not None):
         raise UserError("--record-experts and --replay need all experts on the device: leave --gpu-bytes out")
+    if hasattr(arguments, "adapter_from"):
+        if arguments.checkpoint is None or arguments.time:
+            raise UserError("--adapter-from is put on a public model: give --checkpoint FOLDER, and what to generate")
+        if arguments.gpu_bytes is not None:
+            raise UserError("--adapter-from needs all experts on the device: leave --gpu-bytes out")
     if arguments.prompt_tokens is not None and not arguments.time:
         raise UserError("--prompt-tokens is for --time, whose prompts are drawn")
     if arguments.expert_bits is not None and arguments.gpu_bytes is None:
@@ -263,7 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=whole(1), metavar="N", help="of each prompt of --time (what --tokens leave of --cache)")
     add("--gpu-bytes", type=memory_size, metavar="SIZE", help="what may be used of the GPU; other experts are streamed")
     add("--expert-bits", type=int, choices=(3, 4), help="exponents of streamed experts, compressed without loss")
-    add_options(parser, "dtype", "implementation", "attention")
+    add_options(parser, *_OPTIONS)
     return parser
 
 

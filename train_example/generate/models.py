@@ -17,6 +17,7 @@ from train_example.data import Stream
 from train_example.generate.offload import ExpertsOf, Offload
 from train_example.generate.streaming import without_experts
 from train_example.model import Decoder, Tree, layers_apart, together
+from train_example.program.adapters import load_adapters
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints
 from train_example.program.jit_once import jit_once
@@ -97,6 +98,9 @@ def open_model(
             offload.allow_host_memory(config.model, config.dtype)
         model, text = generating_model(config), public_text(checkpoint, config.model.vocabulary)
         params = load_params(checkpoint, model.clone(unroll=True), dtype=model.dtype, experts=offload is None)
+        if config.adapter_from:
+            adapters = working_copy(load_adapters(config.adapter_from, model), model.dtype)
+            params = together(layers_apart(model.config, adapters), params)
         experts = partial(load_experts, checkpoint, model, dtype=model.dtype) if offload else None
         limit = config.model.max_positions
         positions = limit or config.sequence_length

@@ -16,7 +16,7 @@ from blaze_jax.benchmark.mesh import parse_mesh
 from blaze_jax.quantized import inputs_multiple
 from train_example.config import TrainConfig, UserError
 from train_example.layers import GATES
-from train_example.program.adapters import parse_adapter
+from train_example.program.adapters import adapter_of, parse_adapter
 from train_example.program.devices import Cluster
 from train_example.program.model import GPU_BYTES
 from train_example.program.presets import FINE_TUNING, OF_ADAPTERS, PRESETS
@@ -50,7 +50,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         raise UserError("--compile-only plans a run on one GPU: leave --mesh and --cluster out")
     if arguments.resume and arguments.out is None:
         raise UserError("--resume needs --out FOLDER, the folder of the run to go on with")
-    for name in {"data", "checkpoint"} & options.keys():
+    for name in {"data", "checkpoint", "adapter_from"} & options.keys():
         options[name] = str(Path(options[name]).absolute())
     if {"checkpoint", "preset"} <= options.keys():
         raise UserError("--checkpoint and --preset exclude each other: both say which model it is")
@@ -69,6 +69,8 @@ def new_config(options: dict[str, Any]) -> TrainConfig:
       UserError: options do not fit each other.
     """
     start = _start(options)
+    if options.get("checkpoint") and options.get("adapter_from"):
+        options = {"adapter": adapter_of(options["adapter_from"])} | options
     if options.get("adapter") is not None:
         start = replace(start, **OF_ADAPTERS)
     return checked(replace(start, **options))
@@ -140,6 +142,8 @@ def checked(config: TrainConfig) -> TrainConfig:
     if config.embedding == "host" and (config.adapter is None or model.tied_head):
         what = "is the head, too" if model.tied_head else "is trained: say --adapter rank=16, too"
         raise UserError(f"--embedding host is for a frozen embedding that is no head, but that of this model {what}")
+    if config.adapter_from and not config.checkpoint:
+        raise UserError("--adapter-from is of a public model's adapters: say --checkpoint, too")
     if config.merge and not (config.adapter and config.checkpoint):
         raise UserError("--merge is of a public model's adapters: say --checkpoint and --adapter, too")
     if config.optimizer == "adam8":

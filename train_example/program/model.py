@@ -21,7 +21,7 @@ from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.compile_only.gpus import GPUS
 from train_example.config import ExpertsLayer, TrainConfig, UserError
 from train_example.model import Decoder
-from train_example.program.adapters import parse_adapter
+from train_example.program.adapters import load_adapters, parse_adapter
 from train_example.program.devices import state_shardings
 from train_example.program.host_embedding import with_host_embedding
 from train_example.program.jit_once import jit_once
@@ -104,6 +104,8 @@ def first_state(config: TrainConfig, model: Decoder, restored: Callable[[TrainSt
     init, like = partial(init_state, config, model), state_shapes(config, model)
     if config.adapter is not None:
         state = jit_once(init)() if restored is None else restored(like)
+        if restored is None and config.adapter_from:
+            state = state._replace(params=load_adapters(config.adapter_from, model))
         frozen = frozen_base(config, model)
         return state._replace(frozen=with_host_embedding(frozen) if config.embedding == "host" else frozen)
     shardings = state_shardings(model.parallel, like, model.moe, config.model.width)

@@ -9,7 +9,9 @@ adapters in `FOLDER/family` into the model, and compares the output of its last 
 project's environment.
 
 A folder `family-peft` has the two files of an adapter, and in `expected.safetensors` output, gradient of the tokens and
-of each of the adapter's tensors of the last layer's block, for x and dy of the family's fixture.
+of each of the adapter's tensors of the last layer's block, for x and dy of the family's fixture. In the folders of
+`OF_MODELS` the attention has adapters, too or alone, and `expected.safetensors` has the whole model's logits for the
+ids of the family's fixture.
 """
 
 import json
@@ -23,6 +25,13 @@ from transformers import AutoModelForCausalLM
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ATTENTION = [f"{name}_proj" for name in "qkvo"]
+OF_MODELS = {
+    "qwen3_moe-model-peft": ("qwen3_moe", ["mlp.gate.weight", *EXPERTS]),
+    "gpt_oss-model-peft": ("gpt_oss-model", []),
+}
+"""Folders of adapters of whole models: the family, and what has adapters beside its attention."""
 
 
 def base(family):
@@ -34,21 +43,35 @@ def block_of(model, x):
     return y[0] if isinstance(y, tuple) else y
 
 
-def write(family):
-    router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
-    targets = [router, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+def adapted(folder, family, modules, parameters):
+    """The model with random adapters, which are saved, and these."""
     torch.manual_seed(7)
-    model = get_peft_model(base(family), LoraConfig(r=4, lora_alpha=6, target_modules=[], target_parameters=targets))
+    targets = {"target_modules": modules, "target_parameters": parameters}
+    model = get_peft_model(base(family), LoraConfig(r=4, lora_alpha=6, **targets))
     own = {name: value for name, value in model.named_parameters() if "lora_" in name}
     with torch.no_grad():
         for value in own.values():
             value.normal_(std=value.shape[1] ** -0.5)
-    folder = FIXTURES / f"{family}-peft"
     model.save_pretrained(folder)
     (folder / "README.md").unlink()
     fields = json.loads((folder / "adapter_config.json").read_text())
     fields["base_model_name_or_path"] = None
+    fields |= {name: sorted(fields[name] or []) for name in targets}
     (folder / "adapter_config.json").write_text(json.dumps(fields, indent=1))
+    return model, own
+
+
+def write_model(name, family, parameters):
+    model, _ = adapted(FIXTURES / name, family, ATTENTION, parameters)
+    with torch.no_grad():
+        logits = model(input_ids=load_file(FIXTURES / family / "expected.safetensors")["ids"].long()).logits
+    save_file({"logits": logits}, FIXTURES / name / "expected.safetensors")
+
+
+def write(family):
+    router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
+    folder = FIXTURES / f"{family}-peft"
+    model, own = adapted(folder, family, [], [router, *EXPERTS])
     given = load_file(FIXTURES / family / "expected.safetensors")
     x = given["x"].requires_grad_()
     y = block_of(model, x)
@@ -74,3 +97,5 @@ def check(family, folder):
 if __name__ == "__main__":
     for name in FAMILIES:
         check(name, Path(sys.argv[1])) if len(sys.argv) > 1 else write(name)
+    for name, of_model in {} if len(sys.argv) > 1 else OF_MODELS.items():
+        write_model(name, *of_model)

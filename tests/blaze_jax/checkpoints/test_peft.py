@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from blaze_jax import LoRA, checkpoints, moe
 from tests.blaze_jax.checkpoints.models import FIXTURES, expected, load, model
@@ -95,6 +95,69 @@ def test_a_base_is_read_and_written_without_adapters(tmp_path):
     checkpoints.save(tmp_path, {0: layer}, config)
 
 
+@pytest.mark.parametrize(("family", "attention_alone"), [("qwen3_moe", False), ("gpt_oss", True)])
+@pytest.mark.default_cases("*")
+def test_adapters_outside_of_the_layers_are_read_by_their_names_and_never_left_out_silently(
+    tmp_path, family, attention_alone
+):
+    folder, layout = FIXTURES / f"{family}-model-peft", load(family).layout
+    adapter = checkpoints.read_adapter(folder)
+    assert adapter == LoRA(rank=4, alpha=6, targets=() if attention_alone else ("gate", "up", "down", "router"))
+    config = replace(model(family).layer, adapter=adapter)
+    with pytest.raises(checkpoints.CheckpointError, match=r"'model.layers.0.self_attn.k_proj' has an adapter, but is"):
+        checkpoints.load_adapters(folder, 0, config, layout=layout)
+    modules = checkpoints.load_module_adapters(folder)
+    names = {f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(3) for part in "qkvo"}
+    assert modules.keys() == names
+    with pytest.raises(checkpoints.CheckpointError, match=r"'model.layers.2.self_attn.v_proj' has an adapter, but is"):
+        checkpoints.load_adapters(folder, 0, config, layout=layout, modules=names - {"model.layers.2.self_attn.v_proj"})
+
+    numbers = () if attention_alone else (0, 2)
+    layers = {n: checkpoints.load_adapters(folder, n, config, layout=layout, modules=modules) for n in numbers}
+    checkpoints.save_adapters(tmp_path, layers, config, layout=layout, modules=modules)
+    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (tmp_path, folder))
+    assert ours.keys() == theirs.keys()
+    alike = [name for name in theirs if "experts.base_layer" not in name]  # there gate and up have the same A
+    assert_same_bits({name: ours[name] for name in alike}, {name: theirs[name] for name in alike})
+    patterns = json.loads((tmp_path / "adapter_config.json").read_text())["rank_pattern"]
+    assert len(patterns) == (not attention_alone)
+    for pattern in patterns:  # peft warns of one that no module matches
+        named = [n for n in (*names, "layers.0.mlp.experts.gate_up_proj") if re.match(rf"(.*\.)?({pattern})$", n)]
+        assert set(named) == names
+    assert checkpoints.read_adapter(tmp_path) == adapter
+    assert_same_bits(checkpoints.load_module_adapters(tmp_path), modules)
+    for number, adapters in layers.items():
+        again = checkpoints.load_adapters(tmp_path, number, config, layout=layout, modules=modules)
+        assert_same_bits(again, adapters)
+
+
+def test_files_that_hold_more_than_the_layers_and_linear_modules_are_refused(tmp_path):
+    folder = shutil.copytree(FIXTURES / "qwen3_moe-model-peft", tmp_path / "adapter")
+    path, tensors = folder / "adapter_config.json", load_file(folder / "adapter_model.safetensors")
+    fields = json.loads(path.read_text())
+    q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+
+    def refused(message, tensors=tensors, **changes):
+        path.write_text(json.dumps(fields | changes))
+        save_file(tensors, folder / "adapter_model.safetensors")
+        with pytest.raises(checkpoints.CheckpointError, match=re.escape(message)):
+            checkpoints.load_module_adapters(folder)
+
+    refused("'model.layers.0.self_attn.q_proj' has rank 8, must have 4", rank_pattern={"layers.0.*q_proj": 8})
+    refused("'model.layers.0.self_attn.q_proj' has alpha 3, must have 6", alpha_pattern={"layers.0.*q_proj": 3})
+    refused(f"tensor '{q}B.weight' is missing", {n: t for n, t in tensors.items() if n != f"{q}B.weight"})
+    refused(f"tensor '{q}A.weight' has shape (4,)", tensors | {f"{q}A.weight": np.zeros(4, np.float32)})
+    embedding = "base_model.model.model.embed_tokens.lora_embedding_A"
+    other = tensors | {embedding: np.zeros((4, 32), np.float32)}
+    refused(f"tensor '{embedding}' is no adapter of a linear module", other)
+    modules = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in tensors}
+    config = replace(model("qwen3_moe").layer, adapter=checkpoints.read_adapter(folder))
+    with pytest.raises(
+        checkpoints.CheckpointError, match=re.escape(f"'{embedding}' has an adapter, but is no part of")
+    ):
+        checkpoints.load_adapters(folder, 0, config, modules=modules)
+
+
 def test_wrong_files_are_named(tmp_path):
     _, config, _ = of_peft("mixtral")
     folder = shutil.copytree(FIXTURES / "mixtral-peft", tmp_path / "adapter")
@@ -121,6 +184,10 @@ def test_wrong_files_are_named(tmp_path):
     )
     refused("each expert has an A of its own", replace(config, adapter=replace(config.adapter, shared=True)))
     refused("tensor 'base_model", replace(config, adapter=replace(config.adapter, targets=("up",))))
+    refused(
+        "mlp.gate.lora_A.weight' is an adapter that LoRA(rank=4, alpha=6, targets=('gate', 'up', 'down')",
+        replace(config, adapter=replace(config.adapter, targets=("gate", "up", "down"))),
+    )
     refused("layout='dbrx' must be one of mixtral, by_expert", layout="dbrx")
     refused("config.adapter=None must be a LoRA", replace(config, adapter=None))
     path.write_text(json.dumps(fields | {"target_parameters": ["lm_head.weight"]}))
@@ -130,3 +197,11 @@ def test_wrong_files_are_named(tmp_path):
         checkpoints.save_adapters(tmp_path, {2: {}}, config, layout="mixtral")
     with pytest.raises(ValueError, match=r"layers=\{\} must have at least one"):
         checkpoints.save_adapters(tmp_path, {}, config, layout="mixtral")
+    none = replace(config, adapter=LoRA(rank=4, targets=()))
+    with pytest.raises(ValueError, match=r"modules=None must have at least one, for LoRA\(rank=4.* has no targets"):
+        checkpoints.save_adapters(tmp_path, {}, none, layout="mixtral")
+    for shapes in (((8, 3), (3, 8)), ((8, 4), (4, 2, 4)), ((8, 4), (8, 4))):
+        with pytest.raises(
+            ValueError, match=re.escape(f"modules['lm_head'] has shapes {shapes[0]} and {shapes[1]}, must")
+        ):
+            checkpoints.save_adapters(tmp_path, {}, none, layout="mixtral", modules={"lm_head": map(np.zeros, shapes)})
