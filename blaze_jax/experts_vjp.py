@@ -30,6 +30,7 @@ from jaxtyping import Array
 from blaze_jax import low_rank
 from blaze_jax.gradient_sums import NO_SUMS, GradientSums, one_example
 from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases, with_frozen
+from blaze_jax.precision import hidden_bound
 from blaze_jax.quantized import inputs_of
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, token_sums, with_turns
 from blaze_jax.transformations import differentiated_once
@@ -175,6 +176,8 @@ def _up_projection(keep: bool, plan: Plan, xs: tuple[Array, ...], params: Parame
         return pre_activations, (hidden, ())
     ups = plan.decoded(ups, xs[0].dtype, xs)
     options["quantize"] = keep and plan.save == "int8"
+    if plan.kernels.down_operands and not low_rank.has_adapters([params.down]) and plan.save != "int8":
+        options["bound"] = hidden_bound(plan.activation, xs[0].shape[1])  # with int8 the kernel would spill registers
     into: dict[str, Any] = {}
     for x, part in zip(xs, rows.parts, strict=True):
         for block, pieces in enumerate(plan.pieces(part, len(ups))):
@@ -195,7 +198,8 @@ _pre_activations_and_hidden = differentiated_once(partial(_up_projection, True),
 @differentiated_once
 def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weights: tuple[Array, ...], before=None):
     """The output `y` of this device's tokens, a block of columns at a time, added to that of `before`."""
-    downs = plan.decoded(downs, hidden.dtype, hidden)
+    dtype = tokens.x.dtype
+    downs = plan.decoded(downs, dtype, hidden)
 
     def rows_of(operands, part: int):
         hidden, z = operands
@@ -205,7 +209,7 @@ def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weig
             return of_rows
         return low_rank.plus(of_rows, partial(plan.kernels.down_projection, z, downs[0].b, None, rows.all))
 
-    sizes = {"w_down": downs[0].weight, "dtype": hidden.dtype}
+    sizes = {"w_down": downs[0].weight, "dtype": dtype}
     z, of_experts = low_rank.reduced_hidden(plan.kernels, hidden, downs[0], rows.all), [down.weight for down in downs]
     if plan.kernels.down_operands:
         hidden, of_experts = plan.kernels.down_operands(hidden, of_experts)

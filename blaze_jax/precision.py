@@ -1,12 +1,13 @@
 """Whether experts multiply numbers of 8 bits: `precision="fp8"` does where it pays, by the rule that stands here."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, get_args
 
 from jaxtyping import Array
 
+from blaze_jax.activations import Activation
 from blaze_jax.checks import warn_once
 from pallas_kernels.compat import has_symbolic_sizes
 from pallas_kernels.family import Kernels
@@ -18,6 +19,10 @@ LEAST_WIDTH = 1024
 
 LEAST_ROWS = 1024
 """Where an expert has fewer rows, casting its weights takes longer than all that it gains."""
+
+MOST_BOUNDED_WIDTH = 2048
+"""Wider tokens are bounded too loosely: the bound grows with the root of the width for each of two factors, and small
+activations would lose digits of e4m3."""
 
 _everywhere: ContextVar[bool] = ContextVar("fp8_everywhere", default=False)
 
@@ -71,6 +76,11 @@ def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...], expec
         warn_once(f"precision='fp8' is left out, and experts multiply {x.dtype}: {reason}")
         return kernels
     return kernels.in_fp8()
+
+
+def hidden_bound(activation: Activation, model_width: int) -> Callable[..., Array] | None:
+    """The activation's bound, where the up projection writes 8 bits by it; None where a pass casts what it writes."""
+    return activation.bound if model_width <= MOST_BOUNDED_WIDTH else None
 
 
 def why_fp8_loses(x: Array, width: int, model_width: int, num_experts: int, expected_rows: float) -> str | None:

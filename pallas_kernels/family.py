@@ -66,7 +66,8 @@ class Kernels(Protocol):
     def down_operands(self) -> Callable[[Array, list[Array]], tuple[Any, list[Any]]] | None:
         """What `down_projection` takes for all blocks of columns: made of the rows, and of each block of experts.
 
-        The rows are used for nothing else. None where they are taken as they are.
+        The rows are used for nothing else. None where they are taken as they are. A family that has it takes `bound` in
+        its up projection, what bounds the activation or None, and with one gives `Scaled` rows, which need no more.
         """
         ...
 

@@ -4,7 +4,7 @@ A scale is a power of two, so that a decoded number has no more digits than the 
 (Noune et al., arXiv 2206.02915; Micikevicius et al., arXiv 2209.05433, for e4m3.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -20,6 +20,12 @@ E4M3 = jnp.float8_e4m3fn
 _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127  # of float32
 _LARGEST_EXPONENT = 7  # that a row's largest number comes to have; e4m3's largest is 448
 _SMALLEST_FIELD = _LARGEST_EXPONENT + 1
+_BEYOND_FOUR_DIGITS = 2 ** (_MANTISSA_BITS - 3) - 1
+
+
+LARGEST_BOUND = 320
+"""What is to be in 8 bits before it is known is at most this at its scale. Rounding the operands of the products before
+makes a factor up to (1 + 1/16)² larger than its bound, and two factors 1.28 times; up to 448 there is room for 1.4."""
 
 
 class Scaled(NamedTuple):
@@ -27,7 +33,7 @@ class Scaled(NamedTuple):
 
     Attributes:
       values: float8_e4m3fn; for Hopper's kernels two of them in each number of a 16-bit type, along the last axis.
-      scales: float32, powers of two, one for each row along an axis.
+      scales: float32, powers of two, one for each row along an axis; those of `bounded_scales` have four digits.
     """
 
     values: Float[Array, "..."]
@@ -55,6 +61,51 @@ def scale_field(largest, maximum):
     """The bits of a row's scale, and of its inverse, from those of its largest number, all as of float32."""
     field = maximum(largest >> _MANTISSA_BITS, _SMALLEST_FIELD) - _LARGEST_EXPONENT
     return field << _MANTISSA_BITS, ((field ^ -1) + (2 * _EXPONENT_BIAS + 1)) << _MANTISSA_BITS
+
+
+def norms(squares: Float[Array, "..."], count: int) -> Float[Array, "..."]:
+    """Square roots of sums of `count` squares in float32, none too small: squares may have been lost below 2^-126."""
+    return jnp.sqrt(squares + count * 2.0**-126)
+
+
+def token_norms(x: Float[Array, "T d"]) -> Float[Array, " T"]:
+    return norms(jnp.square(x.astype(jnp.float32)).sum(-1), x.shape[-1])
+
+
+def column_norms(weight: Float[Array, "E d n"], dtype) -> Float[Array, "E n"]:
+    """The norms of the columns of weights that are multiplied in `dtype`."""
+    return norms(jnp.square(weight.astype(dtype).astype(jnp.float32)).sum(1), weight.shape[1])
+
+
+def largest_of_experts(
+    of_columns: Sequence[Float[Array, "E n"]], biases: Sequence[Float[Array, "E n"]]
+) -> Float[Array, "E numbers"]:
+    """Of each expert the largest norm of a column, for each projection, and the largest magnitude of a bias or 0."""
+    largest = [of_projection.max(1) for of_projection in of_columns]
+    largest += [jnp.abs(bias).max(1).astype(jnp.float32) for bias in biases] or [jnp.zeros_like(largest[0])] * len(
+        largest
+    )
+    return jnp.stack(largest, 1)
+
+
+def bounded_scales(bound: Callable[..., Array], of_tokens: Array, largest: Sequence[Any]) -> Array:
+    """Scales for activations that are not known yet, a row each: so that none comes to lie above 448.
+
+    No pre-activation is larger than the norm of its token times that of its column of weights (Cauchy-Schwarz), plus a
+    bias. A scale has four digits, rounded up, as e4m3 has: a decoded number is exact in bfloat16. Where a bound is not
+    finite, the scale is NaN.
+
+    Args:
+      bound: of the activation, by the bounds of its pre-activations.
+      of_tokens: norms of the rows' tokens.
+      largest: what `largest_of_experts` gives of the rows' expert.
+    """
+    count = len(largest) // 2
+    most = bound(*(of_tokens * norm + bias for norm, bias in zip(largest[:count], largest[count:], strict=True)))
+    bits = lax.bitcast_convert_type(most * (1 / LARGEST_BOUND), jnp.int32)
+    scales = lax.bitcast_convert_type((bits + _BEYOND_FOUR_DIGITS) & ~_BEYOND_FOUR_DIGITS, jnp.float32)
+    scales = jnp.where(scales > 2.0**-118, scales, jnp.full_like(scales, 2.0**-118))  # or its inverse would overflow
+    return jnp.where(most < jnp.inf, scales, jnp.full_like(scales, jnp.nan))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -90,12 +141,19 @@ def in_8_bits(kernels: Any, down_operands: Callable, up_operands: Callable) -> A
 def rounding_operands(kernels: Any) -> Any:
     """`in_8_bits` for a family that has no such products: operands are rounded, and the arithmetic stays what it is."""
 
-    def up_projection(x, weights, *args, **options):
+    def up_projection(x, weights, biases, *args, bound=None, **options):
+        if bound:
+            largest = largest_of_experts([column_norms(w, x.dtype) for w in weights], biases)
+            options["hidden_scales"] = partial(bounded_scales, bound), token_norms(x), largest
         (x,) = rounded(-1, x)
-        return kernels.up_projection(x, tuple(rounded(1, w)[0] for w in weights), *args, **options)
+        return kernels.up_projection(x, tuple(rounded(1, w)[0] for w in weights), biases, *args, **options)
 
     def down_operands(hidden, weights):
-        return rounded(-1, hidden)[0], [rounded(1, w)[0] for w in weights]
+        weights = [rounded(1, w)[0] for w in weights]
+        if not isinstance(hidden, Scaled):
+            return rounded(-1, hidden)[0], weights
+        values, scales = lax.optimization_barrier(hidden)
+        return (values.astype(jnp.float32) * scales).astype(weights[0].dtype), weights
 
     def down_backward(dy, w_down, *args, **options):
         return kernels.down_backward(*rounded(-1, dy), *rounded(2, w_down), *args, **options)

@@ -1,21 +1,25 @@
 """Rows in 8 bits, in one pass over device memory: XLA reads them twice, and converts by arithmetic on bits."""
 
+import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
 from itertools import chain
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels import simt
 from pallas_kernels.contract import INFINITY_BITS, MAGNITUDE_BITS, Dispatch
-from pallas_kernels.fp8 import Scaled, scale_field
+from pallas_kernels.fp8 import Scaled, column_norms, norms, scale_field
+from pallas_kernels.hopper.quantization import packed_width, unpaired_column
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.simt.matrices import commit_copies, pack_e4m3, start_copy, unpack, wait_for_copies
 from pallas_kernels.simt.threads import combine_lanes, indices, loop, warp_barrier, warp_maximum, when
-from pallas_kernels.simt.values import WARP, Long, maximum, minimum, select
+from pallas_kernels.simt.values import WARP, Long, maximum, minimum, multiply_add, select, total
 from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning.parameters import SHARED_MEMORY
 
@@ -96,8 +100,12 @@ def quantize_tokens(tokens: Float[Array, "T k"], groups: Dispatch) -> tuple[Arra
     return scaled.values, scaled.scales.at[groups.expert_token_indices].get(mode="fill", fill_value=0)
 
 
-def down_operands(hidden: Float[Array, "R n"], weights: Sequence[Float[Array, "E n d"]]) -> tuple[Scaled, list[Scaled]]:
-    """The operands of `down_projection` in 8 bits; the rows take the memory of `hidden`."""
+def down_operands(
+    hidden: Float[Array, "R n"] | Scaled, weights: Sequence[Float[Array, "E n d"]]
+) -> tuple[Scaled, list[Scaled]]:
+    """The operands of `down_projection` in 8 bits; the rows take the memory of `hidden`, or are there already."""
+    if isinstance(hidden, Scaled):
+        return hidden, [paired_weights(weight.astype(hidden.values.dtype)) for weight in weights]
     return quantize(hidden, in_place=True)[0], [quantize_weights(w, axis=1, dtype=hidden.dtype)[0] for w in weights]
 
 
@@ -124,15 +132,39 @@ def quantize_weights(*weights: Float[Array, "E a b"], axis: int, dtype) -> list[
     return quantize(*(w.swapaxes(1, 2) if axis == 1 else w for w in weights))
 
 
+def paired_weights(weights: Float[Array, "E n d"]) -> Scaled:
+    """Weights of the down projection in 8 bits, with n last, in the pairs of `quantization`."""
+    places = 2 * packed_width(weights.shape[1])
+    if columns := slab_columns(places):
+        return quantize_columns(weights, columns=columns, paired=True)
+    order = unpaired_column(np.arange(places))
+    return quantize(weights.swapaxes(1, 2).at[..., order].get(mode="fill", fill_value=0))[0]
+
+
+def weights_and_norms(weights: Float[Array, "E d n"], dtype) -> tuple[Scaled, Float[Array, "E n"]]:
+    """Weights of an up projection in 8 bits, with d last, and the norms of their columns."""
+    weights = weights.astype(dtype)
+    if columns := slab_columns(weights.shape[1]):
+        scaled, squares = quantize_columns(weights, columns=columns, squares=True)
+        return scaled, norms(squares, weights.shape[1])
+    return quantize_weights(weights, axis=1, dtype=dtype)[0], column_norms(weights, dtype)
+
+
 def slab_columns(num_rows: int) -> int | None:
     """Columns that a block takes at once: the most whose slab leaves room for the next one; None if none does."""
     return next((c for c in (32, 16, 8) if 2 * c * num_rows <= SLAB_BYTES), None)
 
 
-@traced_once("columns", "warpgroups", "most_bytes")
+@traced_once("columns", "paired", "squares", "warpgroups", "most_bytes")
 def quantize_columns(
-    weights: Float[Array, "E a b"], *, columns: int, warpgroups: int = 2, most_bytes: int = RING_BYTES
-) -> Scaled:
+    weights: Float[Array, "E a b"],
+    *,
+    columns: int,
+    paired: bool = False,
+    squares: bool = False,
+    warpgroups: int = 2,
+    most_bytes: int = RING_BYTES,
+) -> Any:
     """What `fp8.quantize` gives for 16-bit weights along `a`, with `a` last: `(E, b, a / 2)`, and scales `(E, b)`.
 
     A thread block takes all rows of a few columns, a slab, which stays in shared memory while its columns' largest
@@ -142,10 +174,13 @@ def quantize_columns(
     Args:
       weights: bfloat16 or float16; `a` and `b` are multiples of 16.
       columns: of a slab, 8, 16 or 32.
+      paired: whether the rows come in the pairs of `quantization`, with zeros where one is missing.
+      squares: whether the sum of the squares of each column's numbers is wanted as well, `(E, b)`, in second place.
       warpgroups: of a block.
       most_bytes: of the ring, in shared memory; a slab must fit in.
     """
-    (num_experts, a, b), dtype = weights.shape, weights.dtype
+    (num_experts, num_rows, b), dtype = weights.shape, weights.dtype
+    a = 2 * packed_width(num_rows) if paired else num_rows  # that come, of so many
     warps, pieces = 4 * warpgroups, columns // COLUMNS  # of 16 bytes in a row of a slab
     copied_rows = WARP // pieces  # by a copy of each lane
     unit_rows = UNIT * copied_rows
@@ -156,10 +191,12 @@ def quantize_columns(
         raise ValueError(f"{most_bytes=} must hold {2 * columns * a} bytes, a slab of {columns} columns")
     per_expert = -(-b // columns)
     slabs = num_experts * per_expert
-    resident = max(1, SHARED_MEMORY // (4 * (slots * unit_words * warps + 2 * warps * columns) + 1024))
+    found_words = 2 * warps * columns * (1 + squares)
+    resident = max(1, SHARED_MEMORY // (4 * (slots * unit_words * warps + found_words) + 1024))
     blocks = min(min(resident, 2048 // (warps * WARP)) * num_sms(), slabs)
 
-    def body(weights, values, scales, ring, largest):
+    def body(weights, values, scales, *others):
+        *sums, ring, largest = others
         thread, warp = simt.thread(), simt.warp()
         lane = thread % WARP
         piece, group = lane % pieces, lane // pieces
@@ -174,14 +211,18 @@ def quantize_columns(
         def first_row(unit):
             return (warp + unit * warps) * unit_rows
 
+        def source(row):
+            return unpaired_column(row) if paired else row
+
         def start(slab, unit, slot):
             column = slab % per_expert * columns + piece * COLUMNS
-            first = first_row(unit) + group
-            index = (Long(slab // per_expert) * a + Long(first)) * b + Long(column)
+            first = source(first_row(unit) + group)
+            index = (Long(slab // per_expert) * num_rows + Long(first)) * b + Long(column)
             inside = (slab < slabs) & (column < b)
             for i in range(UNIT):
-                wanted = inside & (first + i * copied_rows < a)
-                start_copy(ring, place(slot, group + i * copied_rows), weights, index + i * copied_rows * b, wanted)
+                further = source(i * copied_rows)  # the pairs of a unit, or of each block in it, follow each other
+                wanted = inside & (first + further < num_rows)
+                start_copy(ring, place(slot, group + i * copied_rows), weights, index + further * b, wanted)
             commit_copies()
 
         def read(slot, row):
@@ -193,17 +234,24 @@ def quantize_columns(
         for slab in indices(simt.block(), slabs, blocks):
             turn = slab // blocks
             first_slot = turn * units
-            most = [simt.Int(0)] * COLUMNS
+            most, squared = [simt.Int(0)] * COLUMNS, [simt.Float(0)] * COLUMNS
             for unit in range(units):
                 wait_for_copies(slots - 1 - unit)
                 for i in range(UNIT):  # what this lane has copied itself
                     numbers = read((first_slot + unit) % slots, group + i * copied_rows)
                     most = [maximum(m, n.bits() & MAGNITUDE_BITS) for m, n in zip(most, numbers, strict=True)]
+                    if squares:
+                        squared = [multiply_add(n, n, s) for n, s in zip(numbers, squared, strict=True)]
             most = [combine_lanes(maximum, m, WARP, start=pieces) for m in most]
             known = turn % 2 * (warps * columns)  # words of the turn before may still be read
             with when(lane < pieces):
                 for i, m in enumerate(most):
                     largest[known + warp * columns + piece * COLUMNS + i] = m
+            if squares:
+                squared = [combine_lanes(operator.add, s, WARP, start=pieces) for s in squared]
+                with when(lane < pieces):
+                    for i, s in enumerate(squared):
+                        largest[known + 2 * warps * columns + warp * columns + piece * COLUMNS + i] = s.bits()
             simt.block_barrier()
             for other in range(warps):
                 there = known + other * columns + piece * COLUMNS
@@ -215,6 +263,11 @@ def quantize_columns(
             with when((thread < pieces) & (column < b)):
                 for i, (m, (scale, _)) in enumerate(zip(most, fields, strict=True)):
                     scales[of_expert + i] = select(m >= INFINITY_BITS, float("nan"), scale)
+                    if squares:
+                        there = known + 2 * warps * columns + piece * COLUMNS + i
+                        sums[0][of_expert + i] = total(
+                            [largest[there + other * columns].as_float() for other in range(warps)]
+                        )
             for unit in range(units):
                 slot = (first_slot + unit) % slots
                 rows = [read(slot, group * UNIT + i) for i in range(UNIT)]
@@ -229,8 +282,9 @@ def quantize_columns(
 
     outputs = [
         jax.ShapeDtypeStruct((num_experts, b, a // 2), dtype),
-        jax.ShapeDtypeStruct((num_experts, b), jnp.float32),
+        *[jax.ShapeDtypeStruct((num_experts, b), jnp.float32)] * (1 + squares),
     ]
-    shared = [slots * unit_words * warps, 2 * warps * columns]
+    shared = [slots * unit_words * warps, found_words]
     options = {"blocks": blocks, "warpgroups": warpgroups, "outputs": outputs, "shared": shared}
-    return Scaled(*simt.kernel(body, name="moe_quantize_columns", **options)(weights))
+    values, scales, *sums = simt.kernel(body, name="moe_quantize_columns", **options)(weights)
+    return (Scaled(values, scales), *sums) if squares else Scaled(values, scales)

@@ -254,6 +254,30 @@ def pack_bytes(low, high, factor, dtype):
     return run(low, high, factor)
 
 
+@in_interpreter(forms.pack_e4m3)
+def pack_e4m3(low, high, dtype):
+    """`low` and `high`, `(64, columns)` in float32, as e4m3, a byte each in every number of a 16-bit `dtype`."""
+    result = plgpu.ShapeDtypeStruct(low.shape, dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * 2, return_type=result)
+    def run(ctx, low, high):
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
+        halves = "".join(f"cvt.rn.satfinite.e4m3x2.f32 {half}, ${i + 3}, ${i + 1}; " for i, half in enumerate("ab"))
+        text = f"{{ .reg .b16 a, b; {halves}mov.b32 $0, {{a, b}}; }}"
+
+        def packed(*registers):
+            numbers = [vector.extract(register, [], [i]) for register in registers for i in range(2)]
+            return llvm.bitcast(
+                pair, llvm.inline_asm(int_type(32), numbers, text, "=r,f,f,f,f", has_side_effects=False)
+            )
+
+        registers = np.array([*map(packed, low.registers.flat, high.registers.flat)], dtype=object)
+        shape = low.registers.shape
+        return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return run(low, high)
+
+
 @in_interpreter(forms.store_of_rows)
 def store_of_rows(array, line, first, values, rows) -> None:
     """Writes the first `rows` of `values` (64,), in float32, one for each row of a tile, to `array[line, first:]`."""

@@ -66,6 +66,11 @@ def pack_bytes(low, high, factor, dtype):
     return lax.bitcast_convert_type((low | high << 8).astype(jnp.uint16), dtype)
 
 
+def pack_e4m3(low, high, dtype):
+    low, high = (lax.bitcast_convert_type(x.astype(E4M3), jnp.uint8).astype(jnp.uint16) for x in (low, high))
+    return lax.bitcast_convert_type(low | high << 8, dtype)
+
+
 def store_of_rows(array, line, first, values, rows):
     @pl.loop(0, rows // 8)
     def _(i):

@@ -6,21 +6,23 @@ next one, so it never holds rows of full width.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.contract import Dispatch, Quantized
-from pallas_kernels.fp8 import Scaled
+from pallas_kernels.fp8 import Scaled, bounded_scales, largest_of_experts, token_norms
 from pallas_kernels.hopper.elementwise import value
-from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
+from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights, weights_and_norms
 from pallas_kernels.hopper.gather import row_chunks
-from pallas_kernels.hopper.inline import K_STEP, PANEL, store_of_rows
-from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, quantize_panels
-from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, by_tiles, store_rows, tile_panel
+from pallas_kernels.hopper.inline import K_STEP, PANEL, pack_e4m3, store_of_rows
+from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, packed_width, quantize_panels
+from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, by_tiles, of_rows, store_rows, tile_panel
 from pallas_kernels.hopper.tile_kernel import PANELS, in_panels
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.traced_once import traced_once
@@ -30,7 +32,7 @@ from pallas_kernels.tuning.parameters import ColumnBlock, TileTuning
 TILE_BLOCKS = TILE_COLUMNS // BLOCK
 
 
-@traced_once("activation", "keep_pre_activations", "quantize", "fp8", "tuning")
+@traced_once("activation", "keep_pre_activations", "quantize", "fp8", "bound", "tuning")
 def up_projection(
     x: Float[Array, "T d"],
     weights: tuple[Float[Array, "E d n"], ...],
@@ -40,10 +42,11 @@ def up_projection(
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
     quantize: bool = False,
-    into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]] | None = None,
+    into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"] | Scaled] | None = None,
     fp8: bool = False,
+    bound: Callable[..., Array] | None = None,
     tuning: TileTuning | None = None,
-) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]]:
+) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"] | Scaled]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
 
     A tile holds `256 / len(weights)` columns of each projection side by side, so one wgmma multiplies a gathered tile
@@ -52,11 +55,13 @@ def up_projection(
     quantized, two panels side by side become one; see `quantization`.
 
     `into` holds results of the same call for other groups, whose rows are kept. With `fp8`, tokens and weights are
-    multiplied in 8 bits; see `pallas_kernels.fp8`.
+    multiplied in 8 bits; see `pallas_kernels.fp8`. With the activation's `bound` as well, activations are written in 8
+    bits, two panels as one like pre-activations that are quantized, at scales that are known before the products.
     """
     (num_experts, d, n), dtype = weights[0].shape, x.dtype
     width = TILE_COLUMNS // len(weights)  # of a projection's part of a tile
     panels = width // PANEL
+    of_hidden = width // 2 if bound else width  # columns of a tile's activations
     column_tiles = -(-n // width)
 
     def place(panel, column_tile):
@@ -74,6 +79,7 @@ def up_projection(
 
     def finish(refs, part, accumulator):
         packed, activated, kept = {}, [], {}
+        inverse: Any = inverse_scales(refs, part) if bound else None
         for panel in range(panels):
             own = range(panel, PANELS, panels)  # of each projection
             pre = [tile_panel(refs, part, accumulator, p) for p in own]
@@ -81,12 +87,35 @@ def up_projection(
                 kept[p] = values
                 packed[p] = None if quantize else values.astype(dtype)
             activated.append(value(activation, pre).astype(dtype))
-            if keep_pre_activations:
+            if bound:
+                if panel % 2:
+                    pair = (hidden.astype(jnp.float32) for hidden in activated[-2:])
+                    pair = (hidden * lax.broadcast_in_dim(inverse, hidden.shape, (0,)) for hidden in pair)
+                    activated[-2:] = [pack_e4m3(*pair, dtype)]
+                    if keep_pre_activations:
+                        store_hidden(refs, part, panel // 2, activated[-1])
+            elif keep_pre_activations:
                 column = place(panel, part.column_tile)[1]
                 store_rows(refs, part, panel, activated[-1], refs.written[1], column)
         if quantize:
             return lax.concatenate([quantized(refs, part, kept, block) for block in range(TILE_BLOCKS)], 1)
         return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
+
+    def inverse_scales(refs, part):
+        assert bound is not None
+        of_tokens, largest = refs.bounds
+        of_tokens = of_rows(of_tokens, part)
+        numbers = [largest[part.expert, i] for i in range(2 * len(weights))]
+        scales = bounded_scales(bound, of_tokens, numbers)
+        store_of_rows(refs.written[1].scales, 0, part.row, scales, jnp.where(part.column_tile == 0, part.rows, 0))
+        return 1 / scales
+
+    def store_hidden(refs, part, block, values):
+        """Stores a packed panel, the last of the tile's with an odd turn: what follows begins with an even one."""
+        if block == 0:  # there may be one panel, which would come in the turn of the one before
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        column = part.column_tile * (width // 2) + block * PANEL
+        store_rows(refs, part, block - width // BLOCK, values, refs.written[1].values, column)
 
     def quantized(refs, part, pre, block):
         projection, column = place(2 * block, part.column_tile)
@@ -101,13 +130,21 @@ def up_projection(
             projection, column = place(2 * panel, part.column_tile)
             store_rows(refs, part, panel, values, pre_activations[projection].values, column // 2)
             return
+        if bound and not keep_pre_activations:
+            store_hidden(refs, part, panel, values)
+            return
         projection, column = place(panel, part.column_tile)  # the activation's panels are those of the first
         output = pre_activations[projection] if keep_pre_activations else hidden
         store_rows(refs, part, panel, values, output, column)
 
-    scales, copies = None, len(weights)
+    scales, bounds, copies = None, None, len(weights)
     if fp8:
-        scaled = [quantize_weights(weight, axis=1, dtype=dtype)[0] for weight in weights]
+        if bound:
+            scaled, of_columns = zip(*(weights_and_norms(weight, dtype) for weight in weights), strict=True)
+            row_norms = token_norms(x).at[groups.expert_token_indices].get(mode="fill", fill_value=0)
+            bounds = row_norms, largest_of_experts(of_columns, biases)
+        else:
+            scaled = [quantize_weights(weight, axis=1, dtype=dtype)[0] for weight in weights]
         x, of_tokens = quantize_tokens(x, groups)
         scales = of_tokens, by_tiles([weight.scales for weight in scaled], column_tiles)
         weights = tuple(weight.values for weight in scaled)
@@ -116,29 +153,38 @@ def up_projection(
     bias = by_tiles(biases, column_tiles) if biases else None
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), dtype)
     kept = jax.eval_shape(partial(empty_quantized, groups.num_rows, n, dtype)) if quantize else rows
+    hidden: Any = rows
+    if bound:
+        shapes = ((groups.num_rows, packed_width(n)), dtype), ((1, groups.num_rows), jnp.float32)
+        hidden = Scaled(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))  # pyright: ignore[reportArgumentType]
+        if into is not None:
+            assert isinstance(into[1], Scaled)
+            into = into[0], into[1]._replace(scales=into[1].scales[None])
     if quantize and into is not None:
         into = as_dtype(into[0], dtype), into[1]
     gathered = {"tokens": (x,), "row_chunks": row_chunks(groups.expert_token_indices, (x,))}
     kernel = HeldRowMatmul(
         schedule=groups.tiles,
-        operands={**gathered, "weights": weights, "scales": scales, "bias": bias, "into": into},
+        operands={**gathered, "weights": weights, "scales": scales, "bounds": bounds, "bias": bias, "into": into},
         column_tiles=column_tiles,
         k_steps=-(-x.shape[1] // K_STEP),
         load=load,
         finish=finish,
         store=store,
-        held_columns=TILE_BLOCKS * PANEL if quantize else TILE_COLUMNS if keep_pre_activations else width,
+        held_columns=TILE_BLOCKS * PANEL if quantize else TILE_COLUMNS if keep_pre_activations else of_hidden,
         transposed_weights=fp8,
         packed=fp8,
         tuning=find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts),
     )
     pre_activations, hidden = kernel.run(
         "moe_up_projection",
-        results={"written": ((kept,) * len(weights) if keep_pre_activations else (), rows)},
+        results={"written": ((kept,) * len(weights) if keep_pre_activations else (), hidden)},
         in_place={"into": "written"},
         copies=copies,
         registers=(72, 216) if fp8 else (88, 208),
     ).written
+    if bound:
+        hidden = hidden._replace(scales=hidden.scales[0])
     return as_dtype(pre_activations, jnp.int16) if quantize else pre_activations, hidden
 
 

@@ -1,4 +1,6 @@
-"""Quantized pre-activations as the kernels for Hopper hold them: in 16-bit columns, two numbers of a row in each.
+"""Rows of 8-bit numbers as tiles leave them: in 16-bit columns, two numbers of a row in each.
+
+They are quantized pre-activations, or activations in e4m3 for the down projection.
 
 A block has 128 columns of a row. Column c and c + 64 of it are a column of a panel, as far as they exist, so that a
 block is one panel of 16-bit values: it is packed from two panels of a tile without moving a number between threads, and
@@ -19,9 +21,19 @@ BLOCK = 2 * PANEL
 
 def empty_quantized(num_rows: int, n: int, dtype) -> Quantized:
     """Quantized rows of n columns, with the numbers in pairs of `dtype`, as the kernels know them."""
+    return Quantized(jnp.zeros((num_rows, packed_width(n)), dtype), jnp.zeros((-(-n // BLOCK), num_rows), jnp.float32))
+
+
+def packed_width(n: int) -> int:
+    """16-bit columns that hold n columns of 8 bits, in pairs of a block."""
     whole, last = divmod(n, BLOCK)
-    width = whole * PANEL + min(last, PANEL)
-    return Quantized(jnp.zeros((num_rows, width), dtype), jnp.zeros((-(-n // BLOCK), num_rows), jnp.float32))
+    return whole * PANEL + min(last, PANEL)
+
+
+def unpaired_column(place):
+    """The column that is number `place` among those of 8 bits, or one past the last where a pair has no second."""
+    column = place % BLOCK
+    return place - column + column // 2 + column % 2 * PANEL
 
 
 def as_dtype(pre_activations: tuple[Any, ...], dtype) -> tuple[Any, ...]:

@@ -279,9 +279,13 @@ def decoded(refs, part: RowTile, columns, first: int):
 
 def of_own_rows(values, part: RowTile, shape: tuple[int, int]) -> jax.Array:
     """A consumer's part of `values` `(R,)`, in each column."""
+    return lax.broadcast_in_dim(of_rows(values, part), shape, (0,))
+
+
+def of_rows(values, part: RowTile) -> jax.Array:
+    """A consumer's part of `values` `(R,)`."""
     own = values.at[pl.ds(part.row, GROUP_ROWS)]
-    own = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    return lax.broadcast_in_dim(own, shape, (0,))
+    return plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
 def of_own_columns(values, part: RowTile, first: int, shape: tuple[int, int]) -> jax.Array:

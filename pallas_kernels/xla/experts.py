@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.contract import Dispatch, Quantized, Sums, accumulator_dtype, quantization_scales
+from pallas_kernels.fp8 import E4M3, Scaled
 from pallas_kernels.xla.loops import (
     empty,
     gather_rows,
@@ -58,8 +59,9 @@ def up_projection(
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
     quantize: bool = False,
-    into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]] | None = None,
-) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]]:
+    into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"] | Scaled] | None = None,
+    hidden_scales: tuple[Callable[..., Array], Float[Array, " T"], Float[Array, "E numbers"]] | None = None,
+) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Any]:
     """Pre-activations and activation of every row.
 
     Args:
@@ -71,30 +73,48 @@ def up_projection(
       keep_pre_activations: whether the caller wants them; if not, they are written nowhere.
       quantize: whether those that are kept are `Quantized`, which happens to the accumulators.
       into: results of other groups, whose rows are kept, or None.
+      hidden_scales: for activations in 8 bits, a function and what it makes their scales of: a number for each token,
+        and some for each expert.
 
     Returns:
-      The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x`. The
-      activation is computed from the accumulators, before the pre-activations are rounded.
+      The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x` or scaled.
+      The activation is computed from the accumulators, before the pre-activations are rounded.
     """
     wide, n = accumulator_dtype(x.dtype), weights[0].shape[-1]
+    scales_of, of_tokens, *largest = hidden_scales or (None, x)
 
     def prepare(own):
-        own_weights, own_biases = own[: len(weights)], own[len(weights) :]
-        return (*(w.astype(x.dtype) for w in own_weights), *(b.astype(wide)[:, None] for b in own_biases))
+        own_weights, own_biases, own_largest = parts_of(own)
+        return (*(w.astype(x.dtype) for w in own_weights), *(b.astype(wide)[:, None] for b in own_biases), *own_largest)
+
+    def parts_of(own):
+        count = len(weights), len(weights) + len(biases)
+        return own[: count[0]], own[count[0] : count[1]], own[count[1] :]
 
     def compute(own, tile, _):
-        own_weights, own_biases = own[: len(weights)], own[len(weights) :]
+        own_weights, own_biases, own_largest = parts_of(own)
         tokens = gather_rows(x, groups, tile)
         pre = [product(tokens, w, 2, 1) for w in own_weights]
         pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre
         kept = [quantized(p) if quantize else p for p in pre] if keep_pre_activations else []
-        return tuple(jax.tree.leaves((kept, activation(*pre))))
+        hidden = activation(*pre)
+        if scales_of:
+            scales = scales_of(
+                gather_rows(of_tokens[:, None], groups, tile),
+                list(jnp.moveaxis(own_largest[0], -1, 0)[..., None, None]),
+            )
+            hidden = Scaled((hidden.astype(x.dtype).astype(wide) * (1 / scales)).astype(E4M3), scales)
+        return tuple(jax.tree.leaves((kept, hidden)))
 
     columns = ((n, jnp.int8), (-(-n // QUANTIZED_BLOCK), wide)) if quantize else ((n, x.dtype),)
-    columns = columns * (len(weights) * keep_pre_activations) + ((n, x.dtype),)
+    of_hidden = ((n, E4M3), (1, jnp.float32)) if hidden_scales else ((n, x.dtype),)
+    columns = columns * (len(weights) * keep_pre_activations) + of_hidden
     buffers = _buffers(into, columns, groups.num_rows, x)
-    *kept, hidden = map_rows(groups, weights + biases, prepare, compute, buffers)
-    return tuple(map(Quantized, kept[::2], kept[1::2]) if quantize else kept), hidden
+    of_experts = (*weights, *biases, *largest)
+    results = map_rows(groups, of_experts, prepare, compute, buffers)
+    kept, hidden = results[: -len(of_hidden)], results[-len(of_hidden) :]
+    kept = tuple(map(Quantized, kept[::2], kept[1::2]) if quantize else kept)
+    return kept, Scaled(*hidden) if hidden_scales else hidden[0]
 
 
 QUANTIZED_BLOCK = 128

@@ -3,6 +3,8 @@
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,15 @@ import numpy as np
 import pytest
 
 from blaze_jax import MoEConfig, Router, expert_ffn
+from blaze_jax.activations import ACTIVATION_NAMES, get_activation
 from blaze_jax.implementation import demanded_family
 from blaze_jax.linen import MoE
 from blaze_jax.oracle import dense_expert_ffn
 from blaze_jax.precision import fp8_everywhere
 from pallas_kernels import fp8, hopper
 from pallas_kernels.compile_only import compile_for_gpu
-from pallas_kernels.hopper.fp8 import quantize, quantize_columns
+from pallas_kernels.hopper.fp8 import paired_weights, quantize, quantize_columns
+from pallas_kernels.hopper.quantization import packed_width, unpaired_column
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits, scaled_error
 from tests.routings import random_experts
@@ -105,14 +109,104 @@ def portable(problem):
         return results(partial(expert_ffn, implementation="xla"), problem, precision="fp8")
 
 
+UNBOUNDED = replace(get_activation("swiglu"), bound=None)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [80, 128])
-def test_hoppers_products_are_the_portable_ones(n):
-    problem = make_problem(random_experts(40, 2, range(3)), 3, d=48, n=n, biases=False, dtype="bfloat16")
-    portable = results(partial(expert_ffn, implementation="xla"), problem, precision="fp8")
-    with hopper.interpreted():  # rows of 128 are quantized in place
-        found = results(partial(expert_ffn, implementation="mosaic_gpu"), problem, precision="fp8")
+@pytest.mark.parametrize(
+    ("n", "activation", "save"),
+    [
+        (80, "swiglu", "pre_activations"),
+        (144, "swiglu", "int8"),
+        (208, "gelu", "pre_activations"),
+        (128, "swiglu", "inputs"),
+        (128, UNBOUNDED, "inputs"),  # rows of 128 are quantized in place
+    ],
+)
+def test_hoppers_products_are_the_portable_ones(n, activation, save):
+    experts, options = random_experts(40, 2, range(3)), {"activation": activation, "precision": "fp8", "save": save}
+    gated = get_activation(activation).name
+    problem = make_problem(experts, 3, d=48, n=n, activation=gated, biases=False, dtype="bfloat16")
+    portable = results(partial(expert_ffn, implementation="xla"), problem, **options)
+    with hopper.interpreted():
+        found = results(partial(expert_ffn, implementation="mosaic_gpu"), problem, **options)
     assert_close(found, portable)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "activation"), [(144, "swiglu"), (208, "gelu")])
+def test_activations_with_biases_have_the_bits_of_the_portable_form(n, activation):
+    experts = random_experts(40, 2, range(3))
+    problem = make_problem(experts, 3, d=48, n=n, activation=activation, dtype="bfloat16")
+    options: dict[str, Any] = {
+        "weights": problem.weights,
+        "experts": experts,
+        "activation": activation,
+        **problem.params,
+    }
+    options["precision"] = "fp8"
+    portable = expert_ffn(problem.x, **options, implementation="xla")
+    with hopper.interpreted():
+        found = jax.jit(partial(expert_ffn, **options, implementation="mosaic_gpu"))(problem.x)
+    assert_close(found, portable, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", ACTIVATION_NAMES)
+def test_no_activation_is_larger_than_its_bound(name):
+    activation = get_activation(name)
+    most = np.array([1e-3, 0.3, 2, 9, 100], np.float32)
+    grid = [np.linspace(-1, 1, 41, dtype=np.float32)] * (1 + activation.gated)
+    for limits in product(most, repeat=len(grid)):
+        pre = np.meshgrid(*(limit * axis for limit, axis in zip(limits, grid, strict=True)))
+        largest = np.abs(activation.function(*map(jnp.asarray, pre))).max()
+        assert activation.bound is not None
+        assert largest <= np.asarray(activation.bound(*map(jnp.asarray, limits))) * (1 + 1e-6)
+
+
+def test_scales_of_a_bound_have_four_digits_and_leave_room_for_what_rounding_adds():
+    of_tokens = jnp.array([0, 1e-30, 0.7, 1, 3.3, 1e12, 1e30, jnp.inf, jnp.nan], jnp.float32)
+    scales = np.asarray(fp8.bounded_scales(jnp.multiply, of_tokens, [2.0, 3.0, 0.0, 0.5]))
+    bounds = np.asarray(2 * of_tokens * (3 * of_tokens + 0.5), np.float64)
+    known = np.isfinite(bounds) & (bounds < 3e38)
+    np.testing.assert_array_equal(np.isnan(scales), ~known)
+    digits = np.frexp(scales[known])[0] * 16
+    np.testing.assert_array_equal(digits, np.round(digits))
+    assert (bounds[known] / scales[known] <= 320 * (1 + 1e-6)).all()
+    assert (bounds / scales)[2:6].min() > 320 * 8 / 9
+
+
+def test_tokens_that_are_aligned_with_all_weights_do_not_overflow():
+    """The bound is met: every product of a token and a column is that of their norms."""
+    d, n = 64, 48
+    direction = np.sign(np.random.default_rng(0).standard_normal(d)) * np.linspace(0.55, 0.99, d)
+    x = jnp.asarray(np.outer([1, -1, 1e3, 1e-3, 1e-30, 0], direction), jnp.bfloat16)
+    up = jnp.asarray(np.broadcast_to(direction[:, None], (d, n)), jnp.bfloat16)[None]
+    params = {"w_gate": up, "w_up": up, "w_down": jnp.full((1, n, d), 1 / n, jnp.bfloat16)}
+    options = {"weights": jnp.ones((6, 1)), "experts": jnp.zeros((6, 1), jnp.int32), "activation": "reglu"}
+    found, exact = (np.asarray(expert_ffn(x, **params, **options, precision=p), np.float32) for p in ("fp8", None))
+    np.testing.assert_allclose(found, exact, rtol=0.3)
+    assert exact[2].min() > 1e5
+
+
+@pytest.mark.parametrize("n", [144, 48])
+def test_pairs_of_columns_and_sums_of_squares(n):
+    weights = rows(2, 32, n).swapaxes(1, 2)
+    (theirs,) = fp8.quantize(weights, axis=1)
+    places = 2 * packed_width(n)
+    with hopper.interpreted():
+        ours = paired_weights(weights)
+        _, squares = quantize_columns(weights, columns=16, squares=True)
+    assert_same_bits(ours.scales, theirs.scales)
+    known = np.isfinite(theirs.scales)
+    values = np.asarray(ours.values).view(np.uint8)
+    assert values.shape[-1] == places
+    bytes_of = np.asarray(theirs.values.swapaxes(1, 2)).view(np.uint8)
+    order = unpaired_column(np.arange(places))
+    assert sorted(order[order < n]) == list(range(n))
+    expected = np.where(order < n, bytes_of[..., np.minimum(order, n - 1)], 0)
+    np.testing.assert_array_equal(values[known], expected[known])
+    exact = np.square(np.asarray(weights, np.float64)).sum(1)
+    np.testing.assert_allclose(np.asarray(squares)[known], exact[known], rtol=1e-6)
 
 
 def test_errors_are_those_of_three_roundings_and_weight_gradients_follow(problem, portable):
@@ -140,11 +234,11 @@ def test_a_layer_takes_the_precision_of_its_configuration():
 
 
 @pytest.mark.compile_only
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_kernels_spill_nothing(activation):
+@pytest.mark.parametrize(("activation", "save"), [("swiglu", "pre_activations"), ("gelu", "inputs")])
+def test_kernels_spill_nothing(activation, save):
     problem = make_problem(random_experts(256, 2, range(4)), 4, d=512, n=1024, activation=activation, dtype="bfloat16")
     layer = partial(expert_ffn, implementation="mosaic_gpu")
-    compiled = compile_for_gpu(partial(results, layer, activation=activation, precision="fp8"), problem)
+    compiled = compile_for_gpu(partial(results, layer, activation=activation, precision="fp8", save=save), problem)
     names = {kernel.name for kernel in compiled.kernels}
     assert {"moe_quantize", "moe_quantize_columns", "moe_up_projection", "moe_up_backward"} <= names
     assert compiled.spill_bytes == {}
