@@ -79,7 +79,8 @@ def up_projection(
 
     def finish(refs, part, accumulator):
         packed, activated, kept = {}, [], {}
-        inverse: Any = inverse_scales(refs, part) if bound else None
+        bounds: Any = bounds_of_rows(refs, part) if bound else None
+        scales: Any = None
         for panel in range(panels):
             own = range(panel, PANELS, panels)  # of each projection
             pre = [tile_panel(refs, part, accumulator, p) for p in own]
@@ -88,27 +89,27 @@ def up_projection(
                 packed[p] = None if quantize else values.astype(dtype)
             activated.append(value(activation, pre).astype(dtype))
             if bound:
+                scales = bounded_scales(bound, *bounds) if panel == 0 else scales
                 if panel % 2:
                     pair = (hidden.astype(jnp.float32) for hidden in activated[-2:])
-                    pair = (hidden * lax.broadcast_in_dim(inverse, hidden.shape, (0,)) for hidden in pair)
+                    pair = (hidden * lax.broadcast_in_dim(1 / scales, hidden.shape, (0,)) for hidden in pair)
                     activated[-2:] = [pack_e4m3(*pair, dtype)]
                     if keep_pre_activations:
                         store_hidden(refs, part, panel // 2, activated[-1])
             elif keep_pre_activations:
                 column = place(panel, part.column_tile)[1]
                 store_rows(refs, part, panel, activated[-1], refs.written[1], column)
+        if bound:
+            own_rows = jnp.where(part.column_tile == 0, part.rows, 0)
+            store_of_rows(refs.written[1].scales, 0, part.row, scales, own_rows)
         if quantize:
             return lax.concatenate([quantized(refs, part, kept, block) for block in range(TILE_BLOCKS)], 1)
         return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
 
-    def inverse_scales(refs, part):
-        assert bound is not None
+    def bounds_of_rows(refs, part):
+        """What the rows' scales are made of, loaded before the arithmetic that hides how long that takes."""
         of_tokens, largest = refs.bounds
-        of_tokens = of_rows(of_tokens, part)
-        numbers = [largest[part.expert, i] for i in range(2 * len(weights))]
-        scales = bounded_scales(bound, of_tokens, numbers)
-        store_of_rows(refs.written[1].scales, 0, part.row, scales, jnp.where(part.column_tile == 0, part.rows, 0))
-        return 1 / scales
+        return of_rows(of_tokens, part), [largest[part.expert, i] for i in range(2 * len(weights))]
 
     def store_hidden(refs, part, block, values):
         """Stores a packed panel, the last of the tile's with an odd turn: what follows begins with an even one."""
