@@ -52,6 +52,9 @@ class ExpertStore:
       resident: numbers of layers that stay on the device, decoded by whoever uses them like the others.
       device: where the layers are computed; None for the first.
 
+    Attributes:
+      sharding: of a layer on the device.
+
     Raises:
       HostMemoryError: the layers do not fit the host's memory, or jax's pool of it.
       ValueError: layers are not alike, or there is none.
@@ -66,7 +69,7 @@ class ExpertStore:
         device: Any = None,
     ):
         device = device or jax.local_devices()[0]
-        self._host, self._there = (
+        self._host, self.sharding = (
             SingleDeviceSharding(device, memory_kind=kind) for kind in ("pinned_host", _device_memory(device))
         )
         self._layers: list[Tree] = []
@@ -76,7 +79,7 @@ class ExpertStore:
             if number not in resident:
                 total += tree_bytes(layer)
                 check_host_memory(tree_bytes(layer), total, device.platform)
-            sharding = self._there if number in resident else self._host
+            sharding = self.sharding if number in resident else self._host
             self._layers.append(jax.block_until_ready(jax.device_put(layer, sharding)))
         if not self._layers:
             raise ValueError("layers must have one at least")
@@ -137,7 +140,7 @@ class ExpertStore:
 
     def __getitem__(self, number: int) -> Tree:
         """A layer on the device; nothing is kept of it here."""
-        return jax.device_put(self._layers[number], self._there)
+        return jax.device_put(self._layers[number], self.sharding)
 
     @property
     def layer_bytes(self) -> int:

@@ -1,8 +1,10 @@
 """Generation with experts from host memory: the tokens of resident experts, whatever stays, however it is batched."""
 
 import json
+import logging
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -47,6 +49,16 @@ def test_where_the_experts_are_changes_no_bit():
         outputs.append(streamed.prefilled(prompts_of(streamed.model), MOST).logits)
     assert_same_bits(outputs[0], outputs[1])
     assert_same_bits(outputs[0], outputs[2])
+
+
+def test_later_passes_over_prompts_run_the_programs_of_the_first(caplog):
+    streamed = streaming_generator(pass_tokens=12)
+    prompts = prompts_of(streamed.model)
+    assert max(map(len, prompts)) > 3  # tokens of a pass
+    list(streamed.stream([prompt[:1] for prompt in prompts], 2))
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
+        jax.block_until_ready(streamed.prefilled(prompts, MOST))
+    assert [message for message in caplog.messages if message.startswith("Compiling")] == []
 
 
 def test_a_store_of_another_model():

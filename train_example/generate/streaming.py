@@ -6,6 +6,7 @@ them; the attention, which needs memory for scores, takes them in micro-batches 
 same ones: where the experts are has no influence on a bit.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from blaze_jax import MoE
 from blaze_jax.offload.compression import decompressed
 from blaze_jax.offload.store import ExpertStore
-from train_example.generate.decoding import Generator, State, log_likelihood, next_tokens
+from train_example.generate.decoding import Generator, State, Tokens, log_likelihood, next_tokens
 from train_example.layers import Context, RMSNorm
 from train_example.model import Decoder, Tree
 
@@ -58,6 +59,10 @@ class StreamingGenerator(Generator):
         with_experts = [block for block in self._blocks if block[0].startswith("moe")]
         if len(with_experts) != len(store):
             raise ValueError(f"the store has {len(store)} layers, must have the model's {len(with_experts)}")
+
+    def _fresh(self, most: int, sequences: Sequence[Tokens], numbers: Sequence[int] | None) -> State:
+        """The state before anything, on the store's device like all that comes of it: or it would have own programs."""
+        return jax.device_put(super()._fresh(most, sequences, numbers), self.store.sharding)
 
     def _chunk(self, tokens: int) -> int:
         return min(self.slots, max(1, self.pass_tokens // self.batch))
