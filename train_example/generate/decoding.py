@@ -244,8 +244,16 @@ def _decode(
     """A token of each sequence, -1 for one that has stopped, and the state behind it."""
     token, left, found = next_tokens(sampling, state, stops)
     # The last one of a sequence is not looked at any more.
-    following = _advance(model, variables, state, token[:, None], (left > 0).astype(jnp.int32))
+    following = _advance(model, variables, state, as_chunk(token), (left > 0).astype(jnp.int32))
     return following._replace(left=left), found
+
+
+def as_chunk(token: Int[Array, " B"]) -> Int[Array, "B S"]:
+    """A token of each sequence, to go on from, and behind that of a single one a token of padding.
+
+    XLA would compute a product of one row as sums of products that it writes out in full.
+    """
+    return jnp.pad(token[:, None], ((0, 0), (0, int(token.shape == (1,)))))
 
 
 def next_tokens(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from blaze_jax import MoE
 from blaze_jax.offload.compression import decompressed
 from blaze_jax.offload.store import ExpertStore
-from train_example.generate.decoding import Generator, State, Tokens, log_likelihood, next_tokens
+from train_example.generate.decoding import Generator, State, Tokens, as_chunk, log_likelihood, next_tokens
 from train_example.layers import Context, RMSNorm
 from train_example.model import Decoder, Tree
 
@@ -73,7 +73,7 @@ class StreamingGenerator(Generator):
 
     def _next(self, state: State) -> tuple[State, Int[Array, " B"]]:
         token, left, found, count = _chosen(self.sampling, state, self.stops)
-        return self._after(state, token[:, None], count)._replace(left=left), found
+        return self._after(state, as_chunk(token), count)._replace(left=left), found
 
     def _scores(
         self, state: State, tokens: Any, count: Any, targets: Any, experts: Any = None
