@@ -19,7 +19,8 @@ RESULTS = DOCS / "results"
 README = DOCS.parent / "README.md"
 
 PICTURED = "H200"
-"""The GPU of figures and of the README's table; the tables of the documents are of every GPU."""
+"""The GPU of figures and of the README's table; the tables of the documents are of every GPU, and so is the figure of
+generation, whose plans are for a certain GPU each."""
 
 type Result = dict[str, Any]
 
@@ -27,9 +28,10 @@ type Result = dict[str, Any]
 def main() -> None:
     """Draws the figures and writes the tables of all recorded results."""
     results = recorded_results()
-    for file in draw(of_pictured(results), RESULTS):
+    generated = [result for result in results if of_kind("generation", [result])]
+    for file in draw([*(r for r in of_pictured(results) if r not in generated), *generated], RESULTS):
         print(f"drew {file}")
-    for path in (DOCS / "benchmarks.md", README):
+    for path in (DOCS / "benchmarks.md", DOCS / "offload.md", README):
         path.write_text(written(path.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 

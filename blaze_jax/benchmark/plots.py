@@ -14,6 +14,7 @@ from PIL import Image
 from blaze_jax.benchmark.results import OURS, Record, published, source, succeeded
 from blaze_jax.benchmark.sizes import BOTH, Sizes
 from blaze_jax.benchmark.tables import FLAT_FROM, FLAT_WITHIN, label, merged, reason
+from blaze_jax.offload import plan as offload
 
 BLUE, PALE_BLUE, PALE, GREY, RED = "#2563a8", "#a8c1de", "#d6dbe3", "#94a3b8", "#d1495b"
 _TEXT_GREY = "#6b7280"
@@ -238,6 +239,46 @@ def _scaling(records: Sequence[Record]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(framealpha=1, edgecolor="none", fontsize=8, loc="upper right")
     return figure
+
+
+@_figure("generation", "generation.png")
+def _generation(records: Sequence[Record]) -> Figure:
+    """The speed that is planned for each memory of a GPU as a line, and what was measured as a point."""
+    models: dict[str, list[Record]] = {}
+    for record in records:
+        if "plan" in record:
+            models.setdefault(f"{record['title']}, {record['batch']} sequences", []).append(record)
+    figure = new_figure(5.4 * len(models), 3.8, "Tokens a second after the prompts, by the GPU memory that may be used")
+    for (title, of_model), axes in zip(
+        models.items(), figure.subplots(1, len(models), squeeze=False).flat, strict=True
+    ):
+        for record, color in zip(of_model, (BLUE, RED, GREY), strict=False):
+            name = f"exponents of {record['expert_bits'] or 8} bits"
+            axes.plot(*_planned_speed(record), color=color, label=f"{name}, planned")
+            measured = record["gpu_bytes"] / 1e9, record["decode_tokens_per_second"]
+            axes.plot(*measured, "o", color=color, label=f"{name}, measured")
+        axes.set_title(title, fontsize=9.5, loc="left")
+        axes.set(xlabel="GB", ylabel="tokens/s", yscale="log")
+        axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _planned_speed(record: Record) -> tuple[list[int], list[float]]:
+    """GB that may be used, from the least to what holds all layers, and the tokens a second that are planned."""
+    sizes, rates = offload.Sizes(**record["plan"]["sizes"]), offload.Rates(**record["plan"]["rates"])
+    memory, speed = [], []
+    for gb in range(1, 2 + round((sizes.other_bytes + sizes.cache_bytes + 2 * sizes.layers * sizes.layer_bytes) / 1e9)):
+        try:
+            plan = offload.make_plan(sizes, rates, gb * 10**9, record["batch"], record["batch"] * record["prompt"])
+        except offload.GpuMemoryError:
+            continue
+        memory.append(gb)
+        speed.append(plan.decode_tokens_per_second)
+        if not plan.streamed:
+            break
+    return memory, speed
 
 
 @_figure("training", "training.png")

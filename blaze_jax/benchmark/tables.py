@@ -170,6 +170,22 @@ def _passes(record: Record) -> Iterator[Row]:
         yield name, *cells
 
 
+@_rows(
+    "generation",
+    "sequences × prompt | may be used, GB | exponents | layers from the host | prompts, tokens/s (planned)"
+    " | after them, tokens/s (planned) | peak, GiB",
+)
+def _generation(record: Record) -> Iterator[Row]:
+    rates = []
+    for name in ("prefill_tokens_per_second", "decode_tokens_per_second"):
+        planned = cell(record, f"planned_{name}", ",.0f")
+        rates.append(cell(record, name, ",.0f") + (f" ({planned})" if planned else ""))
+    given = f"{record['gpu_bytes'] / 1e9:.0f}" if "gpu_bytes" in record else "all"
+    bits = f"{record['expert_bits']} bits" if record.get("expert_bits") else "8 bits"
+    sizes = f"{record['batch']} × {record['prompt']}", given, bits, cell(record, "streamed_layers", "d") or "0"
+    yield *sizes, *rates, cell(record, "peak_gib", ".1f")
+
+
 @_rows("kernel", "kernel of forward+backward | launches | µs | TFLOP/s | GB/s | of its ceiling")
 def _kernels(record: Record) -> Iterator[Row]:
     for row in record["kernels"]:

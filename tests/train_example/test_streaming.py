@@ -8,6 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from blaze_jax.benchmark.plots import draw_one
+from blaze_jax.benchmark.results import environment
+from blaze_jax.benchmark.tables import terminal
 from blaze_jax.offload.store import ExpertStore
 from tests.numerics import assert_close, assert_same_bits
 from tests.train_example.test_generate import GREEDY, MOST, NOTHING, apart, generator, model_and_variables, prompts_of
@@ -91,11 +94,14 @@ def test_the_command_line_writes_the_same_texts(checkpoint, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [(), ("--expert-bits", 3)])
-def test_time_prints_the_plan_beside_what_came_out(bits, checkpoint, capsys):
+def test_time_prints_the_plan_beside_what_came_out(bits, checkpoint, tmp_path, capsys):
     options = "--time", "--checkpoint", checkpoint, "--tokens", 4, "--batch-size", 2, "--gpu-bytes", "24GB", *bits
     found = json.loads(run(capsys, *options).out)
     assert found["streamed_layers"] == 0
     assert found["planned_decode_tokens_per_second"] > 0
+    assert found["gpu_bytes"] == 24 * 10**9
+    assert terminal(found).count("tokens/s (planned)") == 2
+    draw_one({"records": [found], "environment": environment()}, tmp_path / "speed.png")
     assert found["decode_tokens_per_second"] > 0
 
 

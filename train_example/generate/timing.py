@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +34,8 @@ def time_generation(
       "prefill_ms" and "prefill_tokens_per_second"; "decode_ms", of one token of all sequences, and
       "decode_tokens_per_second"; "compile_seconds" of both programs, and the device's "peak_gib".
       With `offload`, whose plan is told first, also its "planned_prefill_tokens_per_second" and
-      "planned_decode_tokens_per_second", and "streamed_layers".
+      "planned_decode_tokens_per_second", "streamed_layers", and "plan", of what it was made. It is a record of the kind
+      "generation", which `blaze_jax.benchmark` has a table and a figure for.
     """
     if offload is not None:
         offload.allow_host_memory(config.model, config.dtype)
@@ -47,6 +50,8 @@ def time_generation(
         generator = offload.generator(plan, model, variables, experts, slots, sampling=sampling)
         names = "prefill_tokens_per_second", "decode_tokens_per_second"
         planned = {f"planned_{name}": getattr(plan, name) for name in names} | {"streamed_layers": plan.streamed}
+        planned |= {"gpu_bytes": offload.gpu_bytes, "expert_bits": offload.bits}
+        planned["plan"] = {"sizes": asdict(plan.sizes), "rates": plan.rates._asdict()}
     prompts = np.random.default_rng(config.seed).integers(config.model.vocabulary, size=(batch, length)).tolist()
     say(f"{batch} sequences of {length} tokens, {most} more each, {slots} slots; compiling")
     start = time.perf_counter()
@@ -59,6 +64,8 @@ def time_generation(
     # The first one comes when the second is under way, behind the prompts; the last one when nothing is.
     decode = (times[-1] - times[0]) / max(len(times) - 1, 1)
     return {
+        "kind": "generation",
+        "title": config.preset if config.checkpoint is None else Path(config.checkpoint).name,
         "device": jax.devices()[0].device_kind,
         "batch": batch,
         "prompt": length,
