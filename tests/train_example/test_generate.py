@@ -106,6 +106,20 @@ def test_each_later_tokens_logits_are_those_of_the_whole_context_and_a_stopped_s
             assert_same_bits(stopping.logits[at], state.logits[at])
 
 
+def test_one_sequence_alone_up_to_the_last_slot_is_that_among_others():
+    model, variables = model_and_variables("own")
+    alone = Generator(model, apart(model, variables), 1, 32, GREEDY, NOTHING, record=True)
+    prompt = PROMPTS[0]
+    most = alone.slots + 1 - len(prompt)
+    (found,) = alone.generate([prompt], most)
+    assert found == generator().generate([prompt], most)[0]
+    expected = whole_context(model, variables, (prompt + found)[:-1])
+    assert found == expected[len(prompt) - 1 :].argmax(-1).tolist()
+    (recorded,) = alone.recorded([prompt], most)
+    (other,) = generator(record=True).recorded([prompt], most)
+    assert np.array_equal(recorded.experts, other.experts)
+
+
 def test_padding_goes_to_no_expert():
     model, variables = model_and_variables("own")
     cache = {name: jnp.zeros((2, 3, 2, 16, 8)) for name in ("key", "value")}
