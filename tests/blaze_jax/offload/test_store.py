@@ -56,7 +56,7 @@ def test_no_more_layers_are_on_the_device_than_buffers():
     store, found = ExpertStore(layers() * 2), []
 
     def on_device():
-        return sum(a.shape == (4, 16, 32) and a.sharding == store._there for a in jax.live_arrays())
+        return sum(a.shape == (4, 16, 32) and a.sharding == store.sharding for a in jax.live_arrays())
 
     def watched(number, variables, x):
         found.append(on_device())
