@@ -49,7 +49,9 @@ def check_precision(precision: Precision | None) -> None:
 
 
 def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...], expected_rows: float) -> Kernels:
-    """The family with its row products in 8 bits; as it is, with a warning given once, where they would not pay.
+    """The family with its row products in 8 bits; as it is where they would not pay.
+
+    A warning says so once, except where there are fewer rows than experts.
 
     Args:
       kernels: the family.
@@ -73,7 +75,8 @@ def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...], expec
             f"expert width {width}; leave it out, or use implementation='xla'"
         )
     if not is_fp8_everywhere() and (reason := why_fp8_loses(x, width, model_width, num_experts, expected_rows)):
-        warn_once(f"precision='fp8' is left out, and experts multiply {x.dtype}: {reason}")
+        if has_symbolic_sizes(x) or expected_rows >= num_experts:  # fewer draw parameters, or a token after another
+            warn_once(f"precision='fp8' is left out, and experts multiply {x.dtype}: {reason}")
         return kernels
     return kernels.in_fp8()
 

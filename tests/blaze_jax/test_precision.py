@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from blaze_jax import MoEConfig, expert_ffn
-from blaze_jax.precision import LEAST_ROWS, LEAST_WIDTH, fp8_everywhere, why_fp8_loses
+from blaze_jax.precision import LEAST_ROWS, LEAST_WIDTH, fp8_everywhere, kernels_in_fp8, why_fp8_loses
+from pallas_kernels import xla
 from tests.expert_problems import make_problem, results
 from tests.layers import layer, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits, scaled_error
@@ -33,6 +34,15 @@ X = jax.ShapeDtypeStruct((32768, 4096), jnp.bfloat16)
 def test_the_rule_by_widths_and_tokens_of_an_expert(sizes, reason):
     found = why_fp8_loses(X, *sizes)
     assert found == reason if reason is None else reason in found
+
+
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_only_programs_of_more_rows_than_experts_warn(rows):
+    w_down = jax.ShapeDtypeStruct((16, LEAST_WIDTH, LEAST_WIDTH), jnp.bfloat16)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert kernels_in_fp8(xla, X, (w_down,), rows) is xla
+    assert [str(warning.message)[-12:] for warning in warned] == ["6 on average"] * (rows > 16)
 
 
 @pytest.fixture(scope="module")
