@@ -73,8 +73,8 @@ def up_projection(
       keep_pre_activations: whether the caller wants them; if not, they are written nowhere.
       quantize: whether those that are kept are `Quantized`, which happens to the accumulators.
       into: results of other groups, whose rows are kept, or None.
-      hidden_scales: for activations in 8 bits, a function and what it makes their scales of: a number for each token,
-        and some for each expert.
+      hidden_scales: of this family alone, for `fp8.rounding_operands`: for activations in 8 bits, a function and what
+        it makes their scales of: a number for each token, and some for each expert.
 
     Returns:
       The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x` or scaled.
