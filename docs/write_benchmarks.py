@@ -28,8 +28,7 @@ type Result = dict[str, Any]
 def main() -> None:
     """Draws the figures and writes the tables of all recorded results."""
     results = recorded_results()
-    generated = [result for result in results if of_kind("generation", [result])]
-    for file in draw([*(r for r in of_pictured(results) if r not in generated), *generated], RESULTS):
+    for file in draw(of_pictured(results), RESULTS):
         print(f"drew {file}")
     for path in (DOCS / "benchmarks.md", DOCS / "offload.md", README):
         path.write_text(written(path.read_text(encoding="utf-8"), results), encoding="utf-8")
@@ -68,8 +67,12 @@ def of_kind(kind: str, results: Sequence[Result]) -> list[Record]:
 
 
 def of_pictured(results: Sequence[Result]) -> list[Result]:
-    """The results of one GPU, so that no figure or table mixes those of several."""
-    return [result for result in results if PICTURED.lower() in result["environment"]["device"].lower()]
+    """The results of one GPU, so that no figure or table mixes those of several; and all of generation."""
+
+    def pictured(result: Result) -> bool:
+        return PICTURED.lower() in result["environment"]["device"].lower() or bool(of_kind("generation", [result]))
+
+    return [result for result in results if pictured(result)]
 
 
 def summary(results: Sequence[Result]) -> str:

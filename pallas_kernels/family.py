@@ -21,8 +21,7 @@ class Kernels(Protocol):
     `groups` is what the family's own `dispatch` makes of the experts, or what `row_range`, `in_parts` or `of_experts`
     makes of that. Of rows of other groups, an operation that takes `into` keeps what it finds there: the results that
     the same call gave for those groups. Without `into` they hold anything. A family without `in_parts` and `of_experts`
-    is given neither `into` nor tokens in several arrays, and need not take them. The portable form alone is given
-    `hidden_scales`.
+    is given neither `into` nor tokens in several arrays, and need not take them.
     """
 
     @property

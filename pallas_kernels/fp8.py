@@ -141,12 +141,13 @@ def in_8_bits(kernels: Any, down_operands: Callable, up_operands: Callable) -> A
 def rounding_operands(kernels: Any) -> Any:
     """`in_8_bits` for a family that has no such products: operands are rounded, and the arithmetic stays what it is."""
 
-    def up_projection(x, weights, biases, *args, bound=None, **options):
+    def up_projection(x, weights, biases, groups, *, bound=None, **options):
+        scales = None
         if bound:
             largest = largest_of_experts([column_norms(w, x.dtype) for w in weights], biases)
-            options["hidden_scales"] = partial(bounded_scales, bound), token_norms(x), largest
-        (x,) = rounded(-1, x)
-        return kernels.up_projection(x, tuple(rounded(1, w)[0] for w in weights), biases, *args, **options)
+            scales = partial(bounded_scales, bound), token_norms(x), largest
+        (x,), weights = rounded(-1, x), tuple(rounded(1, w)[0] for w in weights)
+        return kernels.scaled_up_projection(x, weights, biases, groups, scales, **options)
 
     def down_operands(hidden, weights):
         weights = [rounded(1, w)[0] for w in weights]

@@ -4,6 +4,7 @@
 """
 
 import io
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,9 +250,8 @@ def _generation(records: Sequence[Record]) -> Figure:
         if "plan" in record:
             models.setdefault(f"{record['title']}, {record['batch']} sequences", []).append(record)
     figure = new_figure(5.4 * len(models), 3.8, "Tokens a second after the prompts, by the GPU memory that may be used")
-    for (title, of_model), axes in zip(
-        models.items(), figure.subplots(1, len(models), squeeze=False).flat, strict=True
-    ):
+    panels = figure.subplots(1, len(models), squeeze=False).flat
+    for (title, of_model), axes in zip(models.items(), panels, strict=True):
         for record, color in zip(of_model, (BLUE, RED, GREY), strict=False):
             name = f"exponents of {record['expert_bits'] or 8} bits"
             axes.plot(*_planned_speed(record), color=color, label=f"{name}, planned")
@@ -269,7 +269,7 @@ def _planned_speed(record: Record) -> tuple[list[int], list[float]]:
     """GB that may be used, from the least to what holds all layers, and the tokens a second that are planned."""
     sizes, rates = offload.Sizes(**record["plan"]["sizes"]), offload.Rates(**record["plan"]["rates"])
     memory, speed = [], []
-    for gb in range(1, 2 + round((sizes.other_bytes + sizes.cache_bytes + 2 * sizes.layers * sizes.layer_bytes) / 1e9)):
+    for gb in itertools.count(1):
         try:
             plan = offload.make_plan(sizes, rates, gb * 10**9, record["batch"], record["batch"] * record["prompt"])
         except offload.GpuMemoryError:
@@ -277,7 +277,7 @@ def _planned_speed(record: Record) -> tuple[list[int], list[float]]:
         memory.append(gb)
         speed.append(plan.decode_tokens_per_second)
         if not plan.streamed:
-            break
+            break  # as with memory enough
     return memory, speed
 
 

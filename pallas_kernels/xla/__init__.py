@@ -18,6 +18,7 @@ from pallas_kernels.xla.experts import column_block as column_block
 from pallas_kernels.xla.experts import down_backward as down_backward
 from pallas_kernels.xla.experts import down_projection as down_projection
 from pallas_kernels.xla.experts import down_weight_gradients as down_weight_gradients
+from pallas_kernels.xla.experts import scaled_up_projection as scaled_up_projection
 from pallas_kernels.xla.experts import up_backward as up_backward
 from pallas_kernels.xla.experts import up_projection as up_projection
 from pallas_kernels.xla.experts import up_weight_gradients as up_weight_gradients

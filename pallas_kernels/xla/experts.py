@@ -59,9 +59,8 @@ def up_projection(
     activation: Callable[..., Array],
     keep_pre_activations: bool = True,
     quantize: bool = False,
-    into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"] | Scaled] | None = None,
-    hidden_scales: tuple[Callable[..., Array], Float[Array, " T"], Float[Array, "E numbers"]] | None = None,
-) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Any]:
+    into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]] | None = None,
+) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"]]:
     """Pre-activations and activation of every row.
 
     Args:
@@ -73,12 +72,31 @@ def up_projection(
       keep_pre_activations: whether the caller wants them; if not, they are written nowhere.
       quantize: whether those that are kept are `Quantized`, which happens to the accumulators.
       into: results of other groups, whose rows are kept, or None.
-      hidden_scales: of this family alone, for `fp8.rounding_operands`: for activations in 8 bits, a function and what
-        it makes their scales of: a number for each token, and some for each expert.
 
     Returns:
-      The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x` or scaled.
-      The activation is computed from the accumulators, before the pre-activations are rounded.
+      The pre-activations (one array per weight; none unless kept) and the activation, in the dtype of `x`. The
+      activation is computed from the accumulators, before the pre-activations are rounded.
+    """
+    options = {"activation": activation, "keep_pre_activations": keep_pre_activations, "quantize": quantize}
+    return scaled_up_projection(x, weights, biases, groups, None, into=into, **options)
+
+
+def scaled_up_projection(
+    x: Float[Array, "T d"],
+    weights: tuple[Float[Array, "E d n"], ...],
+    biases: tuple[Float[Array, "E n"], ...],
+    groups: Dispatch,
+    hidden_scales: tuple[Callable[..., Array], Float[Array, " T"], Float[Array, "E numbers"]] | None,
+    *,
+    activation: Callable[..., Array],
+    keep_pre_activations: bool = True,
+    quantize: bool = False,
+    into: tuple[tuple[Float[Array, "R n"] | Quantized, ...], Any] | None = None,
+) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Any]:
+    """`up_projection` for `fp8.rounding_operands`, with the activation in 8 bits where `hidden_scales` are given.
+
+    Those are a function and what it makes the scales of: a number for each token, and some for each expert. The
+    activation and that of `into` are `Scaled` then.
     """
     wide, n = accumulator_dtype(x.dtype), weights[0].shape[-1]
     scales_of, of_tokens, *largest = hidden_scales or (None, x)
