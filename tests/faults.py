@@ -103,7 +103,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("down_backward", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(d_hidden), weight * hidden", "products experts"),
     ("down_backward", "activation_vjp(weight * d_hidden), weight * hidden", "activation_vjp(weight * d_hidden), hidden", "products experts"),
     ("down_weight_gradients", "_column_sums(weight * dy_rows", "_column_sums(dy_rows", "products experts"),
-    ("up_projection", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", "products experts"),
+    ("scaled_up_projection", "pre = [p + b for p, b in zip(pre, own_biases, strict=True)] if own_biases else pre", "pre = pre", "products experts"),
     ("combine", "weights[:, slot, None].astype(wide) * row", "row", "combine experts"),
     ("combine_columns", "carry[0] < width, turn,", "carry[0] <= width - block, turn,", "experts"),
     ("_weights_of_parts", "jnp.where(tokens.experts < num_experts, tokens.weights, jnp.nan)", "tokens.weights", "experts_errors experts"),
