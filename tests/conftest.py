@@ -47,7 +47,12 @@ hypothesis.settings.load_profile("library")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run every case of every test, as CI does")
+    parser.addoption(
+        "--cases",
+        choices=("few", "pairs", "all"),
+        default="few",
+        help="the telling cases of each test, a case for each pair of its parameters' values, as in CI, or every case",
+    )
 
 
 def pytest_runtest_teardown():
@@ -59,9 +64,9 @@ def pytest_runtest_teardown():
 def pytest_runtest_setup(item):
     """Has programs compiled with little optimisation, which saves a third of the time, but not those for GPUs.
 
-    With `--all`, the experts and the portable kernels are compiled as users compile them.
+    Unless a few cases are asked for, the experts and the portable kernels are compiled as users compile them.
     """
-    as_users_do = item.config.getoption("--all") and item.nodeid.startswith(USED_ON_CPUS)
+    as_users_do = item.config.getoption("--cases") != "few" and item.nodeid.startswith(USED_ON_CPUS)
     little = jax.default_backend() == "cpu" and not (as_users_do or item.get_closest_marker("compile_only"))
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(little))  # of processes that a test starts
     jax.config.update("jax_disable_most_optimizations", little)
@@ -72,6 +77,7 @@ def pytest_pycollect_makeitem():
     """Marks as slow what `default_cases` leaves out of a test's cases; where it names none, all but the first.
 
     Each family of kernels then has a first case. What needs a GPU or a compiler for it, or is skipped, always has one.
+    Those that no pair of values needs are marked as `beyond_pairs`.
     """
     cases = yield
     if not isinstance(cases, list) or not cases or not hasattr(cases[0], "callspec"):
@@ -89,7 +95,39 @@ def pytest_pycollect_makeitem():
         first = {alike[0]} if marks or not named else set()
         for case in set(alike) - (named.intersection(alike) or first):
             case.add_marker("slow")
+    together = defaultdict(list)
+    for case in cases:
+        together[kind_of(case)[1:]].append(case)
+    for alike in together.values():
+        for case in beyond_pairs(alike):
+            case.add_marker("beyond_pairs")
     return cases
+
+
+def beyond_pairs(cases: list) -> set:
+    """The cases all of whose pairs of parameters' values are in others; those that run by default are never such."""
+    pairs = {case: set(itertools.combinations(values_of(case), 2)) for case in cases}
+    kept = {case for case in cases if not case.get_closest_marker("slow") or len(values_of(case)) == 1}
+    covered = set().union(*(pairs[case] for case in kept))
+    while left := set().union(*pairs.values()) - covered:
+        best = max(cases, key=lambda case: len(pairs[case] & left))  # the first of equals
+        kept.add(best)
+        covered |= pairs[best]
+    return set(cases) - kept
+
+
+def values_of(case) -> list:
+    """The parameters of a case with their values, or where those have no hash, with their places among them."""
+    given = sorted(case.callspec.params.items())
+    return [(name, value if is_hashable(value) else case.callspec.indices[name]) for name, value in given]
+
+
+def is_hashable(value) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -104,7 +142,7 @@ def pytest_unconfigure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skips what needs a GPU, or a compiler for it, where there is none; leaves slow cases to `--all`; sorts."""
+    """Skips what needs a GPU, or a compiler for it, where there is none; leaves out what `--cases` does; sorts."""
     reasons = {}
     if not on_nvidia_gpu():
         reasons["gpu"] = "needs an NVIDIA GPU since Ampere"
@@ -115,10 +153,11 @@ def pytest_collection_modifyitems(config, items):
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
     # A case named on the command line, with its brackets, runs in any case.
-    if not config.getoption("--all") and "[" not in "".join(config.args):
-        slow = {item for item in items if item.get_closest_marker("slow")}
-        config.hook.pytest_deselected(items=list(slow))
-        items[:] = [item for item in items if item not in slow]
+    marker = {"few": "slow", "pairs": "beyond_pairs"}.get(config.getoption("--cases"))
+    if marker and "[" not in "".join(config.args):
+        others = {item for item in items if item.get_closest_marker(marker)}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     # The longest first: no worker is left alone with them at the end.
     items.sort(key=lambda item: not any(name in item.nodeid for name in ("tests/train_example", "test_every_gpu")))
 

@@ -144,5 +144,10 @@ def on(*families):
     return pytest.mark.parametrize("kernels", families, indirect=True)
 
 
-ON_GPUS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("own_on_gpu", "ampere_on_gpu")]
+def each_on_gpus(*cases: tuple) -> list:
+    """Cases, the values of a test's parameters after `kernels`, with each family that a GPU runs."""
+    return [pytest.param(f, *case, marks=pytest.mark.gpu) for f in ("own_on_gpu", "ampere_on_gpu") for case in cases]
+
+
+ON_GPUS = each_on_gpus(())
 on_gpus = on(*ON_GPUS)

@@ -32,7 +32,7 @@ from blaze_jax.experts import compute_experts
 from blaze_jax.oracle import dense_expert_ffn
 from blaze_jax.plan import TokenRanges
 from pallas_kernels.compile_only import compile_for_gpu
-from tests.expert_problems import FAMILIES, ON_GPUS, apply, make_problem, on
+from tests.expert_problems import apply, each_on_gpus, make_problem
 from tests.layers import (
     WIDTH,
     created,
@@ -53,9 +53,9 @@ CONFIGS = {
     "rank16": replace(BASE, adapter=LoRA(rank=16, alpha=8, targets=("gate", "up", "down", "router"))),
     "rank4_inputs": replace(BASE, adapter=LoRA(rank=4, alpha=2), save="inputs"),
     "shared": replace(BASE, adapter=LoRA(rank=8, alpha=4, shared=True)),
-    "up": replace(BASE, adapter=LoRA(rank=8, alpha=4, targets=("up",))),
+    "up": replace(BASE, adapter=LoRA(rank=8, alpha=4, targets=["up"])),
     "down_router": replace(BASE, adapter=LoRA(rank=8, alpha=4, targets=("down", "router"))),
-    "router": replace(BASE, adapter=LoRA(rank=8, alpha=4, targets=["router"])),
+    "router": replace(BASE, adapter=LoRA(rank=8, alpha=4, targets=("router",))),
     "ungated_latent": replace(BASE, activation="relu2", latent_width=4, adapter=LoRA(rank=128, alpha=64)),
     "dense": replace(BASE, router=Router(train="dense", threshold=0.5), adapter=LoRA(rank=8, alpha=4)),
 }
@@ -96,13 +96,21 @@ def test_output_and_gradients_are_those_of_summed_weights(config):
     assert_close(out[1], ref[1], 1e-5)
 
 
-@on("xla", "xla_batched", pytest.param("hopper", marks=needs_interpreter), "ampere", *ON_GPUS)
-@pytest.mark.parametrize(("rank", "dtype"), [(8, "bfloat16"), (16, "float32"), (128, "bfloat16")])
-@pytest.mark.default_cases("8-bfloat16-ampere", "*-bfloat16-*_on_gpu")
+@pytest.mark.parametrize(
+    ("kernels", "rank", "dtype"),
+    [
+        ("ampere", 8, "bfloat16"),
+        ("ampere", 16, "float32"),
+        ("xla", 128, "bfloat16"),
+        ("xla_batched", 16, "float32"),
+        pytest.param("hopper", 128, "bfloat16", marks=needs_interpreter),
+        *each_on_gpus((8, "bfloat16"), (16, "float32"), (128, "bfloat16")),
+    ],
+    indirect=["kernels"],
+)
+@pytest.mark.default_cases("ampere-8-*", "*_on_gpu-*-bfloat16")
 def test_every_family_of_kernels_computes_them(kernels, rank, dtype):
     """Beside weights of its own dtype, adapters in float32. Rows of the experts are ragged, and one has none."""
-    if kernels is FAMILIES["hopper"]:
-        dtype = "bfloat16"  # which has no kernels for float32
     num_experts, sizes = 5, {"d": 24, "n": 40, "biases": True} | kernels.suits
     d, n = sizes["d"], sizes["n"]
     implementation = kernels.function.keywords["implementation"]

@@ -16,7 +16,7 @@ from blaze_jax import ACTIVATION_NAMES, expert_ffn, schedule
 from blaze_jax.oracle import dense_expert_ffn
 from blaze_jax.plan import Save
 from pallas_kernels.xla.loops import turns_of
-from tests.expert_problems import FAMILIES, ON_GPUS, RAGGED, apply, make_problem, on, on_gpus, results
+from tests.expert_problems import FAMILIES, RAGGED, apply, each_on_gpus, make_problem, on, on_gpus, results
 from tests.numerics import TOLERANCE, assert_close, assert_same_bits, scaled_error
 from tests.pallas_kernels.rows import needs_interpreter
 from tests.routings import EMPTY, ROUTINGS, experts_of_shape, random_experts, routings
@@ -175,11 +175,20 @@ def test_interpreted_kernels_match_the_oracle_with_the_same_bits_twice(kernels, 
     assert_same_bits(kernels.results(problem, save=save), out)
 
 
-@on("xla", "xla_batched", pytest.param("hopper", marks=needs_interpreter), "ampere", *ON_GPUS)
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.default_cases("pre_activations-xla", "*_on_gpu")
+@pytest.mark.parametrize(
+    ("kernels", "save"),
+    [
+        ("xla", "pre_activations"),
+        ("xla_batched", "inputs"),
+        ("ampere", "pre_activations"),
+        pytest.param("hopper", "inputs", marks=needs_interpreter),
+        *each_on_gpus(*((save,) for save in SAVES)),
+    ],
+    indirect=["kernels"],
+)
+@pytest.mark.default_cases("xla-*", "*_on_gpu-*")
 def test_more_rows_than_expected_are_computed_in_turns(kernels, save):
-    problem = kernels.problem("many_tiles", dtype="bfloat16")
+    problem = kernels.problem("whole_tiles_and_a_tail", dtype="bfloat16")
     out = kernels.results(problem, save=save, mean_experts=1.2)
     assert_close(out, results(dense_expert_ffn, problem.cast(jnp.float32)), kernels.tolerance["bfloat16"])
     assert_same_bits(kernels.results(problem, save=save, mean_experts=1.2), out)

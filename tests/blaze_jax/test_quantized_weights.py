@@ -26,7 +26,7 @@ from blaze_jax.benchmark.memory import plan_of
 from blaze_jax.experts import compute_experts
 from blaze_jax.quantized import WEIGHTS, decoded, is_quantized
 from pallas_kernels.compile_only import compile_for_gpu
-from tests.expert_problems import FAMILIES, ON_GPUS, on
+from tests.expert_problems import FAMILIES, each_on_gpus
 from tests.layers import DOORS, losses_of_nnx_adapters
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.rows import needs_interpreter
@@ -88,9 +88,18 @@ def test_gradients_are_those_of_float64(form):
     assert_close(out, ref, 1e-5)
 
 
-@on("xla", "xla_batched", pytest.param("hopper", marks=needs_interpreter), "ampere", *ON_GPUS)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.default_cases("*_on_gpu")
+@pytest.mark.parametrize(
+    ("kernels", "form"),
+    [
+        ("xla", "float8"),
+        ("xla_batched", "mxfp4"),
+        ("ampere", "nf4"),
+        pytest.param("hopper", "mxfp4", marks=needs_interpreter),
+        *each_on_gpus(*((form,) for form in FORMS)),
+    ],
+    indirect=["kernels"],
+)
+@pytest.mark.default_cases("*_on_gpu-*")
 def test_every_family_of_kernels_takes_them(kernels, form):
     """In bfloat16, as near to float32 as with weights that were decoded before."""
     rng, rank = np.random.default_rng(3), 8

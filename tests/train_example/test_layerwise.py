@@ -14,7 +14,7 @@ import pytest
 import train_example.step
 from blaze_jax.benchmark.results import read_results
 from tests.numerics import assert_close
-from tests.train_example.small import CONFIG, FULL_MODEL, metrics, start, windows
+from tests.train_example.small import CONFIG, FULL_MODEL, metrics, windows
 from train_example import compare_precisions
 from train_example.__main__ import main
 from train_example.config import UserError
@@ -188,16 +188,12 @@ def test_a_mesh_is_refused():
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path):
-    options = ["--optimizer", "adam8", "--evaluate-every", "6"]
-    whole = start(tmp_path / "whole", *options, "--steps", "6")
-    parts = start(tmp_path / "parts", *options, "--steps", "3", "--schedule-steps", "6")
-    for process in (whole, parts):
-        _, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
-    rest = start(tmp_path / "parts", "--resume", "--steps", "6")
-    _, error = rest.communicate(timeout=120)
-    assert rest.returncode == 0, error
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", CONFIG)
+    options = ["--preset", "tiny", "--optimizer", "adam8", "--evaluate-every", "6"]
+    assert main([*options, "--out", str(tmp_path / "whole"), "--steps", "6"]) == 0
+    assert main([*options, "--out", str(tmp_path / "parts"), "--steps", "3", "--schedule-steps", "6"]) == 0
+    assert main(["--resume", "--out", str(tmp_path / "parts"), "--steps", "6"]) == 0
     losses = [[record["loss"] for record in metrics(tmp_path / run) if "loss" in record] for run in ("whole", "parts")]
     assert len(losses[0]) == 6
     assert losses[0] == losses[1]
