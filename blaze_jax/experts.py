@@ -243,6 +243,9 @@ def _compute(
     rows of a buffer as a multiple of those expected, and `chunks` the number of those in which the tokens travel.
     """
     x, weights, experts = tokens
+    few_pairs = not has_symbolic_sizes(experts) and experts.size < shards.down.weight.shape[0]  # as in decoding
+    if few_pairs and transport is HERE and any_quantized(shards):
+        shards, experts, grouped = *_of_used_experts(shards, experts), None
     if transport is HERE and (mean_experts is None or has_symbolic_sizes(x)):
         mean_experts = row_budget = None  # on one device no more rows can come than there are slots
     expected = experts.shape[1] if mean_experts is None else mean_experts
@@ -301,6 +304,17 @@ def _compute(
         outputs, flat = experts_output(plan, token, chunked, shards, sums)
         offered.give_back(jax.tree.map(lambda array, given: array.reshape(given.shape), flat, like))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
+
+
+def _of_used_experts(params: Parameters, experts: Int[Array, "T K"]) -> tuple[Parameters, Int[Array, "T K"]]:
+    """The parameters of T·K experts, all that are used among them, and their numbers there: others are not decoded."""
+    num_experts = params.down.weight.shape[0]
+    experts = int32_experts(experts, num_experts)
+    known = (experts >= 0) & (experts < num_experts)
+    is_used = jnp.zeros(num_experts, bool).at[jnp.where(known, experts, num_experts)].set(True, mode="drop")
+    (used,) = jnp.nonzero(is_used, size=experts.size, fill_value=0)
+    place = jnp.cumsum(is_used, dtype=jnp.int32)[jnp.where(known, experts, 0)] - 1
+    return jax.tree.map(lambda p: p[used], params), jnp.where(known, place, experts)
 
 
 def _as_they_arrive(transport: Transport, kernels: Kernels, num_experts: int) -> Transport:

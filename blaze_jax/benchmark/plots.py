@@ -14,7 +14,7 @@ from PIL import Image
 
 from blaze_jax.benchmark.results import OURS, Record, published, source, succeeded
 from blaze_jax.benchmark.sizes import BOTH, Sizes
-from blaze_jax.benchmark.tables import FLAT_FROM, FLAT_WITHIN, label, merged, reason
+from blaze_jax.benchmark.tables import FLAT_FROM, FLAT_WITHIN, form_of_experts, label, merged, reason
 from blaze_jax.offload import plan as offload
 
 BLUE, PALE_BLUE, PALE, GREY, RED = "#2563a8", "#a8c1de", "#d6dbe3", "#94a3b8", "#d1495b"
@@ -253,7 +253,7 @@ def _generation(records: Sequence[Record]) -> Figure:
     panels = figure.subplots(1, len(models), squeeze=False).flat
     for (title, of_model), axes in zip(models.items(), panels, strict=True):
         for record, color in zip(of_model, (BLUE, RED, GREY), strict=False):
-            name = f"exponents of {record['expert_bits'] or 8} bits"
+            name = form_of_experts(record)
             axes.plot(*_planned_speed(record), color=color, label=f"{name}, planned")
             measured = record["gpu_bytes"] / 1e9, record["decode_tokens_per_second"]
             axes.plot(*measured, "o", color=color, label=f"{name}, measured")

@@ -172,7 +172,7 @@ def _passes(record: Record) -> Iterator[Row]:
 
 @_rows(
     "generation",
-    "sequences × prompt | may be used, GB | exponents | layers from the host | prompts, tokens/s (planned)"
+    "sequences × prompt | may be used, GB | experts in | layers from the host | prompts, tokens/s (planned)"
     " | after them, tokens/s (planned) | peak, GiB",
 )
 def _generation(record: Record) -> Iterator[Row]:
@@ -181,9 +181,19 @@ def _generation(record: Record) -> Iterator[Row]:
         planned = cell(record, f"planned_{name}", ",.0f")
         rates.append(cell(record, name, ",.0f") + (f" ({planned})" if planned else ""))
     given = f"{record['gpu_bytes'] / 1e9:.0f}" if "gpu_bytes" in record else "all"
-    bits = f"{record['expert_bits']} bits" if record.get("expert_bits") else "8 bits"
-    sizes = f"{record['batch']} × {record['prompt']}", given, bits, cell(record, "streamed_layers", "d") or "0"
+    sizes = (
+        f"{record['batch']} × {record['prompt']}",
+        given,
+        form_of_experts(record),
+        cell(record, "streamed_layers", "d") or "0",
+    )
     yield *sizes, *rates, cell(record, "peak_gib", ".1f")
+
+
+def form_of_experts(record: Record) -> str:
+    """What the experts' weights are kept in."""
+    bits = record.get("expert_bits")
+    return record.get("base") or (f"bfloat16, exponents in {bits} bits" if bits else "bfloat16")
 
 
 @_rows("kernel", "kernel of forward+backward | launches | µs | TFLOP/s | GB/s | of its ceiling")

@@ -26,6 +26,7 @@ from blaze_jax.checkpoints.folder import DTYPES
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from blaze_jax.config import MoEConfig
 from blaze_jax.offload.compression import Bits, Compressed, compress
+from blaze_jax.quantized import CODINGS, Form, QuantizedWeight, is_quantized
 
 type Tree = Any
 
@@ -48,7 +49,8 @@ class ExpertStore:
     Args:
       layers: a tree of arrays for each layer, all alike, as one layer's variables; of numpy or jax.
       bits: of the codes of exponents with which stacks of matrices in bfloat16 (arrays of three axes) are compressed,
-        3 or 4; None for weights as they are. Leaves that are `Compressed` already stay so.
+        3 or 4; None for weights as they are. Leaves that are `Compressed` already stay so, and so do those that are a
+        `QuantizedWeight`, which the layer decodes: one whose config has `adapter=LoRA(targets=())`, or adapters.
       resident: numbers of layers that stay on the device, decoded by whoever uses them like the others.
       device: where the layers are computed; None for the first.
 
@@ -75,7 +77,7 @@ class ExpertStore:
         self._layers: list[Tree] = []
         total = 0
         for number, layer in enumerate(layers):
-            layer = jax.tree.map(partial(_compressed, bits), layer, is_leaf=_is_compressed)
+            layer = jax.tree.map(partial(_compressed, bits), layer, is_leaf=_is_one_weight)
             if number not in resident:
                 total += tree_bytes(layer)
                 check_host_memory(tree_bytes(layer), total, device.platform)
@@ -100,6 +102,7 @@ class ExpertStore:
         config: MoEConfig,
         *,
         dtype: DTypeLike | None = None,
+        base: Form | None = None,
         **options: Any,
     ) -> "ExpertStore":
         """Reads these layers as variables of `blaze_jax.MoE`, without a copy on the device.
@@ -109,13 +112,14 @@ class ExpertStore:
           layers: their numbers in the model.
           config: what a layer is.
           dtype: the parameters' type; None for the file's.
+          base: the form of the experts' weights, see `blaze_jax.checkpoints.load`; None for plain numbers.
           **options: of the store.
         """
         files = checkpoints.Folder(folder)
         sharding = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
         def one(layer: int) -> Tree:
-            return checkpoints.load(files, layer, config, dtype=dtype, sharding=sharding).variables
+            return checkpoints.load(files, layer, config, dtype=dtype, sharding=sharding, base=base).variables
 
         return cls(map(one, layers), **options)
 
@@ -246,8 +250,12 @@ def _is_compressed(leaf: Any) -> bool:
     return isinstance(leaf, Compressed)
 
 
+def _is_one_weight(leaf: Any) -> bool:
+    return _is_compressed(leaf) or is_quantized(leaf)
+
+
 def _compressed(bits: Bits | None, leaf: Any) -> Any:
-    if bits is None or _is_compressed(leaf) or leaf.ndim != 3 or leaf.dtype != jnp.bfloat16:
+    if bits is None or _is_one_weight(leaf) or leaf.ndim != 3 or leaf.dtype != jnp.bfloat16:
         return leaf
     return compress(leaf, bits)
 
@@ -264,14 +272,16 @@ def _mark(array: jax.Array) -> jax.Array:
 
 
 def _pieces(tree: Tree, prefix: str) -> Iterator[NewTensor]:
-    """The arrays of a tree as tensors; a compressed one is several, behind its name."""
+    """The arrays of a tree as tensors; a compressed one is several, behind its name and, where it has one, its form."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_compressed):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_one_weight):
         name = prefix + ".".join(key.key for key in path)
         parts = {"": leaf}
         if _is_compressed(leaf):
             parts = {f".{field}": value for field, value in vars(leaf).items()}
             parts[f".{_SHAPE}"] = np.array(leaf.shape, np.int64)
+        elif is_quantized(leaf):
+            parts = {f".{leaf.form}.values": leaf.values, f".{leaf.form}.scales": leaf.scales}
         for suffix, array in parts.items():
             values = np.asarray(array)
             yield NewTensor(name + suffix, names[values.dtype], values.shape, lambda values=values: iter([values]))
@@ -295,4 +305,6 @@ def _joined(tree: Tree) -> Tree:
         return tree
     if _SHAPE in tree and "planes" in tree:
         return Compressed(**{**tree, _SHAPE: tuple(int(size) for size in tree[_SHAPE])})
+    if len(tree) == 1 and (form := next(iter(tree))) in CODINGS:
+        return QuantizedWeight(**tree[form], form=form)
     return {name: _joined(value) for name, value in tree.items()}

@@ -132,6 +132,31 @@ def test_every_family_of_kernels_takes_them(kernels, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.default_cases("nf4")
+def test_of_few_tokens_the_experts_are_decoded_that_they_use(form):
+    """With the output and gradients of all experts; ids out of range still make NaN, and empty slots nothing."""
+    config = replace(ADAPTED, num_experts=40)
+    params, x = parameters(config), tokens()[:3]
+    adapters, others = split_adapters(params | quantize_experts(params, form))
+    plain = others | decoded({name: p for name, p in others.items() if p is not None}, jnp.float32)
+    assert_close(*(run(adapters, x, base, config, "function") for base in (others, plain)), 1e-6)
+
+    experts = jnp.array([[39, 0], [0, -1], [7, 40]], jnp.int32)
+    options = {"activation": "swiglu", "save": "inputs", "implementation": "xla", "frozen": True}
+
+    @jax.jit
+    def of(weights, experts):
+        return compute_experts(x, {name: weights[name] for name in WEIGHTS}, jnp.ones((3, 2)), experts, **options)
+
+    y = of(others, experts)
+    assert_close(y[:2], of(plain, experts)[:2], 1e-6)
+    assert np.isnan(y[2]).all()
+    text = str(jax.make_jaxpr(of)(others, experts))
+    assert f"32[6,{D},{N}]" in text
+    assert f"[40,{D},{N}]" not in text.replace(f"f8_e4m3fn[40,{D},{N}]", "")
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_merged_parameters_are_decoded(form):
     params = quantize_experts(parameters(dtype="bfloat16"), form)
     merged = merge(params, ADAPTED)

@@ -93,7 +93,30 @@ def test_the_command_line_writes_the_same_texts(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [(), ("--expert-bits", 3)])
+def test_compressed_experts_write_the_texts_of_their_numbers(tmp_path, capsys):
+    """Those of a file in MXFP4, kept so on the device or on the host, or decoded when they are read."""
+    folder = write_tiny_checkpoint(tmp_path / "model", "gpt_oss-model", mxfp4=True)
+    (tmp_path / "prompts.txt").write_text("A list\nthe string\n")
+    common = "--checkpoint", folder, "--prompts", tmp_path / "prompts.txt", "--tokens", 4, "--temperature", 0
+    written, plans = [], []
+    for number, options in enumerate([(), ("--base", "mxfp4"), ("--base", "mxfp4", "--gpu-bytes", "40MB")]):
+        out = tmp_path / f"{number}.jsonl"
+        plans.append(run(capsys, *common, "--dtype", "float32", *options, "--out", out).err)
+        written.append(out.read_text())
+    assert written[0] == written[1] == written[2]
+    assert "come from" in plans[2]
+
+
+@pytest.mark.slow
+def test_compressed_experts_are_timed_where_they_are_resident(checkpoint, capsys):
+    options = "--time", "--checkpoint", checkpoint, "--tokens", 4, "--batch-size", 2, "--base", "float8"
+    found = json.loads(run(capsys, *options).out)
+    assert found["base"] == "float8"
+    assert found["decode_tokens_per_second"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [(), ("--expert-bits", 3), ("--base", "float8")])
 def test_time_prints_the_plan_beside_what_came_out(bits, checkpoint, tmp_path, capsys):
     options = "--time", "--checkpoint", checkpoint, "--tokens", 4, "--batch-size", 2, "--gpu-bytes", "24GB", *bits
     found = json.loads(run(capsys, *options).out)
@@ -111,10 +134,12 @@ def test_time_prints_the_plan_beside_what_came_out(bits, checkpoint, tmp_path, c
         (("--gpu-bytes", "1MB"), r"--gpu-bytes: 0\.0 GB of the GPU do not suffice"),
         (("--gpu-bytes", "many"), "many must be a size such as 24GB"),
         (("--expert-bits", "3"), "give --gpu-bytes"),
+        (("--base", "nf4"), "--base nf4 has scales of 64 inputs, must divide"),
+        (("--gpu-bytes", "24GB", "--expert-bits", "3", "--base", "float8"), "leave it or --base float8 out"),
         (("--gpu-bytes", "24GB", "--cache", "5"), "--tokens 256 must be at most --cache 5"),
     ],
 )
-@pytest.mark.default_cases("options[012]*")
+@pytest.mark.default_cases("options[01234]*")
 def test_what_does_not_fit_is_one_line(options, message, checkpoint, capsys):
     assert main(["--time", "--checkpoint", str(checkpoint), *options]) == 2
     assert re.search(message, (told := capsys.readouterr().err))

@@ -24,19 +24,19 @@ from train_example.generate.files import (
     recorded_items,
     score_file,
 )
-from train_example.generate.models import Source, Text, open_model, printable
+from train_example.generate.models import Source, Text, generating_config, open_model, printable
 from train_example.generate.offload import Offload, memory_size
 from train_example.generate.replay import read_recorded
 from train_example.generate.sampling import Sampling
 from train_example.generate.timing import time_generation
-from train_example.program.arguments import Parser, add_options, new_config, number, real, whole
+from train_example.program.arguments import Parser, add_options, number, real, whole
 from train_example.program.devices import allow_all_memory
 
 _USER_ERROR = 2
 _INTERRUPTED = 130
 _TOKENS = 256
 _BATCH = 16
-_OPTIONS = ("dtype", "implementation", "attention", "adapter_from")
+_OPTIONS = ("dtype", "implementation", "attention", "adapter_from", "base")
 _SLOTS = 128
 """The cache is a multiple of this long, so that prompts of similar lengths run the same program."""
 
@@ -71,8 +71,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> None:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-    offload = None if arguments.gpu_bytes is None else Offload(arguments.gpu_bytes, arguments.expert_bits)
     given = {n: getattr(arguments, n) for n in _OPTIONS if hasattr(arguments, n)}
+    base = None if given.get("base") == "bf16" else given.get("base")
+    offload = None if arguments.gpu_bytes is None else Offload(arguments.gpu_bytes, arguments.expert_bits, base)
     if arguments.time:
         model = {n: str(v) for n in ("checkpoint", "preset") if (v := getattr(arguments, n, None)) is not None}
         batch, most = arguments.batch_size or 1, arguments.tokens or _TOKENS
@@ -80,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> None:
         if most + (arguments.prompt_tokens or 1) - 1 > slots:
             beside = f" beside --prompt-tokens {arguments.prompt_tokens}" if arguments.prompt_tokens else ""
             raise UserError(f"--tokens {most} must be at most --cache {slots}{beside}")
-        config = new_config({**model, **given, "seed": arguments.seed})
+        config = generating_config({**model, **given, "seed": arguments.seed})
         print(json.dumps(time_generation(config, batch, slots, most, sampling, _say, offload, arguments.prompt_tokens)))
         return
     source = open_model(arguments.run, arguments.checkpoint, given, offload)
@@ -221,6 +222,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         raise UserError("--prompt-tokens is for --time, whose prompts are drawn")
     if arguments.expert_bits is not None and arguments.gpu_bytes is None:
         raise UserError("--expert-bits compresses experts in host memory: give --gpu-bytes, such as 24GB, too")
+    if arguments.expert_bits is not None and getattr(arguments, "base", "bf16") != "bf16":
+        raise UserError(f"--expert-bits compresses bfloat16, leave it or --base {arguments.base} out")
     if arguments.out is not None:
         check_out(arguments.out, resume=arguments.resume)  # before a large model is read
     return arguments

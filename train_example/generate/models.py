@@ -10,20 +10,20 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
+from blaze_jax.quantized import WEIGHTS, is_quantized, quantize
 from train_example.config import TrainConfig, UserError
 from train_example.data import Stream
 from train_example.generate.offload import ExpertsOf, Offload
 from train_example.generate.streaming import without_experts
 from train_example.model import Decoder, Tree, layers_apart, together
 from train_example.program.adapters import load_adapters
-from train_example.program.arguments import new_config, resumed_config
+from train_example.program.arguments import check_base, new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints
 from train_example.program.jit_once import jit_once
-from train_example.program.model import frozen_base, generating_model, state_shapes
+from train_example.program.model import form_of, frozen_base, generating_model, state_shapes
 from train_example.public_models.tokens import end_tokens, open_tokenizer
-from train_example.public_models.weights import load_experts, load_params
+from train_example.public_models.weights import drawn, load_experts, load_params
 from train_example.step import working_copy
 
 
@@ -93,15 +93,16 @@ def open_model(
       UserError: there is none, or it has no tokenizer.
     """
     if checkpoint is not None:
-        config = new_config({"checkpoint": str(checkpoint), **options})
+        config = generating_config({"checkpoint": str(checkpoint), **options})
         if offload is not None:
             offload.allow_host_memory(config.model, config.dtype)
         model, text = generating_model(config), public_text(checkpoint, config.model.vocabulary)
-        params = load_params(checkpoint, model.clone(unroll=True), dtype=model.dtype, experts=offload is None)
+        form: dict[str, Any] = {"dtype": model.dtype, "base": form_of(config)}
+        params = load_params(checkpoint, model.clone(unroll=True), experts=offload is None, **form)
         if config.adapter_from:
             adapters = working_copy(load_adapters(config.adapter_from, model), model.dtype)
             params = together(layers_apart(model.config, adapters), params)
-        experts = partial(load_experts, checkpoint, model, dtype=model.dtype) if offload else None
+        experts = partial(load_experts, checkpoint, model, **form) if offload else None
         limit = config.model.max_positions
         positions = limit or config.sequence_length
         return Source(str(checkpoint), model, {"params": params}, text, positions, limit, experts)
@@ -111,6 +112,9 @@ def open_model(
     with closing(Checkpoints(run / "checkpoints", reading=True)) as saved:
         step = saved.newest_whole()
         config = replace(resumed_config({}, saved.description(step)["config"], run), **options)
+        if config.adapter is None and config.base != "bf16":
+            raise UserError(f"--base {config.base} is for --checkpoint, or for a run of adapters: {run} trained all")
+        check_base(config)
         model = generating_model(config)
         text = public_text(Path(config.checkpoint), config.model.vocabulary) if config.checkpoint else BYTES
         variables = saved.restore_variables(step, state_shapes(config, model))
@@ -127,6 +131,14 @@ def open_model(
     return Source(f"{run}, step {step}", model, variables, text, positions, limit, experts)
 
 
+def generating_config(options: dict[str, Any]) -> TrainConfig:
+    """As `new_config`; but nothing is trained, so that experts may be compressed without adapters."""
+    config = new_config({name: value for name, value in options.items() if name != "base"})
+    config = replace(config, base=options.get("base", config.base))
+    check_base(config)
+    return config
+
+
 def random_variables(config: TrainConfig, model: Decoder, *, experts: bool = True) -> tuple[Tree, list[Tree]]:
     """Parameters of a model that has not been read, each layer's by itself: for timing.
 
@@ -137,16 +149,18 @@ def random_variables(config: TrainConfig, model: Decoder, *, experts: bool = Tru
     params = jax.eval_shape(partial(working_copy, dtype=model.dtype), variables["params"])
     apart = partial(jax.eval_shape, partial(layers_apart, model.config))
     like = {kind: apart(of_kind) for kind, of_kind in {**variables, "params": params}.items()}
+    if (form := form_of(config)) is not None:
+
+        def in_form(path: tuple, leaf: Any) -> Any:
+            of_experts = path[-1].key in WEIGHTS
+            return jax.eval_shape(partial(quantize, form=form), leaf) if of_experts else leaf
+
+        like["params"] = jax.tree_util.tree_map_with_path(in_form, like["params"])
     like, layers = (like, []) if experts else without_experts(like)
-    leaves, structure = jax.tree.flatten(like)
-
-    @partial(jax.jit, static_argnums=(1, 2))
-    def draw(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        return jax.random.normal(key, shape, dtype) * 0.02
-
+    leaves, structure = jax.tree.flatten(like, is_leaf=is_quantized)
+    draw = jax.jit(drawn, static_argnums=1)
     keys = jax.random.split(jax.random.key(config.seed), len(leaves))
-    drawn = [draw(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
-    return structure.unflatten(drawn), layers
+    return structure.unflatten([draw(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]), layers
 
 
 def public_text(folder: Path, vocabulary: int) -> Text:

@@ -5,6 +5,7 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from blaze_jax.offload.store import (
     check_host_memory,
     tree_bytes,
 )
+from blaze_jax.quantized import WEIGHTS, Form, is_quantized, quantize
 from train_example.config import ModelConfig, UserError
 from train_example.generate.streaming import MICRO_TOKENS, StreamingGenerator
 from train_example.model import Decoder, Tree
@@ -36,14 +38,16 @@ class Offload:
     Attributes:
       gpu_bytes: of the GPU's memory.
       bits: of the codes of the exponents of compressed experts; None for experts as they are.
+      base: the form that the experts' weights have; None for plain numbers.
     """
 
     gpu_bytes: int
     bits: Bits | None = None
+    base: Form | None = None
 
     def allow_host_memory(self, config: ModelConfig, dtype: Any) -> None:
         """Lets jax pin what all experts take, before it starts."""
-        allow_host_memory(_layers(config) * _layer_bytes(config, dtype, self.bits))
+        allow_host_memory(_layers(config) * _layer_bytes(config, dtype, self.bits, self.base))
 
     def plan(self, model: Decoder, variables: Tree, batch: int, slots: int, prompt_tokens: int) -> Plan:
         """The plan for a model whose other variables are these, for prompts of so many tokens in all.
@@ -58,7 +62,7 @@ class Offload:
                 f"--gpu-bytes {self.gpu_bytes / 1e9:.1f}GB must be at most {there / 1e9:.1f}GB, jax's share"
             )
         try:
-            sizes = _sizes(model, tree_bytes(variables), batch, slots, self.bits)
+            sizes = _sizes(model, tree_bytes(variables), batch, slots, self.bits, self.base)
             plan = make_plan(sizes, rates_of(device), self.gpu_bytes, batch, prompt_tokens)
             from_host = plan.streamed * sizes.layer_bytes
             check_host_memory(from_host, from_host, device.platform)
@@ -102,14 +106,18 @@ def random_experts(like: Sequence[Tree], bits: Bits | None, seed: int) -> Iterab
     drawn = np.random.default_rng(seed).standard_normal(2**22, np.float32) * 0.02
 
     def draw(leaf: Any) -> Any:
+        if is_quantized(leaf):
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                of_one = quantize(jnp.asarray(np.resize(drawn, leaf.shape[1:])), leaf.form)
+            return jax.tree.map(lambda one, of_all: np.resize(np.asarray(one), of_all.shape), of_one, leaf)
         values = np.resize(drawn.astype(leaf.dtype), leaf.shape)
         return compress(values, bits) if bits and leaf.ndim == 3 and leaf.dtype == jnp.bfloat16 else values
 
-    layer = jax.tree.map(draw, like[0])
+    layer = jax.tree.map(draw, like[0], is_leaf=is_quantized)
     return [layer] * len(like)
 
 
-def _sizes(model: Decoder, other_bytes: int, batch: int, slots: int, bits: Bits | None) -> Sizes:
+def _sizes(model: Decoder, other_bytes: int, batch: int, slots: int, bits: Bits | None, base: Form | None) -> Sizes:
     config, item = model.config, np.dtype(model.dtype).itemsize
     head_width = config.head_width or config.width // config.num_heads
     heads = config.num_heads + config.num_kv_heads
@@ -118,8 +126,8 @@ def _sizes(model: Decoder, other_bytes: int, batch: int, slots: int, bits: Bits 
     active = 3 * config.width * (config.experts_per_token * config.expert_width + config.shared_width)
     return Sizes(
         layers=_layers(config),
-        layer_bytes=_layer_bytes(config, model.dtype, bits),
-        decoded_bytes=_layer_bytes(config, model.dtype, None),
+        layer_bytes=_layer_bytes(config, model.dtype, bits, base),
+        decoded_bytes=_layer_bytes(config, model.dtype),
         layer_flops=2.0 * active,
         other_bytes=other_bytes,
         other_flops=2.0 * (config.num_layers * 2 * config.width * heads * head_width + dense),
@@ -134,10 +142,14 @@ def _layers(config: ModelConfig) -> int:
     return sum(len(layers) for name, layers in config.stacks().items() if name.startswith("moe"))
 
 
-def _layer_bytes(config: ModelConfig, dtype: Any, bits: Bits | None) -> int:
+def _layer_bytes(config: ModelConfig, dtype: Any, bits: Bits | None = None, base: Form | None = None) -> int:
     item = np.dtype(dtype).itemsize
     total = 0.0
     for name, parameter in config.moe().parameters(config.width).items():
+        if base is not None and name in WEIGHTS:
+            whole = jax.ShapeDtypeStruct(parameter.shape, jnp.bfloat16)
+            total += tree_bytes(jax.eval_shape(partial(quantize, form=base), whole))
+            continue
         stack = parameter.kind == "kernel" and len(parameter.shape) == 3
         shrunk = bits if stack and np.dtype(dtype) == jnp.bfloat16 else None
         size = 4.0 if "router" in name else float(item)

@@ -52,6 +52,8 @@ def time_generation(
         planned = {f"planned_{name}": getattr(plan, name) for name in names} | {"streamed_layers": plan.streamed}
         planned |= {"gpu_bytes": offload.gpu_bytes, "expert_bits": offload.bits}
         planned["plan"] = {"sizes": asdict(plan.sizes), "rates": plan.rates._asdict()}
+    if config.base != "bf16":
+        planned["base"] = config.base
     prompts = np.random.default_rng(config.seed).integers(config.model.vocabulary, size=(batch, length)).tolist()
     say(f"{batch} sequences of {length} tokens, {most} more each, {slots} slots; compiling")
     start = time.perf_counter()

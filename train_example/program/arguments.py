@@ -159,7 +159,7 @@ def checked(config: TrainConfig) -> TrainConfig:
 
 
 def _check_frozen(config: TrainConfig) -> None:
-    """Raises UserError for what does not go with adapters, or with what their base is kept in."""
+    """Raises UserError for what does not go with adapters."""
     for option, there in {
         "--trained experts": config.trained == "experts",
         "--unroll": config.unroll,
@@ -169,6 +169,11 @@ def _check_frozen(config: TrainConfig) -> None:
     }.items():
         if there:
             raise UserError(f"--adapter trains adapters of blaze_jax's experts, in a loop: leave {option} out")
+    check_base(config)
+
+
+def check_base(config: TrainConfig) -> None:
+    """Raises UserError unless the model's experts can be kept in the form of its base."""
     multiple = 1 if config.base == "bf16" else inputs_multiple(config.base)
     sizes = config.model.width, config.model.expert_width
     if any(size % multiple for size in sizes):

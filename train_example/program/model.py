@@ -12,7 +12,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Array
 
-from blaze_jax import Parallelism, expert_ffn
+from blaze_jax import LoRA, Parallelism, expert_ffn
 from blaze_jax.benchmark.memory import MemoryPlan, plan_of
 from blaze_jax.benchmark.peers import UnavailableError, sorted_layer, tokamax_ragged_dot
 from blaze_jax.implementation import demanded_family
@@ -50,7 +50,10 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
     ):
         if parallel is not None and given:
             raise UserError(f"{option} trains on one device: leave --mesh out")
-    adapter, adapted = (None, ()) if config.adapter is None else parse_adapter(config.adapter)
+    if config.adapter is not None:
+        adapter, adapted = parse_adapter(config.adapter)
+    else:  # compressed experts are frozen, with or without adapters
+        adapter, adapted = (None if config.base == "bf16" else LoRA(targets=())), ()
     options = {"save": config.save, "precision": config.precision, "implementation": config.implementation}
     moe = config.model.moe(adapter=adapter, **options)
     return decoder_class(config.model)(
@@ -128,13 +131,14 @@ def first_state(config: TrainConfig, model: Decoder, restored: Callable[[TrainSt
 
 def frozen_base(config: TrainConfig, model: Decoder) -> Tree:
     """What is not trained beside adapters: the public model's parameters, or without one random ones, for timing."""
-    options: dict[str, Any] = {"dtype": jnp.bfloat16, "base": _form(config)}
+    options: dict[str, Any] = {"dtype": jnp.bfloat16, "base": form_of(config)}
     if config.checkpoint:
         return load_params(config.checkpoint, model, **options)
     return random_params(model, **options, seed=config.seed)
 
 
-def _form(config: TrainConfig) -> Form | None:
+def form_of(config: TrainConfig) -> Form | None:
+    """The form in which experts stay compressed; None for numbers as they are."""
     return None if config.base == "bf16" else config.base
 
 
@@ -156,7 +160,7 @@ def memory_plan(config: TrainConfig, gpu: str) -> str:
     model = make_model(replace(config, implementation=config.implementation or "mosaic_gpu", attention="xla"))
     state = state_shapes(config, model)
     if config.adapter is not None:
-        frozen = unflatten_dict(params_like(model, None, jnp.bfloat16, _form(config)))
+        frozen = unflatten_dict(params_like(model, None, jnp.bfloat16, form_of(config)))
         state = state._replace(frozen=with_host_embedding(frozen) if config.embedding == "host" else frozen)
     microbatches = (config.accumulate, config.batch_size // config.accumulate, config.sequence_length + 1)
     batch = jax.ShapeDtypeStruct(microbatches, np.int32)

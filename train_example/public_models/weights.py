@@ -141,17 +141,12 @@ def random_params(model: Decoder, *, dtype: DTypeLike, base: Form | None = None,
     """Random numbers in the place of what `load_params` reads, for timing; drawn, and compressed, where they stay."""
     like = params_like(model, None, dtype, base)
 
-    def drawn(path: Names, key: Array, leaf: Any) -> Any:
-        if path[-1] == "scale":
-            return jnp.ones(leaf.shape, leaf.dtype)
-        if is_quantized(leaf):  # an expert at a time, for little memory beside the result
-            draw = partial(jax.random.normal, shape=leaf.shape[1:], dtype=leaf.dtype)
-            return lax.map(lambda key: quantize(0.02 * draw(key), leaf.form), jax.random.split(key, leaf.shape[0]))
-        return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
-
     def drawn_of(number: int, of: dict[Names, Any]) -> dict[Names, Any]:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), number), len(of))
-        return {path: drawn(path, key, leaf) for key, (path, leaf) in zip(keys, of.items(), strict=True)}
+        return {
+            path: jnp.ones(leaf.shape, leaf.dtype) if path[-1] == "scale" else drawn(key, leaf)
+            for key, (path, leaf) in zip(keys, of.items(), strict=True)
+        }
 
     def layers_of(layers: list[int], of_stack: dict[Names, Any]) -> Iterator[dict[Names, Any]]:
         draw = jit_once(partial(drawn_of, of={path: _of_one_layer(leaf) for path, leaf in of_stack.items()}))
@@ -162,15 +157,26 @@ def random_params(model: Decoder, *, dtype: DTypeLike, base: Form | None = None,
     return _layer_by_layer(model, like, others, layers_of)
 
 
-def load_experts(folder: str | Path, model: Decoder, *, dtype: DTypeLike = jnp.float32) -> Iterator[Params]:
+def drawn(key: Array, leaf: Any) -> Any:
+    """Random numbers of the leaf's shape and type, compressed where it is."""
+    if is_quantized(leaf):  # an expert at a time, for little memory beside the result
+        draw = partial(jax.random.normal, shape=leaf.shape[1:], dtype=leaf.dtype)
+        return lax.map(lambda key: quantize(0.02 * draw(key), leaf.form), jax.random.split(key, leaf.shape[0]))
+    return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
+
+
+def load_experts(
+    folder: str | Path, model: Decoder, *, dtype: DTypeLike = jnp.float32, base: Form | None = None
+) -> Iterator[Params]:
     """The variables of each layer of experts, one after the other, in the host's memory; see `load_params`."""
     files = checkpoints.Folder(folder)
     here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     try:
         for stack, layers in model.config.stacks().items():
             for layer in layers if stack.startswith("moe") else ():
-                loaded = checkpoints.load(files, layer, model.moe, sharding=here)
-                yield {**loaded.variables, "params": working_copy(loaded.params, dtype)}
+                loaded = checkpoints.load(files, layer, model.moe, sharding=here, base=base)
+                plain = working_copy({n: p for n, p in loaded.params.items() if not is_quantized(p)}, dtype)
+                yield {**loaded.variables, "params": {**loaded.params, **plain}}
     except checkpoints.CheckpointError as error:
         raise UserError(f"--checkpoint {folder}: {error}") from error
 

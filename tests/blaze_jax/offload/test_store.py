@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from blaze_jax import MoE, MoEConfig, checkpoints, init
+from blaze_jax import LoRA, MoE, MoEConfig, checkpoints, init, quantize_experts
 from blaze_jax.offload import store as stores
 from blaze_jax.offload.compression import Compressed, decompressed
 from blaze_jax.offload.store import POOL_LIMIT, ExpertStore, HostMemoryError, allow_host_memory
@@ -82,6 +82,37 @@ def test_on_disk_as_in_memory(bits, tmp_path):
     assert len(again) == 4
     assert again.layer_bytes == store.layer_bytes
     assert_same_bits(again.fold(step, X), resident_output())
+
+
+@pytest.mark.parametrize("form", ["float8", "mxfp4", "nf4"])
+def test_compressed_weights_travel_and_are_written_as_they_are(form, tmp_path):
+    config = MoEConfig(num_experts=3, experts_per_token=2, expert_width=64, adapter=LoRA(targets=()))
+    keys = [jax.random.key(seed) for seed in range(3)]
+    of_layers = [{"params": quantize_experts(init(key, config, 64, dtype=jnp.bfloat16), form)} for key in keys]
+    x = jax.random.normal(jax.random.key(9), (24, 64), jnp.bfloat16)
+
+    @jax.jit
+    def call(variables, x):
+        return x + MoE(config, dtype=jnp.bfloat16, train=False).apply(variables, x)
+
+    expected = x
+    for layer in of_layers:
+        expected = call(layer, expected)
+    store = ExpertStore(of_layers, bits=3, resident={1})  # which has nothing to do with what is compressed already
+    store.save(tmp_path)
+    for own in (store, ExpertStore.open(tmp_path)):
+        assert_same_bits(own.fold(lambda number, variables, x: call(variables, x), x), expected)
+    assert own[0]["params"]["w_up"].form == form
+
+
+@pytest.mark.parametrize("base", [None, "mxfp4"])
+@pytest.mark.default_cases("*")
+def test_from_a_checkpoint_that_is_compressed(base):
+    folder = FIXTURES / "gpt_oss-mxfp4"
+    config = checkpoints.read_model(folder).layer
+    loaded = checkpoints.load(folder, 0, config, base=base)
+    store = ExpertStore.from_checkpoint(folder, [0], config, base=base)
+    assert_same_bits(store[0]["params"], loaded.params)
 
 
 def test_from_a_checkpoint():
