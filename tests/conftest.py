@@ -40,7 +40,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 # Where the layer's and the portable kernels' numbers are held to the oracle and to NumPy on one device.
-USED_ON_CPUS = ("tests/blaze_jax/test_experts.py", "tests/pallas_kernels/test_", "tests/pallas_kernels/xla/")
+USED_ON_CPUS = "tests/blaze_jax/test_experts.py", "tests/pallas_kernels/test_products.py", "tests/pallas_kernels/xla/"
 
 hypothesis.settings.register_profile("library", derandomize=True, deadline=None, max_examples=30, database=None)
 hypothesis.settings.load_profile("library")
@@ -49,9 +49,9 @@ hypothesis.settings.load_profile("library")
 def pytest_addoption(parser):
     parser.addoption(
         "--cases",
-        choices=("few", "pairs", "all"),
+        choices=("few", "values", "all"),
         default="few",
-        help="the telling cases of each test, a case for each pair of its parameters' values, as in CI, or every case",
+        help="the telling cases of each test, cases that have each value of its parameters, as in CI, or all of them",
     )
 
 
@@ -77,7 +77,7 @@ def pytest_pycollect_makeitem():
     """Marks as slow what `default_cases` leaves out of a test's cases; where it names none, all but the first.
 
     Each family of kernels then has a first case. What needs a GPU or a compiler for it, or is skipped, always has one.
-    Those that no pair of values needs are marked as `beyond_pairs`.
+    Those whose values of parameters are all in other cases are marked as `beyond_values`.
     """
     cases = yield
     if not isinstance(cases, list) or not cases or not hasattr(cases[0], "callspec"):
@@ -99,27 +99,27 @@ def pytest_pycollect_makeitem():
     for case in cases:
         together[kind_of(case)[1:]].append(case)
     for alike in together.values():
-        for case in beyond_pairs(alike):
-            case.add_marker("beyond_pairs")
+        for case in beyond_values(alike):
+            case.add_marker("beyond_values")
     return cases
 
 
-def beyond_pairs(cases: list) -> set:
-    """The cases all of whose pairs of parameters' values are in others; those that run by default are never such."""
-    pairs = {case: set(itertools.combinations(values_of(case), 2)) for case in cases}
-    kept = {case for case in cases if not case.get_closest_marker("slow") or len(values_of(case)) == 1}
-    covered = set().union(*(pairs[case] for case in kept))
-    while left := set().union(*pairs.values()) - covered:
-        best = max(cases, key=lambda case: len(pairs[case] & left))  # the first of equals
+def beyond_values(cases: list) -> set:
+    """The cases all of whose parameters' values are in others that stay; those that run by default do."""
+    values = {case: values_of(case) for case in cases}
+    kept = {case for case in cases if not case.get_closest_marker("slow")}
+    left = set().union(*values.values()) - set().union(*(values[case] for case in kept))
+    while left:
+        best = max(cases, key=lambda case: len(values[case] & left))  # the first of equals
         kept.add(best)
-        covered |= pairs[best]
+        left -= values[best]
     return set(cases) - kept
 
 
-def values_of(case) -> list:
+def values_of(case) -> set:
     """The parameters of a case with their values, or where those have no hash, with their places among them."""
-    given = sorted(case.callspec.params.items())
-    return [(name, value if is_hashable(value) else case.callspec.indices[name]) for name, value in given]
+    given = case.callspec.params.items()
+    return {(name, value if is_hashable(value) else case.callspec.indices[name]) for name, value in given}
 
 
 def is_hashable(value) -> bool:
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(config, items):
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
     # A case named on the command line, with its brackets, runs in any case.
-    marker = {"few": "slow", "pairs": "beyond_pairs"}.get(config.getoption("--cases"))
+    marker = {"few": "slow", "values": "beyond_values"}.get(config.getoption("--cases"))
     if marker and "[" not in "".join(config.args):
         others = {item for item in items if item.get_closest_marker(marker)}
         config.hook.pytest_deselected(items=list(others))
