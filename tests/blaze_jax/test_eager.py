@@ -112,24 +112,30 @@ def test_only_the_first_call_compiles(name, compiled):
 
 
 def seconds(call):
-    """Of the caller's own time, on which others that run on this machine have little influence."""
-    start = time.thread_time()
+    start = time.perf_counter()
     jax.block_until_ready(call())
-    return time.thread_time() - start
+    return time.perf_counter() - start
+
+
+def plain_gradient():
+    """The least that jax itself differentiates, which says how fast this machine is."""
+    return jax.grad(lambda x: jnp.square(x).sum())(X)
 
 
 @pytest.mark.default_cases("nnx", "linen")
 @pytest.mark.parametrize("name", ["moe", "nnx", "linen", "expert_ffn", "parallel"])
-def test_takes_ten_jitted_calls_and_ten_milliseconds_at_most(name):
+def test_takes_ten_jitted_calls_and_twelve_plain_gradients_at_most(name):
     for call in calls(name):
         jitted = call if name == "nnx" else jax.jit(call)  # whose gradient takes a module
-        call(), jitted()
-        best = best_jitted = float("inf")
+        timed = [call, jitted, plain_gradient]
+        best = [float("inf")] * 3
+        for function in timed:
+            function()
         for _ in range(100):  # on a busy machine, the best of many
-            best, best_jitted = min(best, seconds(call)), min(best_jitted, seconds(jitted))
-            if best <= 10 * best_jitted + 10e-3:
+            best = [min(so_far, seconds(function)) for so_far, function in zip(best, timed, strict=True)]
+            if best[0] <= 10 * best[1] + 12 * best[2]:
                 break
-        assert best <= 10 * best_jitted + 10e-3
+        assert best[0] <= 10 * best[1] + 12 * best[2], best
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="counts memory mappings as Linux tells them")
