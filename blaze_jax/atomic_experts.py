@@ -28,11 +28,12 @@ from blaze_jax.atomic_forms import Form, compute_pairs, side_of
 from blaze_jax.checks import check_dtypes, check_fields, check_integers, check_numbers, shown
 from blaze_jax.config import Parameter, check_model_width, shared_parameters
 from blaze_jax.explicit_mesh import restore_shape
+from blaze_jax.given_routing import GivenRouting
 from blaze_jax.implementation import Implementation, check_implementation
 from blaze_jax.layer import as_tokens, check_arrays, initial_value, warn_inside_shard_map
 from blaze_jax.layer_program import devices_of, not_padding, run_program, shared_experts
 from blaze_jax.parallelism import ROLES, Parallelism
-from blaze_jax.routing import AxisName, GivenRouting, axis_names
+from blaze_jax.routing import AxisName, axis_names
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
 from pallas_kernels.compat import reverse_mode_token, top_k, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype

@@ -37,19 +37,12 @@ from blaze_jax.explicit_mesh import (
     tokens_in_order,
     unflattened,
 )
+from blaze_jax.given_routing import ExpertFactors, GivenRouting
 from blaze_jax.neighbour_losses import neighbour_losses
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map
 from blaze_jax.plan import Projection
 from blaze_jax.router_product import router_logits, split_on_gpus
-from blaze_jax.routing import (
-    AxisName,
-    ExpertFactors,
-    GivenRouting,
-    Routing,
-    axis_names,
-    route_and_group,
-    routing_specs,
-)
+from blaze_jax.routing import AxisName, Routing, axis_names, route_and_group, routing_specs
 from blaze_jax.transformations import compiled_once
 from pallas_kernels.compat import axes_of_vmap, has_symbolic_sizes, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
