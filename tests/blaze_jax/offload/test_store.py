@@ -10,7 +10,7 @@ from blaze_jax import LoRA, MoE, MoEConfig, checkpoints, init, quantize_experts
 from blaze_jax.offload import store as stores
 from blaze_jax.offload.compression import Compressed, decompressed
 from blaze_jax.offload.store import POOL_LIMIT, ExpertStore, HostMemoryError, allow_host_memory
-from tests.blaze_jax.checkpoints.models import FIXTURES
+from tests.blaze_jax.checkpoints.models import FIXTURES, load, model
 from tests.numerics import assert_same_bits
 
 CONFIG = MoEConfig(num_experts=4, experts_per_token=2, expert_width=16, load_balancing_weight=0.0)
@@ -108,11 +108,9 @@ def test_compressed_weights_travel_and_are_written_as_they_are(form, tmp_path):
 @pytest.mark.parametrize("base", [None, "mxfp4"])
 @pytest.mark.default_cases("*")
 def test_from_a_checkpoint_that_is_compressed(base):
-    folder = FIXTURES / "gpt_oss-mxfp4"
-    config = checkpoints.read_model(folder).layer
-    loaded = checkpoints.load(folder, 0, config, base=base)
-    store = ExpertStore.from_checkpoint(folder, [0], config, base=base)
-    assert_same_bits(store[0]["params"], loaded.params)
+    of, folder = model("gpt_oss-mxfp4"), FIXTURES / "gpt_oss-mxfp4"
+    store = ExpertStore.from_checkpoint(folder, [of.num_layers - 1], of.layer, base=base)
+    assert_same_bits(store[0]["params"], load("gpt_oss-mxfp4", base=base).params)
 
 
 def test_from_a_checkpoint():
