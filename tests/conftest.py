@@ -42,6 +42,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # Where the layer's and the portable kernels' numbers are held to the oracle and to NumPy on one device.
 USED_ON_CPUS = "tests/blaze_jax/test_experts.py", "tests/pallas_kernels/test_products.py", "tests/pallas_kernels/xla/"
 
+MORE_CASES = 2
+"""Slow cases of a test that CI runs."""
+
+INTERPRETED = ("ampere", "hopper")
+"""Families that a CPU interprets."""
+
 hypothesis.settings.register_profile("library", derandomize=True, deadline=None, max_examples=30, database=None)
 hypothesis.settings.load_profile("library")
 
@@ -49,9 +55,9 @@ hypothesis.settings.load_profile("library")
 def pytest_addoption(parser):
     parser.addoption(
         "--cases",
-        choices=("few", "values", "all"),
+        choices=("few", "some", "all"),
         default="few",
-        help="the telling cases of each test, cases that have each value of its parameters, as in CI, or all of them",
+        help="the telling cases of each test; as in CI, slow tests and some more cases, too; or all",
     )
 
 
@@ -77,7 +83,7 @@ def pytest_pycollect_makeitem():
     """Marks as slow what `default_cases` leaves out of a test's cases; where it names none, all but the first.
 
     Each family of kernels then has a first case. What needs a GPU or a compiler for it, or is skipped, always has one.
-    Those whose values of parameters are all in other cases are marked as `beyond_values`.
+    Of the slow cases all but a few, which `some_more` chooses, are marked as `beyond_some`.
     """
     cases = yield
     if not isinstance(cases, list) or not cases or not hasattr(cases[0], "callspec"):
@@ -99,21 +105,26 @@ def pytest_pycollect_makeitem():
     for case in cases:
         together[kind_of(case)[1:]].append(case)
     for alike in together.values():
-        for case in beyond_values(alike):
-            case.add_marker("beyond_values")
+        slow = [case for case in alike if case.get_closest_marker("slow")]
+        for case in set(slow) - some_more(slow, set(alike) - set(slow)):
+            case.add_marker("beyond_some")
     return cases
 
 
-def beyond_values(cases: list) -> set:
-    """The cases all of whose parameters' values are in others that stay; those that run by default do."""
-    values = {case: values_of(case) for case in cases}
-    kept = {case for case in cases if not case.get_closest_marker("slow")}
-    left = set().union(*values.values()) - set().union(*(values[case] for case in kept))
-    while left:
-        best = max(cases, key=lambda case: len(values[case] & left))  # the first of equals
-        kept.add(best)
+def some_more(slow: list, others: set) -> set:
+    """The slow cases of a test that run in CI beside the others: each has the most values that no other one has.
+
+    Whole layers on interpreted kernels are none of them: on a CPU they take minutes, and each kernel has its own tests.
+    """
+    layers = [case for case in slow if case.nodeid.startswith("tests/blaze_jax/") and kind_of(case)[0] in INTERPRETED]
+    values = {case: values_of(case) for case in slow if case not in layers}
+    left = set().union(*values.values()) - set().union(*map(values_of, others))
+    chosen = set()
+    while left and len(chosen) < MORE_CASES:
+        best = max(values, key=lambda case: len(values[case] & left))  # the first of equals
+        chosen.add(best)
         left -= values[best]
-    return set(cases) - kept
+    return chosen
 
 
 def values_of(case) -> set:
@@ -153,7 +164,7 @@ def pytest_collection_modifyitems(config, items):
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
     # A case named on the command line, with its brackets, runs in any case.
-    marker = {"few": "slow", "values": "beyond_values"}.get(config.getoption("--cases"))
+    marker = {"few": "slow", "some": "beyond_some"}.get(config.getoption("--cases"))
     if marker and "[" not in "".join(config.args):
         others = {item for item in items if item.get_closest_marker(marker)}
         config.hook.pytest_deselected(items=list(others))

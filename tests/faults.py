@@ -372,7 +372,7 @@ def noticed(fault: Fault, *arguments: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*")
-    parser.add_argument("--cases", choices=("few", "values", "all"), default="few", help="as pytest takes it")
+    parser.add_argument("--cases", choices=("few", "some", "all"), default="few", help="as pytest takes it")
     parser.add_argument("--named", action="store_true", help="with the tests named with each fault alone")
     arguments = parser.parse_args()
     options = ["--cases", arguments.cases]
