@@ -23,11 +23,13 @@ from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, pack_e4m3, store_of_rows
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, packed_width, quantize_panels
 from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, by_tiles, of_rows, store_rows, tile_panel
-from pallas_kernels.hopper.tile_kernel import PANELS, in_panels
+from pallas_kernels.hopper.tile_kernel import in_panels
+from pallas_kernels.mosaic.device import num_sms
+from pallas_kernels.mosaic.interpreter import blocks
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning import find_tuning
-from pallas_kernels.tuning.parameters import ColumnBlock, TileTuning
+from pallas_kernels.tuning.parameters import ColumnBlock, TileTuning, with_columns
 
 TILE_BLOCKS = TILE_COLUMNS // BLOCK
 
@@ -49,7 +51,7 @@ def up_projection(
 ) -> tuple[tuple[Float[Array, "R n"] | Quantized, ...], Float[Array, "R n"] | Scaled]:
     """Pre-activations (gate and up, or up alone) and activation of every row; see the portable twin.
 
-    A tile holds `256 / len(weights)` columns of each projection side by side, so one wgmma multiplies a gathered tile
+    A tile holds as many columns of each projection side by side, so one wgmma multiplies a gathered tile
     with both. The activation is computed from the float32 accumulators and stored at the end of its tile; the packed
     pre-activations follow under the next tile. Where they are not kept, the activation does. Of those that are
     quantized, two panels side by side become one; see `quantization`.
@@ -59,7 +61,10 @@ def up_projection(
     bits, two panels as one like pre-activations that are quantized, at scales that are known before the products.
     """
     (num_experts, d, n), dtype = weights[0].shape, x.dtype
-    width = TILE_COLUMNS // len(weights)  # of a projection's part of a tile
+    tuning = find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts)
+    narrow = not (quantize or fp8)  # which pack two panels of a projection as one
+    tuning, columns = _with_columns(tuning, groups, n * len(weights), narrow=narrow)
+    width = columns // len(weights)  # of a projection's part of a tile
     panels = width // PANEL
     of_hidden = width // 2 if bound else width  # columns of a tile's activations
     column_tiles = -(-n // width)
@@ -82,7 +87,7 @@ def up_projection(
         bounds: Any = bounds_of_rows(refs, part) if bound else None
         scales: Any = None
         for panel in range(panels):
-            own = range(panel, PANELS, panels)  # of each projection
+            own = range(panel, len(weights) * panels, panels)  # of each projection
             pre = [tile_panel(refs, part, accumulator, p) for p in own]
             for p, values in zip(own, pre, strict=True):
                 kept[p] = values
@@ -104,7 +109,7 @@ def up_projection(
             store_of_rows(refs.written[1].scales, 0, part.row, scales, own_rows)
         if quantize:
             return lax.concatenate([quantized(refs, part, kept, block) for block in range(TILE_BLOCKS)], 1)
-        return lax.concatenate([packed[p] for p in range(PANELS)] if keep_pre_activations else activated, 1)
+        return lax.concatenate([packed[p] for p in sorted(packed)] if keep_pre_activations else activated, 1)
 
     def bounds_of_rows(refs, part):
         """What the rows' scales are made of, loaded before the arithmetic that hides how long that takes."""
@@ -147,11 +152,11 @@ def up_projection(
         else:
             scaled = [quantize_weights(weight, axis=1, dtype=dtype)[0] for weight in weights]
         x, of_tokens = quantize_tokens(x, groups)
-        scales = of_tokens, by_tiles([weight.scales for weight in scaled], column_tiles)
+        scales = of_tokens, by_tiles([weight.scales for weight in scaled], column_tiles, columns)
         weights = tuple(weight.values for weight in scaled)
     else:
-        weights, copies = in_panels(tuple(weight.astype(dtype) for weight in weights))
-    bias = by_tiles(biases, column_tiles) if biases else None
+        weights, copies = in_panels(tuple(weight.astype(dtype) for weight in weights), len(weights) * panels)
+    bias = by_tiles(biases, column_tiles, columns) if biases else None
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), dtype)
     kept = jax.eval_shape(partial(empty_quantized, groups.num_rows, n, dtype)) if quantize else rows
     hidden: Any = rows
@@ -167,15 +172,16 @@ def up_projection(
     kernel = HeldRowMatmul(
         schedule=groups.tiles,
         operands={**gathered, "weights": weights, "scales": scales, "bounds": bounds, "bias": bias, "into": into},
+        columns=columns,
         column_tiles=column_tiles,
         k_steps=-(-x.shape[1] // K_STEP),
         load=load,
         finish=finish,
         store=store,
-        held_columns=TILE_BLOCKS * PANEL if quantize else TILE_COLUMNS if keep_pre_activations else of_hidden,
+        held_columns=TILE_BLOCKS * PANEL if quantize else columns if keep_pre_activations else of_hidden,
         transposed_weights=fp8,
         packed=fp8,
-        tuning=find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts),
+        tuning=tuning,
     )
     pre_activations, hidden = kernel.run(
         "moe_up_projection",
@@ -207,12 +213,8 @@ def down_projection(
     tuning: TileTuning | None = None,
 ) -> Float[Array, "R columns"]:
     """Columns `first_column` to `first_column + num_columns` of every row's expert output; see the portable twin."""
-    bias = None
-    if b_down is not None:
-        bias = lax.dynamic_slice_in_dim(b_down, first_column, num_columns, axis=1)
-        bias = by_tiles([bias], -(-num_columns // TILE_COLUMNS))
     block, pairs = (first_column, num_columns), ((hidden, w_down),)
-    return _rows_of_block("down_projection", pairs, groups, *block, bias, into, tuning, transposed=False)
+    return _rows_of_block("down_projection", pairs, groups, *block, b_down, into, tuning, transposed=False)
 
 
 @traced_once("num_columns", "tuning")
@@ -231,39 +233,52 @@ def up_backward(
     return _rows_of_block("up_backward", pairs, groups, *block, None, into, tuning, transposed=True)
 
 
+def _with_columns(tuning: TileTuning, groups: Dispatch[TileSchedule], num_columns: int, *, narrow: bool = True):
+    """The parameters, and how many of `num_columns` a tile has."""
+    wide_tiles = groups.tiles.num_tiles * -(-num_columns // TILE_COLUMNS)
+    return with_columns(tuning, wide_tiles, blocks(num_sms()), narrow=narrow)
+
+
 def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into, tuning, *, transposed):
     """The sum over `pairs` of rows `(R, k)` times a block of columns of weights `(E, k, d)`, or `(E, d, k)` transposed.
 
-    Of pairs in 8 bits, from `fp8.down_operands` or `fp8.up_operands`, all weights are. The `bias` is
-    `(E, column tiles, 256)` or None. Rows of other groups are kept from `into`, if that is given.
+    Of pairs in 8 bits, from `fp8.down_operands` or `fp8.up_operands`, all weights are. The `bias` is `(E, d)` or None.
+    Rows of other groups are kept from `into`, if that is given.
     """
-    first_column, column_tiles, scales = jnp.asarray(first_column, jnp.int32), -(-num_columns // TILE_COLUMNS), None
-    packed = isinstance(pairs[0][0], Scaled)
+    first_column, scales, packed = jnp.asarray(first_column, jnp.int32), None, isinstance(pairs[0][0], Scaled)
     if packed:
-        rows, weights = pairs[0]
-        of_columns = lax.dynamic_slice_in_dim(weights.scales, first_column, num_columns, axis=1)
-        scales, transposed = (rows.scales, by_tiles([of_columns], column_tiles)), True
+        transposed, scales = True, tuple(operand.scales for operand in pairs[0])
         pairs = tuple((rows.values, weights.values) for rows, weights in pairs)
     (num_rows, _), dtype, columns_at = pairs[0][0].shape, pairs[0][0].dtype, 1 if transposed else 2
     shape = pairs[0][1].shape
     depth = shape[3 - columns_at]  # rows of 8 bits may be twice as wide, and their second halves of no meaning
     steps_each = -(-depth // K_STEP)
+    sizes = {"d": shape[columns_at], "n": depth * (1 + packed), "E": shape[0]}
+    tuning = find_tuning(kernel, tuning, num_rows, dtype, **sizes)
+    tuning, columns = _with_columns(tuning, groups, num_columns)
+    panels, column_tiles = columns // PANEL, -(-num_columns // columns)
+
+    def of_columns(values):
+        return by_tiles([lax.dynamic_slice_in_dim(values, first_column, num_columns, axis=1)], column_tiles, columns)
+
+    scales = scales and (scales[0], of_columns(scales[1]))
+    bias = None if bias is None else of_columns(bias)
     if pairs[0][1].dtype != dtype:  # converted for the block's columns alone
-        blocks = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs)
-        pairs = tuple((rows, block.astype(dtype)) for (rows, _), block in zip(pairs, blocks, strict=True))
+        converted = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs)
+        pairs = tuple((rows, block.astype(dtype)) for (rows, _), block in zip(pairs, converted, strict=True))
         first_column = jnp.zeros_like(first_column)
 
     def load(refs, tile, k, slot):
-        column = refs.first_column[0] + tile.column_tile * TILE_COLUMNS
+        column = refs.first_column[0] + tile.column_tile * columns
 
         def fetch(pair, k):
             rows, weights = pair
             steps = pl.ds(k * K_STEP, K_STEP)
             slot.fetch(rows.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
             if transposed:
-                slot.fetch(weights.at[tile.expert, pl.ds(column, TILE_COLUMNS), steps], slot.rhs)
+                slot.fetch(weights.at[tile.expert, pl.ds(column, columns), steps], slot.rhs)
                 return
-            slot.fetch_panels(weights, (tile.expert, steps), column, 0, PANELS)
+            slot.fetch_panels(weights, (tile.expert, steps), column, 0, panels)
 
         if not transposed:
             fetch(refs.pairs[0], k)
@@ -275,11 +290,11 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
                 fetch(pair, k - i * steps_each)
 
     def finish(refs, part: RowTile, accumulator):
-        panels = [tile_panel(refs, part, accumulator, panel) for panel in range(PANELS)]
-        return lax.concatenate([panel.astype(dtype) for panel in panels], 1)
+        parts = [tile_panel(refs, part, accumulator, panel) for panel in range(panels)]
+        return lax.concatenate([values.astype(dtype) for values in parts], 1)
 
     def store(refs, part: RowTile, panel: int, values):
-        store_rows(refs, part, panel, values, refs.rows, part.column_tile * TILE_COLUMNS + panel * PANEL)
+        store_rows(refs, part, panel, values, refs.rows, part.column_tile * columns + panel * PANEL)
 
     matmul = HeldRowMatmul(
         schedule=groups.tiles,
@@ -290,6 +305,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
             "bias": bias,
             "into": into,
         },
+        columns=columns,
         column_tiles=column_tiles,
         k_steps=len(pairs) * steps_each,
         load=load,
@@ -297,8 +313,9 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
         store=store,
         transposed_weights=transposed,
         packed=packed,
-        tuning=find_tuning(kernel, tuning, num_rows, dtype, d=shape[columns_at], n=depth * (1 + packed), E=shape[0]),
+        held_columns=columns,
+        tuning=tuning,
     )
     rows = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
-    copies = 2 if transposed else 1 + PANELS
+    copies = 2 if transposed else 1 + panels
     return matmul.run(f"moe_{kernel}", results={"rows": rows}, in_place={"into": "rows"}, copies=copies).rows

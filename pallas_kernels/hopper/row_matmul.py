@@ -1,6 +1,6 @@
 """Rows of experts times the weights of their expert: the walk of the up and down projections and their backward.
 
-A tile is up to 128 rows of one expert times 256 columns of its weights, and each consumer owns 64 of its rows. A
+A tile is up to 128 rows of one expert times 256 columns of its weights, or 128, and each consumer owns 64 of its rows. A
 finished tile is packed to 16 bits in registers, which frees the accumulators; its panels are stored while the next
 tile's first k steps run on the tensor cores (`HeldRowMatmul`). Or a tile ends with more operands, which follow its k
 steps through the ring (`PanelRowMatmul`).
@@ -37,7 +37,7 @@ class RowTile(NamedTuple):
       row: the first.
       rows: how many are valid, a multiple of 8.
       row_tile: number of the tile in the schedule.
-      column_tile: number of the block of 256 columns.
+      column_tile: number of the block of columns.
     """
 
     expert: jax.Array
@@ -61,7 +61,8 @@ class RowMatmul(TileKernel):
       schedule: the row tiles.
       operands: arrays or tuples of them by name. With `tokens`, `(T, d)` in a tuple, and `row_chunks` `(R,)`, the
         left operand is gathered.
-      column_tiles: how many blocks of 256 columns.
+      columns: of a tile, 256 or 128.
+      column_tiles: how many blocks of so many columns.
       k_steps: steps of 64 along the contracted dimension.
       load: `(refs, tile, k, slot)`, starts the bulk copies of one k step.
       load_panel: `(refs, tile, panel, slot)`, as many of a panel of the operands that a tile ends with; None for none.
@@ -72,6 +73,7 @@ class RowMatmul(TileKernel):
 
     schedule: TileSchedule
     operands: Mapping[str, Any]
+    columns: int = TILE_COLUMNS
     column_tiles: int
     k_steps: int
     load: Callable
@@ -257,7 +259,7 @@ def store_rows(refs, part: RowTile, panel: int, values: jax.Array, output, colum
 
 
 def tile_panel(refs, part: RowTile, accumulator, panel: int):
-    """64 columns of a tile, `decoded`, plus their part of `refs.bias` `(E, column tiles, 256)` float32, if any."""
+    """64 columns of a tile, `decoded`, plus their part of `refs.bias` `(E, column tiles, columns)` float32, if any."""
     columns = accumulator[:, panel * PANEL : (panel + 1) * PANEL]
     columns = decoded(refs, part, columns, panel * PANEL)
     if refs.bias is not None:
@@ -268,7 +270,7 @@ def tile_panel(refs, part: RowTile, accumulator, panel: int):
 def decoded(refs, part: RowTile, columns, first: int):
     """Columns of a tile, from its column `first` on, times `refs.scales`, if the operands have some.
 
-    Those are of rows `(R,)`, and of columns `(E, column tiles, 256)`; float32 both.
+    Those are of rows `(R,)`, and of columns `(E, column tiles, columns)`; float32 both.
     """
     if refs.scales is None:
         return columns
@@ -289,14 +291,14 @@ def of_rows(values, part: RowTile) -> jax.Array:
 
 
 def of_own_columns(values, part: RowTile, first: int, shape: tuple[int, int]) -> jax.Array:
-    """The tile's part of `values` `(E, column tiles, 256)`, from its column `first` on, in each row."""
+    """The tile's part of `values` `(E, column tiles, columns)`, from its column `first` on, in each row."""
     own = values.at[part.expert, part.column_tile, pl.ds(first, shape[1])]
     own = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return lax.broadcast_in_dim(own, shape, (1,))
 
 
-def by_tiles(arrays: Sequence[jax.Array], column_tiles: int) -> jax.Array:
-    """Numbers of columns, `(E, n)`, as `(E, column tiles, 256)`: side by side, as the columns of several arrays are."""
-    width = TILE_COLUMNS // len(arrays)
+def by_tiles(arrays: Sequence[jax.Array], column_tiles: int, columns: int = TILE_COLUMNS) -> jax.Array:
+    """Numbers of columns, `(E, n)`, as `(E, column tiles, columns)`: side by side, as columns of several arrays are."""
+    width = columns // len(arrays)
     padded = [jnp.pad(a.astype(jnp.float32), ((0, 0), (0, column_tiles * width - a.shape[1]))) for a in arrays]
     return jnp.concatenate([a.reshape(-1, column_tiles, width) for a in padded], axis=2)

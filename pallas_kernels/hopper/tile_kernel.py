@@ -6,7 +6,7 @@ consumer multiplies what is in the ring, and stores what it holds of one tile un
 tile is, and what is copied, multiplied and stored of it, is each kernel's own.
 
 The `Ring` that operands come through is slots of shared memory, filled by one warpgroup and read by two. A slot holds a
-k step, 128 x 64 of the left operand and 256 x 64 of the right one. `full` completes with the bulk copies into it and
+k step, 128 x 64 of the left operand and 256 x 64 of the right one, or 128 x 64 of narrow tiles. `full` completes with the bulk copies into it and
 `landed` with the gathered rows; the consumers arrive at `empty` when their products have read it.
 
 It is not `plgpu.emit_pipeline_warp_specialized`, which (in jax 0.11 and 0.12) fills slots by bulk copies alone, so that
@@ -37,13 +37,13 @@ from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
 from pallas_kernels.tuning.parameters import TileTuning
 
 PANELS = TILE_COLUMNS // PANEL
-"""Panels of 64 columns in a tile, and of 64 rows in a slot's right operand."""
+"""Panels of 64 columns in a wide tile, and of 64 rows in a slot's right operand."""
 
 PRODUCER = 2  # the warpgroup
 
 
 class Slot(NamedTuple):
-    """Slot `number`: `lhs` (128, 64) and `rhs` (256, 64) in shared memory, and its barrier `full`."""
+    """Slot `number`: `lhs` (128, 64) and `rhs` (columns, 64) in shared memory, and its barrier `full`."""
 
     number: jax.Array
     lhs: Any
@@ -69,22 +69,26 @@ class Slot(NamedTuple):
             self.fetch(block, self.rhs.at[pl.ds((first + panel) * PANEL, PANEL)])
 
 
-def in_panels(arrays: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], int]:
-    """Arrays `(..., columns)` as `(..., panels, 64)`, and how many bulk copies of them fill a slot's right operand.
+def in_panels(arrays: tuple[jax.Array, ...], panels: int = PANELS) -> tuple[tuple[jax.Array, ...], int]:
+    """Arrays `(..., columns)` as `(..., panels, 64)`, and how many bulk copies of them fill `panels` of a slot.
 
     As they are, where 64 does not divide their columns, and in the interpreter, which has no copies to a reshaped part
     of shared memory: each panel is a copy then.
     """
     if interpreter.is_interpreted() or arrays[0].shape[-1] % PANEL:
-        return arrays, PANELS
+        return arrays, panels
     return tuple(array.reshape(*array.shape[:-1], -1, PANEL) for array in arrays), len(arrays)
 
 
 class Ring(NamedTuple):
-    """`stages` slots and barriers of `refs`; step s of a block uses number s modulo `stages`."""
+    """`stages` slots and barriers of `refs`; step s of a block uses number s modulo `stages`.
+
+    Their products have `columns`.
+    """
 
     refs: Any
     stages: int
+    columns: int
     gathers: bool  # whether anything arrives at `landed`
 
     def slot(self, step) -> Slot:
@@ -128,7 +132,7 @@ class Ring(NamedTuple):
 
         `product(slot, carry, accumulator, first) -> carry, accumulator` starts one. The functions `under` share out the
         time that the tensor cores take, and `last` has that of the last product. Returns the step after the last, the
-        tile's (64, 256) part in float32, and what `last` returned.
+        tile's part (64, columns) in float32, and what `last` returned.
         """
 
         def one(step, carry, accumulator, first=False):
@@ -145,7 +149,7 @@ class Ring(NamedTuple):
         def several(count, products):
             return lax.fori_loop(0, count, lambda _, p: one(*p), products)
 
-        products = one(step, carry, zeros(TILE_COLUMNS, layout=ACCUMULATOR), first=True)
+        products = one(step, carry, zeros(self.columns, layout=ACCUMULATOR), first=True)
         left = count - 1
         if under:
             least, most = (max, min) if isinstance(count, int) else (jnp.maximum, jnp.minimum)
@@ -185,6 +189,9 @@ class TileKernel:
 
     tuning: TileTuning
     """Slots of the ring, the order of the tiles, and how they are shared out."""
+
+    columns: int = TILE_COLUMNS
+    """Of a tile."""
 
     buffers: Any = None
     """Shared memory that results leave from."""
@@ -282,7 +289,7 @@ class TileKernel:
         memory = {
             **(tile_queue.memory() if dynamic else {}),
             "lhs": plgpu.SMEM((stages, TILE_ROWS, K_STEP), self.dtype, transforms=SWIZZLED),
-            "rhs": plgpu.SMEM((stages, TILE_COLUMNS, K_STEP), self.dtype, transforms=SWIZZLED),
+            "rhs": plgpu.SMEM((stages, self.columns, K_STEP), self.dtype, transforms=SWIZZLED),
             "buffers": self.buffers,
             "landed": gather.landed_barriers(stages),
             "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
@@ -293,7 +300,7 @@ class TileKernel:
 
         def body(*trees):
             refs = SimpleNamespace(**dict(zip(names, trees, strict=True)))
-            refs.ring = Ring(refs, stages, gathers)
+            refs.ring = Ring(refs, stages, self.columns, gathers)
             refs.warpgroup = lax.axis_index("wg")
             queue = TileQueue(blocks, lax.axis_index("sm"), dynamic, self.tile, self.find, refs)
             if gathers:

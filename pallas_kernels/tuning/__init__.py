@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.tuning.parameters import H200, KINDS, Tuning, heuristic, nvidia_gpu, parse, shape_key
+from pallas_kernels.tuning.parameters import H200, Tuning, checked, heuristic, nvidia_gpu, parse, shape_key
 
 USER_FILE_VARIABLE = "BLAZE_JAX_TUNING"
 """Environment variable: another path for the user's file, or empty for none."""
@@ -67,12 +67,10 @@ def find_tuning(kernel: str, own: Tuning | None, rows: int, dtype, **sizes: int)
       sizes: other sizes by name.
 
     Raises:
-      ValueError: `own` is of another class.
+      ValueError: `own` is of another class, or not for this kernel.
     """
     if own is not None:
-        if not isinstance(own, KINDS[kernel]):
-            raise ValueError(f"tuning={own!r} of {kernel} must be a {KINDS[kernel].__name__} or None")
-        return own
+        return checked(kernel, own)
     shape = shape_key(rows, dtype, **sizes)
     if (trial := _trial.get()) is not None:
         trial.shapes[kernel] = shape

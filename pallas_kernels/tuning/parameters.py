@@ -4,7 +4,7 @@ None of them changes a result's bits: every number is the sum of the same terms 
 first, however many copies are under way, and however wide the block of columns that it belongs to.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import log2
 from typing import Any, NamedTuple
 
@@ -18,10 +18,17 @@ H200 = "NVIDIA H200"
 """The GPU whose table is read on a machine without a GPU, where programs are lowered for one elsewhere."""
 
 SHARED_MEMORY = 227 * 1024
-SLOT_BYTES = (TILE_ROWS + TILE_COLUMNS) * 64 * 2
 STORE_BYTES = 32 * 1024  # buffers that results leave from
 SPARE_BYTES = 2 * 1024  # barriers, and room for sums across warps
-MOST_STAGES = (SHARED_MEMORY - STORE_BYTES - SPARE_BYTES) // SLOT_BYTES
+
+
+def most_stages(columns: int) -> int:
+    """Slots of a ring for tiles of so many columns that fit into shared memory."""
+    return (SHARED_MEMORY - STORE_BYTES - SPARE_BYTES) // ((TILE_ROWS + columns) * 64 * 2)
+
+
+MOST_STAGES = most_stages(TILE_COLUMNS)
+NARROW_COLUMNS = TILE_COLUMNS // 2
 
 POWERS_OF_TWO = tuple(1 << i for i in range(9))
 
@@ -35,19 +42,21 @@ def _check(kind: Any, **allowed: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class TileTuning:
-    """Parameters of a kernel that walks over tiles of 128 rows times 256 columns.
+    """Parameters of a kernel that walks over tiles of 128 rows times 256 columns, or 128.
 
     The tiles are walked in stripes: `tile_width` of them side by side along `minor_dim`, and along the other dimension
     from end to end, back and forth.
 
     Attributes:
-      stages: slots of 48 KiB in the ring that operands arrive in; more than 4 do not fit into shared memory, and with
-        one the tensor cores would wait for themselves.
+      stages: slots in the ring that operands arrive in; more than 4, or 6 of narrow tiles, do not fit into shared
+        memory, and with one the tensor cores would wait for themselves.
       minor_dim: 0 or 1, the stripes cut the tiles' rows or columns.
       tile_width: tiles across a stripe, a power of two, so that finding a tile takes no slow division.
       shares: "dynamic", a block takes the next tile when it is done with one, so that blocks may start late; or
         "fixed", block b takes tiles b, b + blocks and so on. None is dynamic inside a `shard_map` over several devices,
         where collectives hold SMs, and fixed elsewhere. Files of tuned parameters may leave it out.
+      columns: a tile's, 256; or 128, in kernels that may have `NARROW` tiles. None is 128 in those of them whose tiles
+        would be few, with as many slots as fit, and 256 elsewhere. Files may leave it out.
 
     Raises:
       ValueError: a value is none of these.
@@ -57,9 +66,13 @@ class TileTuning:
     minor_dim: int = 0
     tile_width: int = 1
     shares: str | None = None
+    columns: int | None = None
 
     def __post_init__(self):
-        _check(self, stages=tuple(range(2, MOST_STAGES + 1)), minor_dim=(0, 1), tile_width=POWERS_OF_TWO)
+        if self.columns is not None:
+            _check(self, columns=(NARROW_COLUMNS, TILE_COLUMNS))
+        stages = most_stages(self.columns or TILE_COLUMNS)
+        _check(self, stages=tuple(range(2, stages + 1)), minor_dim=(0, 1), tile_width=POWERS_OF_TWO)
         if self.shares not in (None, "dynamic", "fixed"):
             raise ValueError(f"shares={self.shares!r} must be 'dynamic', 'fixed' or None")
 
@@ -127,6 +140,28 @@ KINDS: dict[str, type[TileTuning] | type[ColumnBlock] | type[MmaTuning]] = {
     **{MMA + kernel: MmaTuning for kernel in _EXPERT_KERNELS},
 }
 """Parameters by the name of a kernel."""
+
+NARROW = ("up_projection", "down_projection", "up_backward")
+"""Kernels of `TileTuning` whose tiles may be narrow: what the others hold of a tile has as many columns as theirs."""
+
+FEW_TILES_EACH = 4
+"""With fewer wide tiles for each multiprocessor, its last one is much of its work: rows are those of a few tokens."""
+
+
+def with_columns(tuning: TileTuning, wide_tiles: int, blocks: int, *, narrow: bool = True) -> tuple[TileTuning, int]:
+    """The parameters of a kernel of `NARROW`, and the columns of its tiles; wide ones unless they may be `narrow`.
+
+    Args:
+      tuning: its parameters.
+      wide_tiles: how many tiles it would have of 256 columns.
+      blocks: how many share them out, one for each multiprocessor.
+      narrow: whether it may have narrow ones, too.
+    """
+    if narrow and tuning.columns is None and wide_tiles < FEW_TILES_EACH * blocks:
+        tuning = replace(tuning, columns=NARROW_COLUMNS, stages=most_stages(NARROW_COLUMNS))
+    columns = tuning.columns if narrow and tuning.columns else TILE_COLUMNS
+    return replace(tuning, columns=columns, stages=min(tuning.stages, most_stages(columns))), columns
+
 
 BLOCK_KIB = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227}
 """Shared memory of a block by compute capability; 99 KiB for every other one."""
@@ -255,6 +290,16 @@ def parse(kernel: str, values: Any) -> Tuning:
     if kernel not in KINDS:
         raise ValueError(f"there is no kernel {kernel!r} to tune")
     names = [field.name for field in fields(KINDS[kernel])]
-    if not isinstance(values, dict) or not {*names} - {"shares", "sweep"} <= set(values) <= {*names}:
+    optional = {"sweep", "shares", "columns"} if KINDS[kernel] is TileTuning else {"sweep"}
+    if not isinstance(values, dict) or not {*names} - optional <= set(values) <= {*names}:
         raise ValueError(f"the parameters of {kernel} must be {', '.join(names)}, got {values!r}")
-    return KINDS[kernel](**values)
+    return checked(kernel, KINDS[kernel](**values))
+
+
+def checked(kernel: str, tuning: Any) -> Any:
+    """Parameters of a kernel; ValueError unless they are of its class, and narrow only where it may be."""
+    if not isinstance(tuning, KINDS[kernel]):
+        raise ValueError(f"tuning={tuning!r} of {kernel} must be a {KINDS[kernel].__name__} or None")
+    if isinstance(tuning, TileTuning) and tuning.columns == NARROW_COLUMNS and kernel not in NARROW:
+        raise ValueError(f"columns={tuning.columns} of {kernel} must be {TILE_COLUMNS}")
+    return tuning
