@@ -61,9 +61,9 @@ def up_projection(
     bits, two panels as one like pre-activations that are quantized, at scales that are known before the products.
     """
     (num_experts, d, n), dtype = weights[0].shape, x.dtype
-    tuning = find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts)
+    found = find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts)
     narrow = not (quantize or fp8)  # which pack two panels of a projection as one
-    tuning, columns = _with_columns(tuning, groups, n * len(weights), narrow=narrow)
+    found, columns = _with_columns(found, groups, n * len(weights), narrow=narrow)
     width = columns // len(weights)  # of a projection's part of a tile
     panels = width // PANEL
     of_hidden = width // 2 if bound else width  # columns of a tile's activations
@@ -102,8 +102,7 @@ def up_projection(
                     if keep_pre_activations:
                         store_hidden(refs, part, panel // 2, activated[-1])
             elif keep_pre_activations:
-                column = place(panel, part.column_tile)[1]
-                store_rows(refs, part, panel, activated[-1], refs.written[1], column)
+                store_hidden(refs, part, panel, activated[-1])
         if bound:
             own_rows = jnp.where(part.column_tile == 0, part.rows, 0)
             store_of_rows(refs.written[1].scales, 0, part.row, scales, own_rows)
@@ -116,12 +115,13 @@ def up_projection(
         of_tokens, largest = refs.bounds
         return of_rows(of_tokens, part), [largest[part.expert, i] for i in range(2 * len(weights))]
 
-    def store_hidden(refs, part, block, values):
-        """Stores a packed panel, the last of the tile's with an odd turn: what follows begins with an even one."""
-        if block == 0:  # there may be one panel, which would come in the turn of the one before
+    def store_hidden(refs, part, panel, values):
+        """Stores a panel of the activation, the last of the tile's with an odd turn: others begin with an even one."""
+        if panel == 0:  # there may be one panel, which would come in the turn of the one before
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        column = part.column_tile * (width // 2) + block * PANEL
-        store_rows(refs, part, block - width // BLOCK, values, refs.written[1].values, column)
+        output = refs.written[1].values if bound else refs.written[1]
+        column = part.column_tile * of_hidden + panel * PANEL
+        store_rows(refs, part, panel - of_hidden // PANEL, values, output, column)
 
     def quantized(refs, part, pre, block):
         projection, column = place(2 * block, part.column_tile)
@@ -131,16 +131,12 @@ def up_projection(
         return numbers
 
     def store(refs, part, panel, values):
-        pre_activations, hidden = refs.written
-        if quantize:
-            projection, column = place(2 * panel, part.column_tile)
-            store_rows(refs, part, panel, values, pre_activations[projection].values, column // 2)
-            return
-        if bound and not keep_pre_activations:
+        if not keep_pre_activations:
             store_hidden(refs, part, panel, values)
             return
-        projection, column = place(panel, part.column_tile)  # the activation's panels are those of the first
-        output = pre_activations[projection] if keep_pre_activations else hidden
+        projection, column = place(2 * panel if quantize else panel, part.column_tile)
+        pre_activations = refs.written[0][projection]
+        output, column = (pre_activations.values, column // 2) if quantize else (pre_activations, column)
         store_rows(refs, part, panel, values, output, column)
 
     scales, bounds, copies = None, None, len(weights)
@@ -181,7 +177,7 @@ def up_projection(
         held_columns=TILE_BLOCKS * PANEL if quantize else columns if keep_pre_activations else of_hidden,
         transposed_weights=fp8,
         packed=fp8,
-        tuning=tuning,
+        tuning=found,
     )
     pre_activations, hidden = kernel.run(
         "moe_up_projection",
@@ -254,8 +250,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     depth = shape[3 - columns_at]  # rows of 8 bits may be twice as wide, and their second halves of no meaning
     steps_each = -(-depth // K_STEP)
     sizes = {"d": shape[columns_at], "n": depth * (1 + packed), "E": shape[0]}
-    tuning = find_tuning(kernel, tuning, num_rows, dtype, **sizes)
-    tuning, columns = _with_columns(tuning, groups, num_columns)
+    found, columns = _with_columns(find_tuning(kernel, tuning, num_rows, dtype, **sizes), groups, num_columns)
     panels, column_tiles = columns // PANEL, -(-num_columns // columns)
 
     def of_columns(values):
@@ -314,7 +309,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
         transposed_weights=transposed,
         packed=packed,
         held_columns=columns,
-        tuning=tuning,
+        tuning=found,
     )
     rows = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
     copies = 2 if transposed else 1 + panels

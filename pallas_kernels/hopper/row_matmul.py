@@ -1,7 +1,7 @@
 """Rows of experts times the weights of their expert: the walk of the up and down projections and their backward.
 
-A tile is up to 128 rows of one expert times 256 columns of its weights, or 128, and each consumer owns 64 of its rows. A
-finished tile is packed to 16 bits in registers, which frees the accumulators; its panels are stored while the next
+A tile is up to 128 rows of one expert times 256 columns of its weights, or 128, and each consumer owns 64 of its rows.
+A finished tile is packed to 16 bits in registers, which frees the accumulators; its panels are stored while the next
 tile's first k steps run on the tensor cores (`HeldRowMatmul`). Or a tile ends with more operands, which follow its k
 steps through the ring (`PanelRowMatmul`).
 """

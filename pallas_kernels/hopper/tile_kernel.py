@@ -6,8 +6,9 @@ consumer multiplies what is in the ring, and stores what it holds of one tile un
 tile is, and what is copied, multiplied and stored of it, is each kernel's own.
 
 The `Ring` that operands come through is slots of shared memory, filled by one warpgroup and read by two. A slot holds a
-k step, 128 x 64 of the left operand and 256 x 64 of the right one, or 128 x 64 of narrow tiles. `full` completes with the bulk copies into it and
-`landed` with the gathered rows; the consumers arrive at `empty` when their products have read it.
+k step, 128 x 64 of the left operand and 256 x 64 of the right one, or 128 x 64 of it for narrow tiles. `full` completes
+with the bulk copies into it and `landed` with the gathered rows; the consumers arrive at `empty` when their products
+have read it.
 
 It is not `plgpu.emit_pipeline_warp_specialized`, which (in jax 0.11 and 0.12) fills slots by bulk copies alone, so that
 rows found by index and their barrier have no place in it; has the same blocks at every step of a loop; drains after one

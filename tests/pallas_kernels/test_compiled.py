@@ -1,6 +1,7 @@
 """The experts' kernels of a family in one program, compiled for an H200: none is dropped, and none spills registers."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,22 +14,19 @@ from pallas_kernels import ampere, hopper
 from pallas_kernels.compile_only import absent, compile_for_gpu, on_gpu
 from pallas_kernels.contract import Sums
 from pallas_kernels.mosaic.row_groups import sum_in_order
-from pallas_kernels.tuning.parameters import KINDS, TileTuning
+from pallas_kernels.tuning.parameters import KINDS, NARROW, TileTuning
 from tests.numerics import assert_same_bits
 from tests.pallas_kernels.programs import array, down_and_gradients, up_and_back
 
 EXPERT_KERNELS = {f"moe_{name}" for name, kind in KINDS.items() if kind is TileTuning}
 
 
-def experts(kernels, tuning, token_ids, x, w_up, b_up, *down):
+def experts(kernels, tunings, token_ids, x, w_up, b_up, *down):
     groups = kernels.dispatch(token_ids, w_up[0].shape[0])
     given = *down, jnp.ones(groups.num_rows), groups
 
-    def tuning_of(kernel):
-        return tuning
-
-    hidden, *others = up_and_back(kernels, get_activation("swiglu").function, tuning_of, x, w_up, b_up, *given)
-    return others, down_and_gradients(kernels, (x.dtype,) * 2, tuning_of, x, hidden, *given)
+    hidden, *others = up_and_back(kernels, get_activation("swiglu").function, tunings.get, x, w_up, b_up, *given)
+    return others, down_and_gradients(kernels, (x.dtype,) * 2, tunings.get, x, hidden, *given)
 
 
 def arguments(pairs, d, n, num_experts):
@@ -46,10 +44,13 @@ def assert_xla_adds_up_nothing(program):
 
 
 @pytest.mark.compile_only
-def test_hopper_kernels_multiply(tmp_path, monkeypatch):
+@pytest.mark.parametrize("columns", [256, 128])
+def test_hopper_kernels_multiply(columns, tmp_path, monkeypatch):
     """In stripes of four rows of tiles, which leave no narrower one: what provably divides by zero is unreachable."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    program = partial(experts, hopper, TileTuning(minor_dim=0, tile_width=4))
+    wide = TileTuning(minor_dim=0, tile_width=4)
+    tunings = dict.fromkeys(KINDS, wide) | dict.fromkeys(NARROW, replace(wide, columns=columns))
+    program = partial(experts, hopper, tunings)
     with jax.default_device(absent()):  # compile_for_gpu reads a report that is not printed where code is written
         compiled = jax.jit(program).lower(*on_gpu(arguments(2048, 1024, 512, 8))).compile()
     written = {file.stem: file.read_text() for file in tmp_path.glob("*.ptx") if "dispatch" not in file.name}
@@ -66,7 +67,7 @@ def test_hopper_kernels_multiply(tmp_path, monkeypatch):
     ids=str,
 )
 def test_ampere_tiles_by_rules_and_table_spill_nothing_at_the_sizes_that_were_tuned(sizes):
-    program = compile_for_gpu(partial(experts, ampere, None), *arguments(*sizes), gpu="h200")
+    program = compile_for_gpu(partial(experts, ampere, {}), *arguments(*sizes), gpu="h200")
     assert {kernel.name for kernel in program.kernels} >= EXPERT_KERNELS
     assert program.spill_bytes == {}
     assert_xla_adds_up_nothing(program.executable)

@@ -13,7 +13,7 @@ from pallas_kernels.hopper import tile_queue
 from pallas_kernels.hopper.inline_interpreter import COUNTED
 from pallas_kernels.mosaic import launches
 from pallas_kernels.mosaic.interpreter import at_random, tiles_taken
-from pallas_kernels.tuning.parameters import TileTuning
+from pallas_kernels.tuning.parameters import NARROW, TileTuning
 from tests.numerics import assert_same_bits
 from tests.pallas_kernels.rows import ACTIVATIONS, D, N, Rows, needs_interpreter
 
@@ -38,10 +38,11 @@ def call(kernel: str, rows: Rows, **options):
     up_weights = tuple(rows.normal(rows.num_experts, D, N, fan_in=D, dtype="bfloat16") for _ in range(2))
     w_down = rows.normal(rows.num_experts, N, D, fan_in=N, dtype="bfloat16")
     pre = tuple(rows.of_rows(N, dtype="bfloat16") for _ in range(2))
+    biases = [rows.normal(rows.num_experts, width) for width in (N, N, D)]
     row_weights, groups, activation = rows.of_rows(), rows.groups, {"activation": ACTIVATIONS[2]}
     arguments, own_options = {
-        "up_projection": ((x, up_weights, (), groups), activation),
-        "down_projection": ((pre[0], w_down, None, groups, 0, D), {}),
+        "up_projection": ((x, up_weights, biases[:2], groups), activation),
+        "down_projection": ((pre[0], w_down, biases[2], groups, 0, D), {}),
         "down_backward": ((x, w_down, None, pre, row_weights, groups), activation),
         "up_backward": ((pre, up_weights, groups, 0, D), {}),
         "up_weight_gradients": ((x, pre, groups), {"dtypes": ("bfloat16",) * 2, "bias_dtypes": ()}),
@@ -50,11 +51,12 @@ def call(kernel: str, rows: Rows, **options):
     return getattr(hopper, kernel)(*arguments, **own_options, **options)
 
 
-def run(kernel, routing="whole_tiles_and_a_tail", shares="dynamic", minor_dim=0, **interpreted):
+def run(kernel, routing="whole_tiles_and_a_tail", shares="dynamic", minor_dim=0, columns=256, keep=True, **interpreted):
     """The kernel's results, without rows of no pair."""
+    tuning = TileTuning(minor_dim=minor_dim, tile_width=2, shares=shares, columns=columns)
     with hopper.interpreted(**interpreted):
         rows = Rows(hopper, routing)
-        results = call(kernel, rows, tuning=TileTuning(minor_dim=minor_dim, tile_width=2, shares=shares))
+        results = call(kernel, rows, tuning=tuning, **({} if keep else {"keep_pre_activations": False}))
         owned = rows.owned
         return [np.asarray(r[owned] if len(r) == owned.size else r, np.float32) for r in jax.tree.leaves(results)]
 
@@ -98,6 +100,19 @@ def test_the_bits_of_fixed_shares(kernel, order, counters):
     tiles = sum(map(len, asked)) - blocks
     assert sorted(number for own in asked for number in own[:-1]) == [*range(tiles)]
     assert all(own[-1] >= tiles for own in asked)  # each block stops at the first number that is no tile's
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kernel", NARROW)
+def test_the_bits_of_wide_tiles(kernel):
+    assert_same_bits(run(kernel, columns=128, blocks=2), by_fixed_shares(kernel))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("columns", [128, 256])
+def test_activations_alone(columns):
+    kept = by_fixed_shares("up_projection")[-1:]
+    assert_same_bits(run("up_projection", columns=columns, keep=False, blocks=2), kept)
 
 
 @needs_interpreter

@@ -19,6 +19,7 @@ from pallas_kernels.tuning.parameters import (
     mma_heuristic,
     nvidia_gpu,
     shape_key,
+    with_columns,
 )
 
 GPU = nvidia_gpu() or H200
@@ -114,6 +115,9 @@ def test_a_folder_in_the_files_place_is_a_warning(user_file):
         ("up_projection", TILE | {"stages": 5}, "stages=5 must be one of 2, 3, 4"),
         ("up_projection", TILE | {"minor_dim": True}, "minor_dim=True must be one of 0, 1"),
         ("up_projection", TILE | {"tile_width": 3}, "tile_width=3 must be one of 1, 2, 4"),
+        ("up_projection", TILE | {"columns": 64}, "columns=64 must be one of 128, 256"),
+        ("up_projection", TILE | {"columns": 128, "stages": 7}, "stages=7 must be one of 2, 3, 4, 5, 6"),
+        ("up_weight_gradients", TILE | {"columns": 128}, "columns=128 of up_weight_gradients must be 256"),
         ("up_projection", TILE | {"shares": "some"}, "shares='some' must be 'dynamic', 'fixed' or None"),
         ("up_projection", {"stages": 4}, "the parameters of up_projection must be stages, minor_dim, tile_width"),
         ("up_projection", None, "got None"),
@@ -143,6 +147,27 @@ def test_where_the_users_file_is(monkeypatch, tmp_path):
 def test_parameters_of_another_kind_are_refused():
     with pytest.raises(ValueError, match=r"tuning=ColumnBlock\(.*\) of up_projection must be a TileTuning or None"):
         find(ColumnBlock())
+
+
+def test_narrow_tiles_of_kernels_that_have_none_are_refused():
+    with pytest.raises(ValueError, match="columns=128 of down_backward must be 256"):
+        find(TileTuning(columns=128), "down_backward")
+
+
+@pytest.mark.parametrize(
+    ("given", "wide_tiles", "narrow", "expected"),
+    [
+        (TileTuning(2, 1, 8), 527, True, TileTuning(6, 1, 8, columns=128)),
+        (TileTuning(2, 1, 8), 528, True, TileTuning(2, 1, 8, columns=256)),
+        (TileTuning(), 1, False, TileTuning(columns=256)),
+        (TileTuning(columns=256), 1, True, TileTuning(columns=256)),
+        (TileTuning(3, columns=128), 10**6, True, TileTuning(3, columns=128)),
+        (TileTuning(6, columns=128), 1, False, TileTuning(4, columns=256)),
+    ],
+)
+@pytest.mark.default_cases("*")
+def test_narrow_tiles_where_there_are_few(given, wide_tiles, narrow, expected):
+    assert with_columns(given, wide_tiles, 132, narrow=narrow) == (expected, expected.columns)
 
 
 def test_rows_are_rounded_to_powers_of_two_and_nothing_else_is():
