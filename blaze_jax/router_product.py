@@ -54,7 +54,8 @@ def router_logits(
         return jnp.dot(tokens.astype(wide), w_router.astype(wide), precision=lax.Precision.HIGHEST)
 
     if split:
-        w_router = w_router.astype(wide)
+        if w_router.dtype != jnp.bfloat16:
+            w_router = w_router.astype(wide)
         logits = _split_product(reverse_mode_token(REVERSE_MODE_ONLY, tokens, w_router), tokens, w_router)
     else:
         logits = product(tokens, w_router)
@@ -73,8 +74,8 @@ def _jittered(tokens: Float[Array, "T d"], seeds: UInt32[Array, "T 2"], jitter: 
 
 @jax.custom_vjp
 def _split_product(token, x: Float[Array, "T d"], w: Float[Array, "d E"]) -> Float[Array, "T E"]:
-    """`x · w` in float32, of `x` in bfloat16 and `w` in float32."""
-    return _sum_of_parts(_product(x, jnp.concatenate(_parts(w), 1)))
+    """`x · w` in float32, of `x` in bfloat16 and `w` in float32 or, as one part, in bfloat16."""
+    return _product_of_parts(x, _parts(w))
 
 
 def _forward(token, x, w):
@@ -84,10 +85,11 @@ def _forward(token, x, w):
 def _backward(residuals, dy):
     """The gradient of `w` is a product like the first. That of `x` is rounded to bfloat16, and needs no third parts."""
     x, w = residuals
-    (w1, w2, _), (dy1, dy2, dy3) = _parts(w), _parts(dy)
-    dw = _product(x.T, jnp.concatenate([dy1, dy2, dy3], 1))
-    dx = _product(jnp.concatenate([dy1, dy2, dy1], 1), jnp.concatenate([w1, w1, w2], 1).T, x.dtype)
-    return None, dx, _sum_of_parts(dw)
+    (w1, *smaller), (dy1, dy2, dy3) = _parts(w), _parts(dy)
+    pairs = [(dy1, w1), (dy2, w1), *((dy1, w2) for w2 in smaller[:1])]
+    factors = (jnp.concatenate(of_all, 1) for of_all in zip(*pairs, strict=True))
+    dw = _product_of_parts(x.T, [dy1, dy2, dy3])
+    return None, _product(next(factors), next(factors).T, x.dtype), dw.astype(w.dtype)
 
 
 _split_product.defvjp(_forward, _backward)
@@ -99,10 +101,12 @@ def _product(a: Float[Array, "m k"], b: Float[Array, "k n"], dtype=jnp.float32) 
 
 
 def _parts(array: Float[Array, "rows columns"]) -> list[Array]:
-    """Three bfloat16 arrays that add up to a float32 one, the largest numbers first.
+    """Three bfloat16 arrays that add up to a float32 one, the largest numbers first; one in bfloat16 is its own part.
 
     XLA takes a cast there and back for nothing and leaves it out, but not a rounding.
     """
+    if array.dtype == jnp.bfloat16:
+        return [array]
     parts = []
     for _ in range(3):
         part = lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
@@ -111,7 +115,7 @@ def _parts(array: Float[Array, "rows columns"]) -> list[Array]:
     return parts
 
 
-def _sum_of_parts(product: Float[Array, "rows columns"]) -> Float[Array, "rows third"]:
-    """The sum of three blocks of columns, the smallest numbers first."""
-    first, second, third = jnp.split(product, 3, axis=1)
-    return third + second + first
+def _product_of_parts(a: Float[Array, "m k"], parts: list[Array]) -> Float[Array, "m n"]:
+    """The product with the sum of the parts, those of the smallest numbers added up first."""
+    products = jnp.split(_product(a, jnp.concatenate(parts, 1)), len(parts), axis=1)
+    return sum(products[-2::-1], products[-1])

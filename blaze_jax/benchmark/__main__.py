@@ -27,6 +27,7 @@ from blaze_jax.benchmark.sizes import GPU_SIZES, PRESETS, Sizes
 from blaze_jax.benchmark.studies import (
     Routed,
     measure_compile_time,
+    measure_few_tokens,
     measure_reading,
     measure_rounding,
     measure_routing,
@@ -78,6 +79,11 @@ STUDIES = {
         measure_scaling,
         [Sizes(8192 << i, 512, 2048, 4, 1) for i in range(9)],
         [Sizes(512 << i, 64, 128, 4, 1) for i in range(5)],
+    ),
+    "few-tokens": Study(  # as a model generates
+        measure_few_tokens,
+        [*(Sizes(t, 2048, 768, 128, 8) for t in (1, 8, 64, 256, 512)), Sizes(256, 1536, 256, 128, 8)],
+        [Sizes(8, 64, 32, 16, 4)],
     ),
     # few tokens for each of many experts: their last tiles count
     "rounding": Study(measure_rounding, [Sizes(16384, 1536, 256, 512, 8)], [Sizes(2048, 128, 64, 32, 4)]),

@@ -1,4 +1,4 @@
-"""Studies of one layer: many tokens, token rounding, routing, compile time and a checkpoint's reader.
+"""Studies of one layer: many and few tokens, token rounding, routing, compile time and a checkpoint's reader.
 
 A study is a function that measures one case and returns its record, which goes into the results file and is shown by
 `tables` and `plots`. Those of the layer's kernels, its peers and several devices have files of their own.
@@ -19,6 +19,7 @@ import numpy as np
 
 from blaze_jax.benchmark.memory import MIB, plan_of, saved_bytes
 from blaze_jax.benchmark.own_process import run_apart
+from blaze_jax.benchmark.rates import CeilingCalls
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import Sizes, abstract_inputs, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.timing import in_turns, time_calls, wall_times
@@ -103,6 +104,27 @@ def measure_rounding(sizes: Sizes, dtype, *, repeats: int, implementation=None) 
             "speedup": timings["top-k"].us / own.us,
         }
     return head("token_rounding", sizes, dtype) | {"tile": tile, "routings": rows}
+
+
+def measure_few_tokens(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> Record:
+    """Times the layer with its router on few tokens, forward, next to a copy of the experts' weights that they use."""
+    x, *weights, _, _ = expert_inputs(sizes, dtype)
+    w_router = jax.random.normal(jax.random.key(1), (sizes.model_width, sizes.num_experts), dtype)
+    params = {"w_router": w_router} | dict(zip(("w_gate", "w_up", "w_down"), weights, strict=True))
+    layer = jax.jit(partial(moe, config=sizes.config(implementation=implementation)))
+    used = int((layer(x, params)[1].tokens_per_expert > 0).sum())
+    num_bytes = used * sizes.weight_elements // sizes.num_experts * jnp.dtype(dtype).itemsize
+    ceilings = CeilingCalls(dtype)
+    timings = time_calls({"layer": lambda: layer(x, params)[0]} | ceilings.calls, repeats=repeats)
+    timing, floor = timings["layer"], ceilings.rates(timings).least_us(0.0, num_bytes)[0]
+    return head("few_tokens", sizes, dtype) | {
+        **timing.record(),
+        "experts_used": used,
+        "bytes": num_bytes,
+        "floor_us": floor,
+        "times_floor": timing.us / floor,
+        "us_by_kernel": {kernel: total.us for kernel, total in timing.kernels.items()},
+    }
 
 
 class Routed(NamedTuple):

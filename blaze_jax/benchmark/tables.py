@@ -149,6 +149,12 @@ def _scaling(record: Record) -> Iterator[Row]:
     yield *time, *memory, *(theirs or [("", "")])[0]
 
 
+@_rows("few_tokens", "experts in use | their weights, MB | forward, µs | a copy of them, µs | ratio")
+def _few_tokens(record: Record) -> Iterator[Row]:
+    times = f"{record['us']:.1f}", f"{record['floor_us']:.1f}", f"{record['times_floor']:.2f}×"
+    yield str(record["experts_used"]), f"{record['bytes'] / 1e6:.0f}", *times
+
+
 @_rows(
     "token_rounding",
     "routing | experts, ms | pairs | rows of whole tiles | TFLOP/s | speed-up | with router, ms | speed-up",
