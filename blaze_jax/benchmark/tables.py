@@ -186,12 +186,13 @@ def _generation(record: Record) -> Iterator[Row]:
     for name in ("prefill_tokens_per_second", "decode_tokens_per_second"):
         planned = cell(record, f"planned_{name}", ",.0f")
         rates.append(cell(record, name, ",.0f") + (f" ({planned})" if planned else ""))
+    chunks = record.get("chunks", 1)
     given = f"{record['gpu_bytes'] / 1e9:.0f}" if "gpu_bytes" in record else "all"
     sizes = (
         f"{record['batch']} × {record['prompt']}",
         given,
         form_of_experts(record),
-        cell(record, "streamed_layers", "d") or "0",
+        (cell(record, "streamed_layers", "g") or "0") + (f", {chunks} chunks each" if chunks > 1 else ""),
     )
     yield *sizes, *rates, cell(record, "peak_gib", ".1f")
 

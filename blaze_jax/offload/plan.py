@@ -1,7 +1,8 @@
 """A plan of generation with layers in host memory: what stays on the device, what limits the speed, and how fast it is.
 
 It is arithmetic on sizes and rates, and there before anything runs. Memory goes to what always stays and the cache of
-keys and values, then to the layers on their way, to a pass over tokens, and what is left to layers of experts.
+keys and values, then to the layers on their way, to a pass over tokens, and what is left to layers of experts. Layers
+of which three do not fit come in chunks, some of their experts at a time.
 """
 
 import time
@@ -82,6 +83,7 @@ class Sizes:
       work_bytes: that any pass takes, whatever its tokens.
       token_bytes: that a token of a pass takes while it is under way.
       used: the share of a layer's experts that a single token uses, K/E.
+      experts: of a layer that can come in chunks, which have as many each; 1 for a layer that cannot.
     """
 
     layers: int
@@ -94,11 +96,16 @@ class Sizes:
     work_bytes: int
     token_bytes: int
     used: float
+    experts: int = 1
 
     @property
     def compressed(self) -> bool:
         """Whether layers are decoded on the device."""
         return self.layer_bytes != self.decoded_bytes
+
+    def bytes_of(self, count: int, chunks: int) -> int:
+        """Bytes of so many chunks, of which a layer has `chunks`, as they travel."""
+        return count * -(-self.layer_bytes // chunks)
 
 
 class Bounds(NamedTuple):
@@ -128,7 +135,9 @@ class Plan:
       gpu_bytes: what may be used.
       batch: sequences.
       pass_tokens: tokens of a pass over prompts, at most.
-      resident: numbers of the layers of experts that stay, spread evenly, so that copies have all layers to hide under.
+      resident: numbers of the layers of experts that stay, spread evenly, so that copies have all layers to hide under;
+        where they come in chunks, those of chunks, of all layers one after the other.
+      chunks: in which each layer comes.
     """
 
     sizes: Sizes
@@ -137,11 +146,17 @@ class Plan:
     batch: int
     pass_tokens: int
     resident: tuple[int, ...]
+    chunks: int = 1
 
     @property
     def streamed(self) -> int:
-        """How many layers come from the host in a pass."""
-        return self.sizes.layers - len(self.resident)
+        """How many layers, or chunks of them, come from the host in a pass."""
+        return self.sizes.layers * self.chunks - len(self.resident)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that come from the host in a pass."""
+        return self.sizes.bytes_of(self.streamed, self.chunks)
 
     @property
     def hiding_tokens(self) -> int:
@@ -159,7 +174,7 @@ class Plan:
             read += sizes.cache_bytes
         flops = tokens * (sizes.layers * sizes.layer_flops + sizes.other_flops)
         return Bounds(
-            self.streamed * sizes.layer_bytes / rates.link / 1e9,
+            self.host_bytes / rates.link / 1e9,
             read / rates.memory / 1e12,
             flops / rates.arithmetic / 1e12,
         )
@@ -176,7 +191,8 @@ class Plan:
 
     def __str__(self) -> str:
         sizes, rates = self.sizes, self.rates
-        host = self.streamed * sizes.layer_bytes
+        what = "layers of experts" if self.chunks == 1 else f"chunks of experts, {self.chunks} to a layer,"
+        units, size = sizes.layers * self.chunks, sizes.layer_bytes / self.chunks / 1e9
 
         def told(what: str, bounds: Bounds, speed: float) -> str:
             link, memory, arithmetic = (f"{1e3 * seconds:.1f}" for seconds in bounds)
@@ -187,8 +203,8 @@ class Plan:
 
         lines = [
             f"plan for {self.gpu_bytes / 1e9:.1f} GB: {sizes.other_bytes / 1e9:.2f} GB of other weights, "
-            f"{sizes.cache_bytes / 1e9:.2f} GB of cache and {len(self.resident)} of {sizes.layers} layers of experts "
-            f"stay; {self.streamed} of {sizes.layer_bytes / 1e9:.2f} GB each come from {host / 1e9:.1f} GB of the host",
+            f"{sizes.cache_bytes / 1e9:.2f} GB of cache and {len(self.resident)} of {units} {what} "
+            f"stay; {self.streamed} of {size:.2f} GB each come from {self.host_bytes / 1e9:.1f} GB of the host",
             f"rates: link {rates.link:.1f} GB/s, memory {rates.memory:.2f} TB/s, arithmetic {rates.arithmetic:.0f} "
             f"TFLOP/s; a copy hides under {self.hiding_tokens:,} tokens",
             told(
@@ -211,31 +227,42 @@ def make_plan(sizes: Sizes, rates: Rates, gpu_bytes: int, batch: int, prompt_tok
     Raises:
       GpuMemoryError: `gpu_bytes` do not suffice; the message says how many would.
     """
-    # The layer at work, decoded, beside what its decoding keeps: XLA's plan for an H200 says half of a matrix for each.
-    decoded = sizes.decoded_bytes * 3 // 2 if sizes.compressed else 0
-    streaming = min(BUFFERS, sizes.layers) * sizes.layer_bytes + decoded
     fixed = sizes.other_bytes + sizes.cache_bytes + sizes.work_bytes
     least = min(LEAST_TOKENS, max(batch, prompt_tokens))
-    plan = Plan(sizes, rates, gpu_bytes, batch, least, ())
-    tokens = min(prompt_tokens, max(LEAST_TOKENS, batch, 2 * plan.hiding_tokens))
-    tokens = max(tokens, batch)
+    hiding = Plan(sizes, rates, gpu_bytes, batch, least, ()).hiding_tokens
+    tokens = max(batch, min(prompt_tokens, max(LEAST_TOKENS, batch, 2 * hiding)))
     room = gpu_bytes - fixed
-    whole = sizes.layers * sizes.layer_bytes + decoded + tokens * sizes.token_bytes
-    if room >= whole:
+    if room >= sizes.layers * sizes.layer_bytes + _decoding(sizes, 1) + tokens * sizes.token_bytes:
         return Plan(sizes, rates, gpu_bytes, batch, tokens, tuple(range(sizes.layers)))
-    while tokens // 2 >= max(least, batch) and room < streaming + tokens * sizes.token_bytes:
+    fewest = tokens
+    while fewest // 2 >= max(least, batch):
+        fewest //= 2
+    counts = [count for count in range(1, sizes.experts + 1) if sizes.experts % count == 0]
+    at_work = fewest * sizes.token_bytes
+    chunks = next((count for count in counts if room >= _streaming(sizes, count) + at_work), counts[-1])
+    streaming = _streaming(sizes, chunks)
+    if room < streaming + at_work:
+        raise GpuMemoryError(
+            f"{gpu_bytes / 1e9:.1f} GB of the GPU do not suffice, {(fixed + streaming + at_work) / 1e9:.1f} GB are "
+            f"needed: {sizes.other_bytes / 1e9:.1f} of other weights, {streaming / 1e9:.1f} of experts on their way, "
+            f"{sizes.cache_bytes / 1e9:.1f} of cache and {(sizes.work_bytes + at_work) / 1e9:.1f} of {fewest:,} tokens "
+            "at work; take fewer sequences or a shorter cache"
+        )
+    while room < streaming + tokens * sizes.token_bytes:
         tokens //= 2
     left = room - streaming - tokens * sizes.token_bytes
-    if left < 0:
-        needed = gpu_bytes - left
-        raise GpuMemoryError(
-            f"{gpu_bytes / 1e9:.1f} GB of the GPU do not suffice, {needed / 1e9:.1f} GB are needed: "
-            f"{sizes.other_bytes / 1e9:.1f} of other weights, {streaming / 1e9:.1f} of layers on their way, "
-            f"{sizes.cache_bytes / 1e9:.1f} of cache and "
-            f"{(sizes.work_bytes + tokens * sizes.token_bytes) / 1e9:.1f} of {tokens:,} tokens at "
-            "work; take fewer sequences or a shorter cache"
-        )
-    # Not the last one: with one streamed layer there is always one that comes.
-    count = min(left // sizes.layer_bytes, sizes.layers - 1)
-    resident = tuple(at * sizes.layers // count for at in range(count)) if count else ()
-    return Plan(sizes, rates, gpu_bytes, batch, tokens, resident)
+    # Not the last one: with one that is streamed there is always one that comes.
+    units = sizes.layers * chunks
+    count = min(left // sizes.bytes_of(1, chunks), units - 1)
+    resident = tuple(at * units // count for at in range(count)) if count else ()
+    return Plan(sizes, rates, gpu_bytes, batch, tokens, resident, chunks)
+
+
+def _streaming(sizes: Sizes, chunks: int) -> int:
+    """Bytes of the chunks on their way, and at work, where each layer comes in so many."""
+    return sizes.bytes_of(min(BUFFERS, sizes.layers * chunks), chunks) + _decoding(sizes, chunks)
+
+
+def _decoding(sizes: Sizes, chunks: int) -> int:
+    """Bytes of the experts at work, decoded, beside what decoding keeps: for an H200 XLA plans half of a matrix."""
+    return sizes.decoded_bytes * 3 // 2 // chunks if sizes.compressed else 0

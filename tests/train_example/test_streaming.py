@@ -18,14 +18,16 @@ from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
 from train_example.generate import streaming
 from train_example.generate.__main__ import main
 from train_example.generate.sampling import Sampling
-from train_example.generate.streaming import StreamingGenerator, without_experts
+from train_example.generate.streaming import StreamingGenerator, in_chunks, without_experts
 
 
-def streaming_generator(name="own", sampling=GREEDY, bits=None, resident=(), pass_tokens=64):
+def streaming_generator(name="own", sampling=GREEDY, bits=None, resident=(), pass_tokens=64, chunks=1):
     model, variables = model_and_variables(name)
     rest, experts = without_experts(apart(model, variables))
-    store = ExpertStore(experts, bits=bits, resident=resident)
-    options = {"sampling": sampling, "stops": NOTHING, "pass_tokens": pass_tokens}
+    rests = []
+    layers = experts if chunks == 1 else in_chunks(model, experts, chunks, rests)
+    store = ExpertStore(layers, bits=bits, resident=resident)
+    options = {"sampling": sampling, "stops": NOTHING, "rests": rests, "pass_tokens": pass_tokens}
     return StreamingGenerator(model, rest, store, 4, 32, **options)
 
 
@@ -45,17 +47,29 @@ def test_tokens_are_those_of_resident_experts(name, temperature, monkeypatch):
         np.testing.assert_allclose(of_streamed, of_resident, rtol=1e-5, atol=1e-5)
 
 
-def test_where_the_experts_are_changes_no_bit():
+@pytest.mark.parametrize("name", ["own", "qwen3_moe", "gpt_oss-model"])
+@pytest.mark.default_cases("gpt*")
+def test_chunks_of_experts_make_the_layers_numbers(name):
+    chunked, resident = streaming_generator(name, chunks=2), generator(name)
+    prompts = prompts_of(resident.model)
+    assert len(chunked.store) == 2 * len(chunked.rests)
+    assert chunked.generate(prompts, MOST) == resident.generate(prompts, MOST)
+    assert_close(chunked.prefilled(prompts, MOST).logits[:3], resident.prefilled(prompts, MOST).logits[:3], 1e-5)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_where_the_experts_are_changes_no_bit(chunks):
     outputs = []
     for resident in [(), (0,), (0, 1)]:
-        streamed = streaming_generator(resident=resident)
+        streamed = streaming_generator(resident=resident, chunks=chunks)
         outputs.append(streamed.prefilled(prompts_of(streamed.model), MOST).logits)
     assert_same_bits(outputs[0], outputs[1])
     assert_same_bits(outputs[0], outputs[2])
 
 
-def test_later_passes_over_prompts_run_the_programs_of_the_first(caplog):
-    streamed = streaming_generator(pass_tokens=12)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_later_passes_over_prompts_run_the_programs_of_the_first(chunks, caplog):
+    streamed = streaming_generator(pass_tokens=12, chunks=chunks)
     prompts = prompts_of(streamed.model)
     assert max(map(len, prompts)) > 3  # tokens of a pass
     list(streamed.stream([prompt[:1] for prompt in prompts], 2))

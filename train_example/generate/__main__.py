@@ -72,8 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     given = {n: getattr(arguments, n) for n in _OPTIONS if hasattr(arguments, n)}
-    base = None if given.get("base") == "bf16" else given.get("base")
-    offload = None if arguments.gpu_bytes is None else Offload(arguments.gpu_bytes, arguments.expert_bits, base)
+    offload = None if arguments.gpu_bytes is None else Offload(arguments.gpu_bytes, arguments.expert_bits)
     if arguments.time:
         model = {n: str(v) for n in ("checkpoint", "preset") if (v := getattr(arguments, n, None)) is not None}
         batch, most = arguments.batch_size or 1, arguments.tokens or _TOKENS
@@ -142,7 +141,7 @@ def _generator(
     """The generator of the model; with experts from the host where `offload` says how much the GPU has."""
     if offload is None or source.experts is None:
         return Generator(source.model, source.variables, batch, slots, sampling, stops, seed, record)
-    plan = offload.plan(source.model, source.variables, batch, slots, prompt_tokens)
+    plan = offload.plan(source.model, source.variables, batch, slots, prompt_tokens, source.base)
     _say(str(plan))
     options: dict[str, Any] = {"sampling": sampling, "stops": stops, "seed": seed}
     return offload.generator(plan, source.model, source.variables, source.experts(), slots, **options)

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from blaze_jax.quantized import WEIGHTS, is_quantized, quantize
+from blaze_jax.quantized import WEIGHTS, Form, is_quantized, quantize
 from train_example.config import TrainConfig, UserError
 from train_example.data import Stream
 from train_example.generate.offload import ExpertsOf, Offload
@@ -70,6 +70,7 @@ class Source:
       text: what its tokens are.
       positions: the length of sequence that it was trained with.
       limit: the longest that it may have; None for any.
+      base: the form of the experts' weights; None for plain numbers.
       experts: reads the variables of each layer of experts, which `variables` then have not; None where they have.
     """
 
@@ -79,6 +80,7 @@ class Source:
     text: Text
     positions: int
     limit: int | None
+    base: Form | None
     experts: ExpertsOf | None = None
 
 
@@ -95,7 +97,7 @@ def open_model(
     if checkpoint is not None:
         config = generating_config({"checkpoint": str(checkpoint), **options})
         if offload is not None:
-            offload.allow_host_memory(config.model, config.dtype)
+            offload.allow_host_memory(config)
         model, text = generating_model(config), public_text(checkpoint, config.model.vocabulary)
         form: dict[str, Any] = {"dtype": model.dtype, "base": form_of(config)}
         params = load_params(checkpoint, model.clone(unroll=True), experts=offload is None, **form)
@@ -105,7 +107,7 @@ def open_model(
         experts = partial(load_experts, checkpoint, model, **form) if offload else None
         limit = config.model.max_positions
         positions = limit or config.sequence_length
-        return Source(str(checkpoint), model, {"params": params}, text, positions, limit, experts)
+        return Source(str(checkpoint), model, {"params": params}, text, positions, limit, form_of(config), experts)
     assert run is not None
     if not (run / "checkpoints").is_dir():
         raise UserError(f"--run {run} has no checkpoints, must be the folder of a run")
@@ -128,7 +130,7 @@ def open_model(
         experts = partial(iter, layers)
     limit = config.model.max_positions
     positions = limit or config.sequence_length
-    return Source(f"{run}, step {step}", model, variables, text, positions, limit, experts)
+    return Source(f"{run}, step {step}", model, variables, text, positions, limit, form_of(config), experts)
 
 
 def generating_config(options: dict[str, Any]) -> TrainConfig:

@@ -22,9 +22,10 @@ from blaze_jax.offload.store import (
     tree_bytes,
 )
 from blaze_jax.quantized import WEIGHTS, Form, is_quantized, quantize
-from train_example.config import ModelConfig, UserError
-from train_example.generate.streaming import MICRO_TOKENS, StreamingGenerator
+from train_example.config import ModelConfig, TrainConfig, UserError
+from train_example.generate.streaming import MICRO_TOKENS, StreamingGenerator, in_chunks
 from train_example.model import Decoder, Tree
+from train_example.program.model import form_of
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 _BITS_PER_WEIGHT = {3: 11.3, 4: 12.1}
@@ -38,19 +39,22 @@ class Offload:
     Attributes:
       gpu_bytes: of the GPU's memory.
       bits: of the codes of the exponents of compressed experts; None for experts as they are.
-      base: the form that the experts' weights have; None for plain numbers.
     """
 
     gpu_bytes: int
     bits: Bits | None = None
-    base: Form | None = None
 
-    def allow_host_memory(self, config: ModelConfig, dtype: Any) -> None:
+    def allow_host_memory(self, config: TrainConfig) -> None:
         """Lets jax pin what all experts take, before it starts."""
-        allow_host_memory(_layers(config) * _layer_bytes(config, dtype, self.bits, self.base))
+        layer_bytes = _layer_bytes(config.model, config.dtype, self.bits, form_of(config))
+        allow_host_memory(_layers(config.model) * layer_bytes)
 
-    def plan(self, model: Decoder, variables: Tree, batch: int, slots: int, prompt_tokens: int) -> Plan:
+    def plan(
+        self, model: Decoder, variables: Tree, batch: int, slots: int, prompt_tokens: int, base: Form | None = None
+    ) -> Plan:
         """The plan for a model whose other variables are these, for prompts of so many tokens in all.
+
+        Its experts' weights are in the form `base`; None for plain numbers.
 
         Raises:
           UserError: the GPU's memory that may be used does not suffice, or is more than there is.
@@ -62,10 +66,9 @@ class Offload:
                 f"--gpu-bytes {self.gpu_bytes / 1e9:.1f}GB must be at most {there / 1e9:.1f}GB, jax's share"
             )
         try:
-            sizes = _sizes(model, tree_bytes(variables), batch, slots, self.bits, self.base)
+            sizes = _sizes(model, tree_bytes(variables), batch, slots, self.bits, base)
             plan = make_plan(sizes, rates_of(device), self.gpu_bytes, batch, prompt_tokens)
-            from_host = plan.streamed * sizes.layer_bytes
-            check_host_memory(from_host, from_host, device.platform)
+            check_host_memory(plan.host_bytes, plan.host_bytes, device.platform)
         except GpuMemoryError as error:
             raise UserError(f"--gpu-bytes: {error}") from error
         except HostMemoryError as error:
@@ -86,11 +89,15 @@ class Offload:
         Raises:
           UserError: the host's memory does not suffice.
         """
+        rests: list[Tree] = []
+        if plan.chunks > 1:
+            experts = in_chunks(model, experts, plan.chunks, rests)
         try:
             store = ExpertStore(experts, bits=self.bits, resident=plan.resident)
         except HostMemoryError as error:
             raise UserError(str(error)) from error
-        return StreamingGenerator(model, variables, store, plan.batch, slots, pass_tokens=plan.pass_tokens, **options)
+        options |= {"rests": rests, "pass_tokens": plan.pass_tokens}
+        return StreamingGenerator(model, variables, store, plan.batch, slots, **options)
 
 
 def memory_size(text: str) -> int:
@@ -133,8 +140,9 @@ def _sizes(model: Decoder, other_bytes: int, batch: int, slots: int, bits: Bits 
         other_flops=2.0 * (config.num_layers * 2 * config.width * heads * head_width + dense),
         cache_bytes=2 * batch * config.num_layers * config.num_kv_heads * slots * head_width * item,
         work_bytes=micro + 3 * 4 * batch * config.vocabulary,
-        token_bytes=item * (6 * config.width + config.experts_per_token * (config.expert_width + config.width)),
+        token_bytes=item * (8 * config.width + config.experts_per_token * (config.expert_width + config.width)),
         used=config.experts_per_token / config.num_experts,
+        experts=1 if model.moe.adapter is not None and model.moe.adapter.targets else config.num_experts,
     )
 
 

@@ -3,10 +3,11 @@
 A pass takes as many tokens as the plan gives it, so that the copy of a layer hides under the experts' work on all of
 them; the attention, which needs memory for scores, takes them in micro-batches (module-based batching, arXiv
 2503.09716). Programs are compiled for one layer, whatever their number, and layers that stay on the device use the
-same ones: where the experts are has no influence on a bit.
+same ones: where the experts are has no influence on a bit. In how many chunks a layer comes has one on the last bits,
+since what the experts of each make of a token is rounded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from blaze_jax import MoE
+from blaze_jax.offload.chunks import plus_chunk, split_layer, with_experts
 from blaze_jax.offload.compression import decompressed
 from blaze_jax.offload.store import ExpertStore
 from train_example.generate.decoding import Generator, State, Tokens, as_chunk, log_likelihood, next_tokens
@@ -33,8 +35,9 @@ class StreamingGenerator(Generator):
     Args:
       model: the decoder.
       variables: its other parameters, as `layers_apart` has them.
-      store: the variables of each `blaze_jax.MoE`, in order.
+      store: the variables of each `blaze_jax.MoE`, in order; or those of the chunks of its experts.
       batch, slots: see `Generator`.
+      rests: what each layer has beside the chunks of its experts, see `in_chunks`; none where layers come whole.
       pass_tokens: the most tokens of a pass over prompts.
       **options: of `Generator`.
     """
@@ -47,18 +50,24 @@ class StreamingGenerator(Generator):
         batch: int,
         slots: int,
         *,
+        rests: Sequence[Tree] = (),
         pass_tokens: int = MICRO_TOKENS,
         **options: Any,
     ):
         if options.get("record"):
             raise NotImplementedError("experts are recorded with all of them on the device")
         super().__init__(model, variables, batch, slots, **options)
-        self.store, self.pass_tokens = store, pass_tokens
+        self.store, self.rests, self.pass_tokens = (
+            store,
+            [jax.device_put(rest, store.sharding) for rest in rests],
+            pass_tokens,
+        )
         stacks = model.config.stacks()
         self._blocks = [(name, at) for name, layers in stacks.items() for at in range(len(layers))]
         with_experts = [block for block in self._blocks if block[0].startswith("moe")]
-        if len(with_experts) != len(store):
-            raise ValueError(f"the store has {len(store)} layers, must have the model's {len(with_experts)}")
+        layers = len(rests) or len(store)
+        if len(with_experts) != layers or len(store) % layers:
+            raise ValueError(f"the store has {layers} layers, must have the model's {len(with_experts)}")
 
     def _fresh(self, most: int, sequences: Sequence[Tokens], numbers: Sequence[int] | None) -> State:
         """The state before anything, on the store's device like all that comes of it: or it would have own programs."""
@@ -107,14 +116,27 @@ class StreamingGenerator(Generator):
             of_block = {"params": params[name][at]["feed_forward"]}
             return _feed_forward(self.model, name, of_block, *attended(name, at, x), context)
 
-        def step(_: int, variables: Tree, x: Array) -> Array:
+        def up_to_experts(x: Array) -> tuple[str, Array, Array]:
             for name, at in blocks:
                 if name.startswith("moe"):
-                    return _feed_forward(self.model, name, variables, *attended(name, at, x), context)
+                    return name, *attended(name, at, x)
                 x = dense(name, at, x)
             raise AssertionError("a layer of the store for each block of experts")
 
-        x = self.store.fold(step, _embedded(self.model, params["embedding"], tokens))
+        def step(_: int, variables: Tree, x: Array) -> Array:
+            name, *xs = up_to_experts(x)
+            return _feed_forward(self.model, name, variables, *xs, context)
+
+        def step_of_chunk(number: int, variables: Tree, carry: Any) -> Any:
+            layer, number = divmod(number, chunks)
+            total, name, *xs = (None, *up_to_experts(carry)) if number == 0 else carry
+            total = _plus_chunk(self.model, name, self.rests[layer], variables, number, xs[1], context, total)
+            if number < chunks - 1:
+                return total, name, *xs
+            return _with_experts(self.model, name, self.rests[layer], *xs, context, total)
+
+        chunks = len(self.store) // len(self.rests) if self.rests else 0
+        x = self.store.fold(step_of_chunk if chunks else step, _embedded(self.model, params["embedding"], tokens))
         for name, at in blocks:
             x = dense(name, at, x)
         after = {name: tuple(layers) for name, layers in cache.items()}
@@ -197,6 +219,30 @@ def _feed_forward(
     return x + jnp.asarray(layer.apply(decompressed(variables), normed, **mask))
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def _plus_chunk(
+    model: Decoder,
+    name: str,
+    rest: Tree,
+    chunk: Tree,
+    number: Any,
+    normed: Array,
+    context: Context,
+    total: Array | None,
+) -> Float[Array, "T d"]:
+    """What the experts of the chunks so far make of all tokens."""
+    mask = context.real(normed.shape[1])
+    return plus_chunk(model.parts(name)[1](), rest, decompressed(chunk), number, normed, total, mask)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _with_experts(
+    model: Decoder, name: str, rest: Tree, x: Array, normed: Array, context: Context, total: Array
+) -> Float[Array, "B S d"]:
+    """The residual stream behind a layer of experts, all chunks of which have been added up."""
+    return x + with_experts(model.parts(name)[1](), rest, normed, total, context.real(x.shape[1]))
+
+
 @partial(jax.jit, static_argnums=0)
 def _last_logits(model: Decoder, ends: Tree, logits: Array, x: Array, count: Array) -> Float[Array, "B V"]:
     """Logits behind the last real token of each sequence; those that were where none is new."""
@@ -235,3 +281,11 @@ def without_experts(variables: Tree) -> tuple[Tree, list[Tree]]:
             for at, of_layer in enumerate(of_name):
                 layers.setdefault((name, at), {})[kind] = of_layer["moe"]
     return rest, list(layers.values())
+
+
+def in_chunks(model: Decoder, layers: Iterable[Tree], chunks: int, rests: list[Tree]) -> Iterator[Tree]:
+    """The variables of the chunks of each layer's experts, one by one; what else a layer has is added to `rests`."""
+    for layer in layers:
+        rest, of_layer = split_layer(layer, model.moe, chunks)
+        rests.append(rest)
+        yield from of_layer

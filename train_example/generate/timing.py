@@ -15,7 +15,7 @@ from train_example.generate.models import random_variables
 from train_example.generate.offload import Offload, random_experts
 from train_example.generate.sampling import Sampling
 from train_example.loop import peak_memory_gib
-from train_example.program.model import make_model
+from train_example.program.model import form_of, make_model
 
 
 def time_generation(
@@ -34,23 +34,26 @@ def time_generation(
       "prefill_ms" and "prefill_tokens_per_second"; "decode_ms", of one token of all sequences, and
       "decode_tokens_per_second"; "compile_seconds" of both programs, and the device's "peak_gib".
       With `offload`, whose plan is told first, also its "planned_prefill_tokens_per_second" and
-      "planned_decode_tokens_per_second", "streamed_layers", and "plan", of what it was made. It is a record of the kind
+      "planned_decode_tokens_per_second", "streamed_layers", in how many "chunks" each comes, and "plan", of what it was made. It is a record of the kind
       "generation", which `blaze_jax.benchmark` has a table and a figure for.
     """
     if offload is not None:
-        offload.allow_host_memory(config.model, config.dtype)
+        offload.allow_host_memory(config)
     model, length, planned = make_model(config), length or slots + 1 - most, {}
     variables, layers = random_variables(config, model, experts=offload is None)
     if offload is None:
         generator = Generator(model, variables, batch, slots, sampling)
     else:
-        plan = offload.plan(model, variables, batch, slots, batch * length)
+        plan = offload.plan(model, variables, batch, slots, batch * length, form_of(config))
         say(str(plan))
-        experts = random_experts(layers, offload.bits, config.seed)
+        # Compressed ones cannot be cut: the store then compresses each chunk.
+        experts = random_experts(layers, offload.bits if plan.chunks == 1 else None, config.seed)
         generator = offload.generator(plan, model, variables, experts, slots, sampling=sampling)
         names = "prefill_tokens_per_second", "decode_tokens_per_second"
-        planned = {f"planned_{name}": getattr(plan, name) for name in names} | {"streamed_layers": plan.streamed}
-        planned |= {"gpu_bytes": offload.gpu_bytes, "expert_bits": offload.bits}
+        planned = {f"planned_{name}": getattr(plan, name) for name in names} | {
+            "streamed_layers": plan.streamed / plan.chunks
+        }
+        planned |= {"chunks": plan.chunks, "gpu_bytes": offload.gpu_bytes, "expert_bits": offload.bits}
         planned["plan"] = {"sizes": asdict(plan.sizes), "rates": plan.rates._asdict()}
     if config.base != "bf16":
         planned["base"] = config.base
