@@ -7,6 +7,7 @@ beside its experts, and adds up what they make of the tokens in float32.
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -23,7 +24,7 @@ def check_chunks(chunks: int, config: MoEConfig) -> None:
     """Raises ValueError unless the layer can come in so many chunks."""
     if chunks < 1 or config.num_experts % chunks:
         raise ValueError(f"{chunks=} must divide num_experts={config.num_experts}")
-    if config.adapter is not None and config.adapter.targets:
+    if config.adapter_names:
         raise ValueError(f"{chunks=} must be 1 for a layer with adapters: merge them before")
 
 
@@ -34,7 +35,7 @@ def split_layer(variables: Tree, config: MoEConfig, chunks: int) -> tuple[Tree, 
       ValueError: see `check_chunks`.
     """
     check_chunks(chunks, config)
-    of_experts, others = {}, {}
+    variables, of_experts, others = nn.unbox(variables), {}, {}
     for name, array in variables["params"].items():
         (of_experts if name in _names(config) else others)[name] = array
     each = config.num_experts // chunks
@@ -70,6 +71,9 @@ def plus_chunk(
     def experts(inner, w_gate, w_up, w_down, weights, ids, *, activation, **options):
         own = ids - each * number
         own = jnp.where((own >= 0) & (own < each), own, EMPTY_SLOT)
+        if each < own.shape[1]:  # no token has more of them
+            first = jnp.argsort(own == EMPTY_SLOT, axis=1, stable=True)[:, :each]
+            own, weights = (jnp.take_along_axis(array, first, 1) for array in (own, weights))
         settings = {name: options[name] for name in ("save", "precision", "implementation") if name in options}
         y = compute_experts(inner, chunk["params"], weights, own, activation=activation, frozen=True, **settings)
         sums.append(y.astype(jnp.float32))

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,11 +12,12 @@ import pytest
 from blaze_jax.benchmark.plots import draw_one
 from blaze_jax.benchmark.results import environment
 from blaze_jax.benchmark.tables import terminal
+from blaze_jax.offload.plan import make_plan
 from blaze_jax.offload.store import ExpertStore
 from tests.numerics import assert_close, assert_same_bits
 from tests.train_example.test_generate import GREEDY, MOST, NOTHING, apart, generator, model_and_variables, prompts_of
 from tests.train_example.tiny_checkpoint import write_tiny_checkpoint
-from train_example.generate import streaming
+from train_example.generate import offload, streaming
 from train_example.generate.__main__ import main
 from train_example.generate.sampling import Sampling
 from train_example.generate.streaming import StreamingGenerator, in_chunks, without_experts
@@ -127,6 +129,20 @@ def test_compressed_experts_are_timed_where_they_are_resident(checkpoint, capsys
     found = json.loads(run(capsys, *options).out)
     assert found["base"] == "float8"
     assert found["decode_tokens_per_second"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [(), ("--expert-bits", 4), ("--base", "float8")])
+def test_chunks_are_timed_in_every_form(form, checkpoint, capsys, monkeypatch):
+    def in_two(*given):
+        return replace(make_plan(*given), resident=(1,), chunks=2)
+
+    monkeypatch.setattr(offload, "make_plan", in_two)
+    options = "--time", "--checkpoint", checkpoint, "--tokens", 4, "--batch-size", 2, "--gpu-bytes", "24GB", *form
+    found = json.loads(run(capsys, *options).out)
+    layers = found["plan"]["sizes"]["layers"]
+    assert (found["streamed_layers"], found["chunks"]) == (layers - 0.5, 2)
+    assert f"{layers - 0.5:g}, 2 chunks each" in terminal(found)
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def _sizes(model: Decoder, other_bytes: int, batch: int, slots: int, bits: Bits 
         work_bytes=micro + 3 * 4 * batch * config.vocabulary,
         token_bytes=item * (8 * config.width + config.experts_per_token * (config.expert_width + config.width)),
         used=config.experts_per_token / config.num_experts,
-        experts=1 if model.moe.adapter is not None and model.moe.adapter.targets else config.num_experts,
+        experts=1 if model.moe.adapter_names else config.num_experts,
     )
 
 

@@ -57,17 +57,14 @@ class StreamingGenerator(Generator):
         if options.get("record"):
             raise NotImplementedError("experts are recorded with all of them on the device")
         super().__init__(model, variables, batch, slots, **options)
-        self.store, self.rests, self.pass_tokens = (
-            store,
-            [jax.device_put(rest, store.sharding) for rest in rests],
-            pass_tokens,
-        )
+        self.store, self.pass_tokens = store, pass_tokens
+        self.rests = [jax.device_put(rest, store.sharding) for rest in rests]
         stacks = model.config.stacks()
         self._blocks = [(name, at) for name, layers in stacks.items() for at in range(len(layers))]
-        with_experts = [block for block in self._blocks if block[0].startswith("moe")]
+        self._layers = [name for name, _ in self._blocks if name.startswith("moe")]
         layers = len(rests) or len(store)
-        if len(with_experts) != layers or len(store) % layers:
-            raise ValueError(f"the store has {layers} layers, must have the model's {len(with_experts)}")
+        if len(self._layers) != layers or len(store) % layers:
+            raise ValueError(f"the store has {layers} layers, must have the model's {len(self._layers)}")
 
     def _fresh(self, most: int, sequences: Sequence[Tokens], numbers: Sequence[int] | None) -> State:
         """The state before anything, on the store's device like all that comes of it: or it would have own programs."""
@@ -116,24 +113,22 @@ class StreamingGenerator(Generator):
             of_block = {"params": params[name][at]["feed_forward"]}
             return _feed_forward(self.model, name, of_block, *attended(name, at, x), context)
 
-        def up_to_experts(x: Array) -> tuple[str, Array, Array]:
+        def up_to_experts(x: Array) -> tuple[Array, Array]:
             for name, at in blocks:
                 if name.startswith("moe"):
-                    return name, *attended(name, at, x)
+                    return attended(name, at, x)
                 x = dense(name, at, x)
             raise AssertionError("a layer of the store for each block of experts")
 
-        def step(_: int, variables: Tree, x: Array) -> Array:
-            name, *xs = up_to_experts(x)
-            return _feed_forward(self.model, name, variables, *xs, context)
+        def step(layer: int, variables: Tree, x: Array) -> Array:
+            return _feed_forward(self.model, self._layers[layer], variables, *up_to_experts(x), context)
 
         def step_of_chunk(number: int, variables: Tree, carry: Any) -> Any:
             layer, number = divmod(number, chunks)
-            total, name, *xs = (None, *up_to_experts(carry)) if number == 0 else carry
-            total = _plus_chunk(self.model, name, self.rests[layer], variables, number, xs[1], context, total)
-            if number < chunks - 1:
-                return total, name, *xs
-            return _with_experts(self.model, name, self.rests[layer], *xs, context, total)
+            of_layer = self.model, self._layers[layer], self.rests[layer]
+            total, *xs = (None, *up_to_experts(carry)) if number == 0 else carry
+            total = _plus_chunk(*of_layer, variables, number, xs[1], context, total)
+            return (total, *xs) if number < chunks - 1 else _with_experts(*of_layer, *xs, context, total)
 
         chunks = len(self.store) // len(self.rests) if self.rests else 0
         x = self.store.fold(step_of_chunk if chunks else step, _embedded(self.model, params["embedding"], tokens))

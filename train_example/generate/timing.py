@@ -34,8 +34,8 @@ def time_generation(
       "prefill_ms" and "prefill_tokens_per_second"; "decode_ms", of one token of all sequences, and
       "decode_tokens_per_second"; "compile_seconds" of both programs, and the device's "peak_gib".
       With `offload`, whose plan is told first, also its "planned_prefill_tokens_per_second" and
-      "planned_decode_tokens_per_second", "streamed_layers", in how many "chunks" each comes, and "plan", of what it was made. It is a record of the kind
-      "generation", which `blaze_jax.benchmark` has a table and a figure for.
+      "planned_decode_tokens_per_second", "streamed_layers", the "chunks" in which each comes, and "plan", of what it
+      was made. It is a record of the kind "generation", which `blaze_jax.benchmark` has a table and a figure for.
     """
     if offload is not None:
         offload.allow_host_memory(config)
@@ -50,10 +50,9 @@ def time_generation(
         experts = random_experts(layers, offload.bits if plan.chunks == 1 else None, config.seed)
         generator = offload.generator(plan, model, variables, experts, slots, sampling=sampling)
         names = "prefill_tokens_per_second", "decode_tokens_per_second"
-        planned = {f"planned_{name}": getattr(plan, name) for name in names} | {
-            "streamed_layers": plan.streamed / plan.chunks
-        }
-        planned |= {"chunks": plan.chunks, "gpu_bytes": offload.gpu_bytes, "expert_bits": offload.bits}
+        planned = {f"planned_{name}": getattr(plan, name) for name in names}
+        planned |= {"streamed_layers": plan.streamed / plan.chunks, "chunks": plan.chunks}
+        planned |= {"gpu_bytes": offload.gpu_bytes, "expert_bits": offload.bits}
         planned["plan"] = {"sizes": asdict(plan.sizes), "rates": plan.rates._asdict()}
     if config.base != "bf16":
         planned["base"] = config.base
