@@ -234,23 +234,24 @@ def make_plan(sizes: Sizes, rates: Rates, gpu_bytes: int, batch: int, prompt_tok
     room = gpu_bytes - fixed
     if room >= sizes.layers * sizes.layer_bytes + _decoding(sizes, 1) + tokens * sizes.token_bytes:
         return Plan(sizes, rates, gpu_bytes, batch, tokens, tuple(range(sizes.layers)))
-    fewest = tokens
-    while fewest // 2 >= max(least, batch):
-        fewest //= 2
-    counts = [count for count in range(1, sizes.experts + 1) if sizes.experts % count == 0]
-    at_work = fewest * sizes.token_bytes
-    chunks = next((count for count in counts if room >= _streaming(sizes, count) + at_work), counts[-1])
-    streaming = _streaming(sizes, chunks)
-    if room < streaming + at_work:
+    passes = [tokens]
+    while passes[-1] // 2 >= max(least, batch):
+        passes.append(passes[-1] // 2)
+    counts = [count for count in range(2, sizes.experts + 1) if sizes.experts % count == 0]
+    # Whole layers, if need be under fewer tokens; or chunks, with which a pass may have as many as hide the copies.
+    ways = [(1, tokens) for tokens in passes] + [(count, tokens) for tokens in passes for count in counts]
+    chunks, tokens = next(
+        (way for way in ways if room >= _streaming(sizes, way[0]) + way[1] * sizes.token_bytes), ways[-1]
+    )
+    streaming, at_work = _streaming(sizes, chunks), tokens * sizes.token_bytes
+    left = room - streaming - at_work
+    if left < 0:
         raise GpuMemoryError(
-            f"{gpu_bytes / 1e9:.1f} GB of the GPU do not suffice, {(fixed + streaming + at_work) / 1e9:.1f} GB are "
-            f"needed: {sizes.other_bytes / 1e9:.1f} of other weights, {streaming / 1e9:.1f} of experts on their way, "
-            f"{sizes.cache_bytes / 1e9:.1f} of cache and {(sizes.work_bytes + at_work) / 1e9:.1f} of {fewest:,} tokens "
+            f"{gpu_bytes / 1e9:.1f} GB of the GPU do not suffice, {(gpu_bytes - left) / 1e9:.1f} GB are needed: "
+            f"{sizes.other_bytes / 1e9:.1f} of other weights, {streaming / 1e9:.1f} of experts on their way, "
+            f"{sizes.cache_bytes / 1e9:.1f} of cache and {(sizes.work_bytes + at_work) / 1e9:.1f} of {tokens:,} tokens "
             "at work; take fewer sequences or a shorter cache"
         )
-    while room < streaming + tokens * sizes.token_bytes:
-        tokens //= 2
-    left = room - streaming - tokens * sizes.token_bytes
     # Not the last one: with one that is streamed there is always one that comes.
     units = sizes.layers * chunks
     count = min(left // sizes.bytes_of(1, chunks), units - 1)
