@@ -245,18 +245,21 @@ def _scaling(records: Sequence[Record]) -> Figure:
 @_figure("generation", "generation.png")
 def _generation(records: Sequence[Record]) -> Figure:
     """The speed that is planned for each memory of a GPU as a line, and what was measured as a point."""
-    models: dict[str, list[Record]] = {}
+    models: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         if "plan" in record:
-            models.setdefault(f"{record['title']}, {record['batch']} sequences", []).append(record)
-    figure = new_figure(5.4 * len(models), 3.8, "Tokens a second after the prompts, by the GPU memory that may be used")
-    panels = figure.subplots(1, len(models), squeeze=False).flat
+            of_model = models.setdefault(f"{record['title']}, {record['batch']} sequences", {})
+            of_model.setdefault(form_of_experts(record), []).append(record)
+    columns = min(len(models), 2)
+    rows = -(-len(models) // columns)
+    title = "Tokens a second after the prompts, by the GPU memory that may be used"
+    figure = new_figure(5.4 * columns, 3.8 * rows, title)
+    panels = [figure.add_subplot(rows, columns, at + 1) for at in range(len(models))]
     for (title, of_model), axes in zip(models.items(), panels, strict=True):
-        for record, color in zip(of_model, (BLUE, RED, GREY), strict=False):
-            name = form_of_experts(record)
-            axes.plot(*_planned_speed(record), color=color, label=f"{name}, planned")
-            measured = record["gpu_bytes"] / 1e9, record["decode_tokens_per_second"]
-            axes.plot(*measured, "o", color=color, label=f"{name}, measured")
+        for (form, measured), color in zip(of_model.items(), (BLUE, RED, GREY), strict=False):
+            axes.plot(*_planned_speed(measured[0]), color=color, label=f"{form}, planned")
+            gb, speed = zip(*((r["gpu_bytes"] / 1e9, r["decode_tokens_per_second"]) for r in measured), strict=True)
+            axes.plot(gb, speed, "o", color=color, label=f"{form}, measured")
         axes.set_title(title, fontsize=9.5, loc="left")
         axes.set(xlabel="GB", ylabel="tokens/s", yscale="log")
         axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
