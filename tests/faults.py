@@ -215,6 +215,11 @@ FAULTS = [Fault(*fault) for fault in [
     ("candidates", "before < sampling.top_p", "before + probabilities < sampling.top_p", "generate"),
     ("Block.__call__", '"mask": context.real(x.shape[1])', '"mask": None', "generate"),
     ("next_tokens", "jnp.where(stopped, 0,", "jnp.where(False, 0,", "generate"),
+    ("plus_chunk", "own = ids - each * number", "own = ids - each", "chunks"),
+    ("plus_chunk", "total + sums[0]", "sums[0]", "chunks"),
+    ("plus_chunk", "own == EMPTY_SLOT, axis=1", "own != EMPTY_SLOT, axis=1", "chunks"),
+    ("step_of_chunk", "number < chunks - 1", "number < chunks - 2", "streaming"),
+    ("make_plan", "units = sizes.layers * chunks", "units = sizes.layers", "plan"),
     # public checkpoints
     ("_halves", "[0, 4]", "[4, 0]", "codings"),
     ("decode_mxfp4", "_select(scale == MXFP4_NAN", "_select(scale == 256", "codings"),

@@ -58,12 +58,12 @@ def test_what_memory_goes_to():
 
 
 def test_a_layer_of_which_three_do_not_fit_comes_in_chunks():
-    """In the fewest that do: of 19 GB, 13 always stay and a pass takes 4, so that 2 are left for three of them."""
-    plan = make_plan(replace(SIZES, experts=8), RATES, 19 * GB, 1000, 10**6)
+    """In the fewest that do: of 19.9 GB, 13 always stay and a pass takes 4, so that 2.9 are left for three of them."""
+    plan = make_plan(replace(SIZES, experts=8), RATES, 19_900_000_000, 1000, 10**6)
     assert (plan.chunks, plan.pass_tokens) == (4, 40_000)
-    assert (plan.resident, plan.streamed, plan.host_bytes) == ((0,), 127, 63.5 * GB)
-    assert plan.bounds(1000).link == pytest.approx(63.5 / 50)
-    assert "1 of 128 chunks of experts, 4 to a layer, stay; 127 of 0.50 GB each come from 63.5 GB" in str(plan)
+    assert (plan.resident, plan.streamed, plan.host_bytes) == ((0, 64), 126, 63 * GB)
+    assert plan.bounds(1000).link == pytest.approx(63 / 50)
+    assert "2 of 128 chunks of experts, 4 to a layer, stay; 126 of 0.50 GB each come from 63.0 GB" in str(plan)
     # Of four chunks, three take 0.75 GB, and one decoded, beside what its decoding keeps, as much again.
     compressed = replace(SIZES, experts=8, layer_bytes=GB)
     assert make_plan(compressed, RATES, 16_500_000_000, 1000, 10**6).chunks == 4
