@@ -138,13 +138,12 @@ class Transport:
             return experts, None
         experts = self.gather(trips, experts + 1) - 1  # zero, where there is no token, becomes an empty slot
         first = lax.axis_index(self.expert) * num_experts
-        mine = (experts >= first) & (experts < first + num_experts)
         unknown = experts >= num_experts * self.expert_devices
         most_pairs = None
         if trips is None:
             device = jnp.arange(self.expert_devices, dtype=experts.dtype)
             most_pairs = jnp.max(jnp.sum((experts // num_experts)[..., None] == device, axis=(0, 1), dtype=jnp.int32))
-        return jnp.where(mine, experts - first, jnp.where(unknown, num_experts, EMPTY_SLOT)), most_pairs
+        return jnp.where(unknown, num_experts, own_experts(experts, first, num_experts)), most_pairs
 
     @property
     def blocks(self) -> int:
@@ -217,6 +216,12 @@ def own_part(array: Array, spec: P) -> Array:
             size = array.shape[dimension] // lax.axis_size(axes)
             array = lax.dynamic_slice_in_dim(array, lax.axis_index(axes) * size, size, dimension)
     return array
+
+
+def own_experts(experts: Int[Array, "T K"], first: Int[Array, ""] | int, number: int) -> Int[Array, "T K"]:
+    """Ids as they count among `number` experts, of which `first` is the first: -1 for those of others."""
+    mine = (experts >= first) & (experts < first + number)
+    return jnp.where(mine, experts - first, EMPTY_SLOT)
 
 
 def _has(names, axes: Sequence[str]) -> bool:

@@ -87,9 +87,9 @@ def _backward(residuals, dy):
     x, w = residuals
     (w1, *smaller), (dy1, dy2, dy3) = _parts(w), _parts(dy)
     pairs = [(dy1, w1), (dy2, w1), *((dy1, w2) for w2 in smaller[:1])]
-    factors = (jnp.concatenate(of_all, 1) for of_all in zip(*pairs, strict=True))
+    of_dy, of_w = (jnp.concatenate(parts, 1) for parts in zip(*pairs, strict=True))
     dw = _product_of_parts(x.T, [dy1, dy2, dy3])
-    return None, _product(next(factors), next(factors).T, x.dtype), dw.astype(w.dtype)
+    return None, _product(of_dy, of_w.T, x.dtype), dw.astype(w.dtype)
 
 
 _split_product.defvjp(_forward, _backward)

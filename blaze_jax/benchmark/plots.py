@@ -252,8 +252,8 @@ def _generation(records: Sequence[Record]) -> Figure:
             of_model.setdefault(form_of_experts(record), []).append(record)
     columns = min(len(models), 2)
     rows = -(-len(models) // columns)
-    title = "Tokens a second after the prompts, by the GPU memory that may be used"
-    figure = new_figure(5.4 * columns, 3.8 * rows, title)
+    about = "Tokens a second after the prompts, by the GPU memory that may be used"
+    figure = new_figure(5.4 * columns, 3.8 * rows, about)
     panels = [figure.add_subplot(rows, columns, at + 1) for at in range(len(models))]
     for (title, of_model), axes in zip(models.items(), panels, strict=True):
         for (form, measured), color in zip(of_model.items(), (BLUE, RED, GREY), strict=False):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.config import MoEConfig
+from blaze_jax.exchange import own_experts
 from blaze_jax.experts import compute_experts
 from blaze_jax.linen import MoE
 from pallas_kernels.contract import EMPTY_SLOT
@@ -20,24 +21,19 @@ from pallas_kernels.contract import EMPTY_SLOT
 type Tree = Any
 
 
-def check_chunks(chunks: int, config: MoEConfig) -> None:
-    """Raises ValueError unless the layer can come in so many chunks."""
-    if chunks < 1 or config.num_experts % chunks:
-        raise ValueError(f"{chunks=} must divide num_experts={config.num_experts}")
-    if config.adapter_names:
-        raise ValueError(f"{chunks=} must be 1 for a layer with adapters: merge them before")
-
-
 def split_layer(variables: Tree, config: MoEConfig, chunks: int) -> tuple[Tree, list[Tree]]:
     """A layer's variables apart from those of its experts, and these for each chunk; arrays of numpy or jax.
 
     Raises:
-      ValueError: see `check_chunks`.
+      ValueError: `chunks` do not divide the experts, or the layer has adapters.
     """
-    check_chunks(chunks, config)
-    variables, of_experts, others = nn.unbox(variables), {}, {}
-    for name, array in variables["params"].items():
-        (of_experts if name in _names(config) else others)[name] = array
+    if chunks < 1 or config.num_experts % chunks:
+        raise ValueError(f"{chunks=} must divide num_experts={config.num_experts}")
+    if config.adapter_names:
+        raise ValueError(f"{chunks=} must be 1 for a layer with adapters: merge them before")
+    variables, names = nn.unbox(variables), _names(config)
+    of_experts = {name: array for name, array in variables["params"].items() if name in names}
+    others = {name: array for name, array in variables["params"].items() if name not in names}
     each = config.num_experts // chunks
 
     def chunk(number: int) -> Tree:
@@ -68,14 +64,12 @@ def plus_chunk(
     """
     each, sums = chunk["params"]["w_down"].shape[0], []
 
-    def experts(inner, w_gate, w_up, w_down, weights, ids, *, activation, **options):
-        own = ids - each * number
-        own = jnp.where((own >= 0) & (own < each), own, EMPTY_SLOT)
+    def experts(inner, w_gate, w_up, w_down, weights, ids, *, b_gate, b_up, b_down, **options):
+        own = own_experts(ids, each * number, each)
         if each < own.shape[1]:  # no token has more of them
             first = jnp.argsort(own == EMPTY_SLOT, axis=1, stable=True)[:, :each]
             own, weights = (jnp.take_along_axis(array, first, 1) for array in (own, weights))
-        settings = {name: options[name] for name in ("save", "precision", "implementation") if name in options}
-        y = compute_experts(inner, chunk["params"], weights, own, activation=activation, frozen=True, **settings)
+        y = compute_experts(inner, chunk["params"], weights, own, frozen=True, **options)
         sums.append(y.astype(jnp.float32))
         return y
 
