@@ -14,10 +14,11 @@ from blaze_jax.experts_vjp import INDEX_NAME, PRE_ACTIVATION_NAMES, RESIDUAL_NAM
 from blaze_jax.layer import auxiliary_losses, init, init_adapters, moe, statistics
 from blaze_jax.linen import AtomicMoE, MoE
 from blaze_jax.parallelism import Parallelism, transport_options
-from blaze_jax.quantized import QuantizedWeight, quantize, quantize_experts
+from blaze_jax.quantized import quantize, quantize_experts
 from blaze_jax.router import Router
 from blaze_jax.routing import Routing, route, update_selection_bias
 from blaze_jax.version import __version__
+from pallas_kernels.codings import QuantizedWeight
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
 
 # Without the modules, such as `nnx`: an import of all these names must not replace `flax.nnx`.

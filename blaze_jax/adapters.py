@@ -19,7 +19,8 @@ from jaxtyping import Array
 
 from blaze_jax.checks import check_booleans, check_dtypes, check_integers, check_numbers
 from blaze_jax.exchange import own_part
-from blaze_jax.quantized import decoded, is_quantized, not_trained
+from blaze_jax.quantized import decoded, not_trained
+from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import accumulator_dtype
 from pallas_kernels.mosaic.device import WIDTH_MULTIPLE
 

@@ -38,8 +38,9 @@ from blaze_jax.plan import (
     token_ranges,
 )
 from blaze_jax.precision import Precision, check_precision, kernels_in_fp8
-from blaze_jax.quantized import any_quantized, check_quantized, decoded, is_quantized
+from blaze_jax.quantized import any_quantized, check_quantized, decoded
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
+from pallas_kernels.codings import is_quantized
 from pallas_kernels.compat import (
     has_symbolic_sizes,
     reverse_mode_token,
@@ -243,9 +244,6 @@ def _compute(
     rows of a buffer as a multiple of those expected, and `chunks` the number of those in which the tokens travel.
     """
     x, weights, experts = tokens
-    few_pairs = not has_symbolic_sizes(experts) and experts.size < shards.down.weight.shape[0]  # as in decoding
-    if few_pairs and transport is HERE and any_quantized(shards):
-        shards, experts, grouped = *_of_used_experts(shards, experts), None
     if transport is HERE and (mean_experts is None or has_symbolic_sizes(x)):
         mean_experts = row_budget = None  # on one device no more rows can come than there are slots
     expected = experts.shape[1] if mean_experts is None else mean_experts
@@ -258,6 +256,12 @@ def _compute(
     if precision == "fp8":
         expected_rows = x.shape[0] // chunks * expected * lax.axis_size(transport.tensor)
         kernels = kernels_in_fp8(kernels, x, weights_here, expected_rows)
+    if transport is HERE and any_quantized(shards):
+        products = [tuple(projection.weight for projection in of) for of in (shards.ups, [shards.down])]
+        few_pairs = not has_symbolic_sizes(experts) and experts.size < num_experts  # as in generation
+        if few_pairs and not all(kernels.decodes(weights, x.dtype) for weights in products):
+            shards, experts, grouped = *_of_used_experts(shards, experts), None
+            num_experts = experts.size
     sizes = x.shape[0], model_width, width, num_experts, math.ceil(expected)
     dtypes = x.dtype.name, weights_here[0].dtype.name
     tell_observers(TracedLayer(*sizes, *dtypes, activation, save, implementation))

@@ -171,7 +171,7 @@ def _up_projection(keep: bool, plan: Plan, xs: tuple[Array, ...], params: Parame
     journeys = Journeys((*to_come(transport, ups), *to_come(transport, [params.down])))
     options: dict[str, Any] = {"activation": plan.activation.function, "keep_pre_activations": keep}
     if low_rank.has_adapters(ups):
-        in_turn = plan.decoded if plan.quantized else None
+        in_turn = plan.decoded if plan.decodes_before(ups, xs[0].dtype) else None
         pre_activations, hidden = low_rank.up_projection(plan.kernels, xs[0], ups, rows.all, **options, in_turn=in_turn)
         return pre_activations, (hidden, ())
     ups = plan.decoded(ups, xs[0].dtype, xs)
@@ -205,9 +205,9 @@ def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weig
         hidden, z = operands
         of_weights = [(weight, down.bias) for weight, down in zip(of_experts, downs, strict=True)]
         of_rows = _by_block(partial(plan.kernels.down_projection, hidden), of_weights, rows.units[part])
-        if z is None:
+        if z is None or (b := downs[0].b) is None:
             return of_rows
-        return low_rank.plus(of_rows, partial(plan.kernels.down_projection, z, downs[0].b, None, rows.all))
+        return low_rank.plus(of_rows, partial(plan.kernels.down_projection, z, b, None, rows.all))
 
     sizes = {"w_down": downs[0].weight, "dtype": dtype}
     z, of_experts = low_rank.reduced_hidden(plan.kernels, hidden, downs[0], rows.all), [down.weight for down in downs]
@@ -329,7 +329,7 @@ def _down_backward(
         added, d_weights = low_rank.down_backward(plan.kernels, v, *of_rows, activation=plan.activation.function)
         d_row_weights.append(d_weights)
         pre_activations = after(pre_activations, added)  # or XLA would keep a copy of what the kernel writes over
-    own = plan.decoded(params.down, dys[0].dtype, pre_activations)
+    (own,) = plan.decoded([params.down], dys[0].dtype, pre_activations)
     for dy, units in zip(dys, rows.units, strict=True):
         for block, unit in enumerate(units):
             w_down, b_down, *_ = (own, *journeys.arrived)[block]
@@ -361,6 +361,8 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
     dzs = low_rank.reduced_gradients(plan.kernels, down.d_pre_activations, params.ups, rows.all)
     adapted = [(dz, up.a) for dz, up in zip(dzs, params.ups, strict=True) if dz is not None]
 
+    decodes_before = plan.decodes_before(params.ups, xs[0].dtype)
+
     def of_products(operands):
         d_pre_activations, _, arrived = operands[:3]
         ups = plan.decoded(params.ups, xs[0].dtype, d_pre_activations)
@@ -378,7 +380,7 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
         return plan.kernels.up_backward(d_pre_activations, weights, rows.all, 0, num_columns)
 
     def rows_of(operands, part: int):
-        if plan.quantized and not operands[3:]:  # a block of columns at a time, so that less is decoded together
+        if decodes_before and not operands[3:]:  # a block of columns at a time, so that less is decoded together
             of_rows = partial(decoded_rows, plan.delayed(params.ups, operands[0]), operands[0])
         else:
             operand, of_experts = operands[3] if operands[3:] else of_products(operands)
@@ -393,7 +395,7 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
             dtypes = _dtypes(plan, plan.trained(params))
             gradients = low_rank.gradients(plan.kernels, params, dtypes, rows.all, of_ups, of_down)
             gradients = gradients if sums.arrays is None else _sum(gradients, sums.arrays)
-            return gradients, after(operands, gradients) if plan.quantized else operands  # which then may be decoded
+            return gradients, after(operands, gradients) if decodes_before else operands  # which then may be decoded
         made = operands[3:]
         d_params_here, operands, arrived = _weight_gradients(plan, params, xs, dys, rows, operands[:2], down, sums)
         return d_params_here, (*operands, arrived[blocks - 1 :][: (blocks - 1) * len(params.ups)], *made)

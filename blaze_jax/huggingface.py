@@ -16,9 +16,9 @@ from typing import Any
 
 from blaze_jax.activations import clamped_swiglu
 from blaze_jax.checks import shown
-from blaze_jax.codings import FLOAT8_BLOCK
 from blaze_jax.json_file import CheckpointError, read_json
 from blaze_jax.router import Router
+from pallas_kernels.codings import FLOAT8_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)

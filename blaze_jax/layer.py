@@ -19,9 +19,10 @@ from blaze_jax.experts import expert_ffn, layer_form
 from blaze_jax.given_routing import GivenRouting
 from blaze_jax.layer_program import auxiliary_losses, run_layer
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map, mesh_of
-from blaze_jax.quantized import any_quantized, check_quantized, is_quantized
+from blaze_jax.quantized import any_quantized, check_quantized
 from blaze_jax.routing import AxisName, Routing
 from blaze_jax.transformations import compiled_once
+from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 

@@ -39,11 +39,11 @@ def up_projection(
     *,
     activation: Callable[..., Array],
     keep_pre_activations: bool,
-    in_turn: Callable[..., Projection] | None = None,
+    in_turn: Callable[..., Sequence[Projection]] | None = None,
 ) -> tuple[tuple[Float[Array, "R n"], ...], Float[Array, "R n"]]:
     """What the kernel of that name returns, of weights with adapters, whose part is added to P once that is rounded.
 
-    `in_turn(projection, dtype, *before)` gives compressed weights as numbers, one projection's after the other's.
+    `in_turn(projections, dtype, *before)` gives compressed weights as numbers, one projection's after the other's.
     """
     if in_turn is None:
         weights, biases = weights_and_biases(ups)
@@ -51,7 +51,7 @@ def up_projection(
     else:
         pre_activations = []
         for up in ups:
-            of_one = weights_and_biases([in_turn(up, x.dtype, x, pre_activations)])
+            of_one = weights_and_biases(in_turn([up], x.dtype, x, pre_activations))
             options: dict[str, Any] = {"activation": _first, "keep_pre_activations": False}
             pre_activations.append(kernels.up_projection(x, *of_one, groups, **options)[1])
     width, added = ups[0].weight.shape[2], []

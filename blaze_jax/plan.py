@@ -22,7 +22,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from blaze_jax.activations import Activation
 from blaze_jax.checks import check_numbers
 from blaze_jax.exchange import HERE, Transport, Trips
-from blaze_jax.quantized import decoded, is_quantized
+from blaze_jax.quantized import decoded
+from pallas_kernels.codings import is_quantized
 from pallas_kernels.compat import is_symbolic_dim, vary_over
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
 from pallas_kernels.family import Kernels
@@ -206,7 +207,7 @@ class Plan:
       row_budget: rows of a buffer; None for as many as there may be.
       ranges: cuts of the tokens; None for all at once.
       frozen: whether weights and biases have no gradients, only adapters do.
-      quantized: whether weights are compressed, and decoded in each pass.
+      quantized: whether weights are compressed, and decoded in each pass, by the kernels or before them.
     """
 
     activation: Activation
@@ -222,9 +223,15 @@ class Plan:
         """What this device computes with, of what it has of the parameters; compressed weights as they are."""
         return self.transport.parameters(shards, dtype)
 
-    def decoded[T](self, params: T, dtype, *before: Any) -> T:
-        """The parameters with weights as numbers, which are made after `before` is computed, for one use alone."""
-        return decoded(self.delayed(params, *before), dtype) if self.quantized else params
+    def decodes_before(self, projections: Sequence[Projection], dtype) -> bool:
+        """Whether weights of one product are compressed, and the kernels do not take them so."""
+        return self.quantized and not self.kernels.decodes(tuple(p.weight for p in projections), dtype)
+
+    def decoded(self, projections: Sequence[Projection], dtype, *before: Any) -> Sequence[Projection]:
+        """The projections as the kernels take them: numbers are made after `before` is computed, for one use alone."""
+        if not self.decodes_before(projections, dtype):
+            return projections
+        return decoded(self.delayed(projections, *before), dtype)
 
     def delayed[T](self, params: T, *before: Any) -> T:
         """The parameters with codes that exist after `before` is computed.

@@ -1,81 +1,25 @@
 """Frozen weights of experts that stay compressed in memory, and are decoded where a layer computes with them.
 
 A `QuantizedWeight` stands in the place of `w_gate`, `w_up` or `w_down` among the parameters of a layer with adapters.
-Forward and backward pass each decode it anew, so that the numbers of one layer exist at a time, and nothing is kept.
+Kernels that take it decode tiles of it on their way to the products. For others, forward and backward pass each decode
+it anew, so that the numbers of one layer exist at a time, and nothing is kept.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int
 
-from blaze_jax.codings import FLOAT8, MXFP4, NF4, Coding
-
-Form = Literal["float8", "mxfp4", "nf4"]
-CODINGS: dict[str, Coding] = {"float8": FLOAT8, "mxfp4": MXFP4, "nf4": NF4}
+from pallas_kernels.codings import CODINGS, Form, QuantizedWeight, is_quantized
 
 WEIGHTS = ("w_gate", "w_up", "w_down")
 """The parameters that may be compressed."""
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["form"])
-@dataclass(frozen=True)
-class QuantizedWeight:
-    """Matrices `(in, out)` of experts, compressed; a pytree of two arrays with the same leading axes.
-
-    Attributes:
-      values: "float8": e4m3, `(..., in, out)`. "mxfp4" and "nf4": uint8, two numbers of 4 bits each along the inputs,
-        the lower bits first, `(..., in / 2, out)`.
-      scales: "float8": float32 for each 128 × 128 numbers, `(..., ⌈in / 128⌉, ⌈out / 128⌉)`. "mxfp4": powers of two,
-        as uint8, for each 32 inputs, `(..., in / 32, out)`. "nf4": bfloat16 for each 64 inputs, `(..., in / 64, out)`.
-      form: how they are stored.
-    """
-
-    values: Array
-    scales: Array
-    form: Form
-
-    @property
-    def coding(self) -> Coding:
-        return CODINGS[self.form]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the matrices that are stored."""
-        *experts, rows, columns = self.values.shape
-        of_rows, of_columns = self.coding.steps[0]
-        return (*experts, rows * of_rows, columns * of_columns)
-
-    @property
-    def ndim(self) -> int:
-        return self.values.ndim
-
-    @property
-    def dtype(self) -> Any:
-        """What it is decoded to where nobody says another type."""
-        return jnp.dtype(jnp.bfloat16)
-
-    def delayed(self, zero: UInt8[Array, ""]) -> "QuantizedWeight":
-        """The same weight, whose codes exist when the zero does."""
-        codes = lax.bitcast_convert_type(self.values, jnp.uint8) ^ zero
-        return replace(self, values=lax.bitcast_convert_type(codes, self.values.dtype))
-
-    def astype(self, dtype: DTypeLike) -> Float[Array, "... in out"]:
-        """The numbers, decoded in one pass, each rounded once."""
-        decode = partial(self.coding.decode, dtype=dtype)
-        for _ in range(self.ndim - 2):
-            decode = jax.vmap(decode)
-        return decode(self.values, self.scales)
-
-
-def is_quantized(value: object) -> bool:
-    return isinstance(value, QuantizedWeight)
 
 
 def quantize(weights: Float[Array, "... in out"], form: Form) -> QuantizedWeight:

@@ -79,6 +79,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def decodes(self, weights: tuple[Any, ...], dtype: Any, /) -> bool:
+        """Whether products of rows of that type take the compressed weights of one of them as they are."""
+        ...
+
     def unsupported(self, x: Array, weights: tuple[Array, ...], biases: tuple[Array, ...], /) -> str | None:
         """Why experts of these arrays cannot run, or None: tokens, up weights and the down weights, all biases."""
         ...

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.contract import INFINITY_BITS
+from pallas_kernels.contract import INFINITY_BITS, nothing_compressed
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -134,8 +134,9 @@ def in_8_bits(kernels: Any, down_operands: Callable, up_operands: Callable) -> A
 
     Weight gradients take what is not rounded.
     """
-    own = {name: partial(getattr(kernels, name), fp8=True) for name in ("up_projection", "down_backward")}
-    return _Family(vars(kernels) | own | {"down_operands": down_operands, "up_operands": up_operands})
+    own: dict[str, Any] = {n: partial(getattr(kernels, n), fp8=True) for n in ("up_projection", "down_backward")}
+    own |= {"down_operands": down_operands, "up_operands": up_operands, "decodes": nothing_compressed}
+    return _Family(vars(kernels) | own)
 
 
 def rounding_operands(kernels: Any) -> Any:

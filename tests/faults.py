@@ -222,7 +222,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("step_of_chunk", "number < chunks - 1", "number < chunks - 2", "streaming"),
     ("make_plan", "units = sizes.layers * chunks", "units = sizes.layers", "plan"),
     # public checkpoints
-    ("_halves", "[0, 4]", "[4, 0]", "codings"),
+    ("_halves", "4 * lax", "4 - 4 * lax", "codings"),
     ("decode_mxfp4", "_select(scale == MXFP4_NAN", "_select(scale == 256", "codings"),
     ("view", "if self.alternating else np.split", "if False else np.split", "load parity"),
     ("_fused", 'Tensor("experts.gate_up_proj", ("w_gate", "w_up"), alt', 'Tensor("experts.gate_up_proj", ("w_up", "w_gate"), alt', "load parity"),

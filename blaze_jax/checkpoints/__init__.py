@@ -11,9 +11,9 @@ from blaze_jax.checkpoints.hashes import check_hashes, write_hashes
 from blaze_jax.checkpoints.loading import Layer, load, read_model
 from blaze_jax.checkpoints.peft import load_adapters, load_module_adapters, read_adapter, save_adapters
 from blaze_jax.checkpoints.saving import save
-from blaze_jax.codings import decode_float8, decode_mxfp4
 from blaze_jax.huggingface import PublicModel
 from blaze_jax.json_file import CheckpointError
+from pallas_kernels.codings import decode_float8, decode_mxfp4
 
 __all__ = [
     "CheckpointError",

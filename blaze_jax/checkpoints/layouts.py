@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from blaze_jax import codings
 from blaze_jax.checkpoints.folder import Folder, Stored, copied
-from blaze_jax.codings import FLOAT8_BLOCK, MXFP4_BLOCK, MXFP4_NAN, Coding
 from blaze_jax.config import MoEConfig, Parameter
 from blaze_jax.json_file import CheckpointError
+from pallas_kernels import codings
+from pallas_kernels.codings import FLOAT8_BLOCK, MXFP4_BLOCK, MXFP4_NAN, Coding
 
 SELECTION_BIAS = "selection_bias"
 """The one entry that is state and no parameter of the layer."""

@@ -26,12 +26,12 @@ from blaze_jax.adapters import is_adapter
 from blaze_jax.checkpoints.folder import Folder, copied
 from blaze_jax.checkpoints.layouts import SELECTION_BIAS, Block, Source, find_block
 from blaze_jax.checks import check_integers
-from blaze_jax.codings import FLOAT8_BLOCK, UNCODED, Coding
 from blaze_jax.config import MoEConfig, check_config
 from blaze_jax.huggingface import PublicModel, read_public_model
 from blaze_jax.nnx import MoE
 from blaze_jax.progress import counted
-from blaze_jax.quantized import CODINGS, WEIGHTS, Form, QuantizedWeight, check_form, inputs_multiple
+from blaze_jax.quantized import WEIGHTS, check_form, inputs_multiple
+from pallas_kernels.codings import CODINGS, FLOAT8_BLOCK, UNCODED, Coding, Form, QuantizedWeight
 
 READERS = 2
 """Threads that read, each a matrix at most, and its copy that is turned: together less than two experts."""

@@ -26,7 +26,7 @@ from blaze_jax.checkpoints.folder import DTYPES
 from blaze_jax.checkpoints.writing import NewTensor, write_tensors
 from blaze_jax.config import MoEConfig
 from blaze_jax.offload.compression import Bits, Compressed, compress
-from blaze_jax.quantized import CODINGS, Form, QuantizedWeight, is_quantized
+from pallas_kernels.codings import CODINGS, Form, QuantizedWeight, is_quantized
 
 type Tree = Any
 

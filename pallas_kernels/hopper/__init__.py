@@ -2,7 +2,8 @@
 
 A `tile_kernel` walks over tiles. Its operands come through a ring, by bulk copies and, for rows found by index, by a
 `gather`; the `tile_queue` says which tile comes next. `row_matmul` multiplies rows with the weights of their expert,
-for the `projections` and `down_backward`; `weight_gradients` contract over an expert's rows. `elementwise` functions
+for the `projections` and `down_backward`, or with compressed ones, by a step of `decoding`; `weight_gradients` contract
+over an expert's rows. `elementwise` functions
 are activations and their derivatives. What Pallas has no form for is `inline` code, and `inline_interpreter` has it for
 machines without a GPU.
 """
@@ -15,6 +16,7 @@ from jaxtyping import Array
 
 from pallas_kernels.fp8 import in_8_bits
 from pallas_kernels.hopper import fp8 as _fp8
+from pallas_kernels.hopper.decoding import decodes as decodes
 from pallas_kernels.hopper.down_backward import down_backward as down_backward
 from pallas_kernels.hopper.projections import column_block as column_block
 from pallas_kernels.hopper.projections import down_projection as down_projection

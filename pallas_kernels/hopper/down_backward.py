@@ -10,7 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import Dispatch, Quantized
+from pallas_kernels.hopper.decoding import REGISTERS as DECODING
+from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.gather import row_chunks
@@ -71,7 +74,8 @@ def down_backward(
         (scaled,) = quantize_weights(w_down, axis=2, dtype=dtype)
         tokens, of_tokens = quantize_tokens(dy, groups)
         w_down, decoding = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
-    w_down = w_down.astype(dtype)
+    if not is_quantized(w_down):
+        w_down = w_down.astype(dtype)
 
     def load(refs, tile, k, slot):
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
@@ -79,12 +83,19 @@ def down_backward(
             block = refs.w_down.at[tile.expert, columns, pl.ds(k * K_STEP, K_STEP)]
             slot.fetch(block, slot.rhs.at[pl.ds(first, TILE_ROWS)])
 
+    def find(refs, tile, k, copy):
+        copy((refs.w_down,), tile.column_tile * TILE_COLUMNS, k * K_STEP)
+
     def load_panel(refs, tile, panel, slot):
         first = tile.column_tile * TILE_COLUMNS + panel * PANEL
         columns = pl.ds(first // BLOCK * PANEL if quantized else first, PANEL)
         for i, pre in enumerate((refs.pre[0], refs.pre[-1])):  # an ungated one twice
             pre = pre.values if quantized else pre
             slot.fetch(pre.at[pl.ds(tile.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
+
+    decoder = None
+    if is_quantized(w_down):
+        decoder = TileDecoder(w_down, find, columns=TILE_COLUMNS, transposed=True)
 
     def begin(refs, part):
         row_weight = plgpu.load(refs.row_weights.at[pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
@@ -132,12 +143,13 @@ def down_backward(
         operands={**gathered, **others} | ({"d_pre_into": d_pre_into} if quantized else {}),
         column_tiles=column_tiles,
         k_steps=-(-tokens.shape[1] // K_STEP),
-        load=load,
+        load=None if decoder else load,
         load_panel=load_panel,
         begin=begin,
         tuning=tile_tuning,
         transposed_weights=True,
         packed=fp8,
+        decoder=decoder,
     )
     out = kernel.run(
         "moe_down_backward",
@@ -145,7 +157,7 @@ def down_backward(
         # A tile has read its pre-activations before it writes their gradients.
         in_place={"d_pre_into" if quantized else "pre": "d_pre", "into": "weighted_hidden"},
         copies=COPIES,
-        registers=(88, 208),
+        registers=DECODING if decoder else (88, 208),
     )
     d_row_weights = rows_of_tiles(sum_in_order(out.d_row_weights.swapaxes(0, 1)), groups.tiles, num_rows)
     if b_down is not None:

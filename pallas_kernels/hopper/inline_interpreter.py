@@ -12,15 +12,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fp8 import E4M3
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS
 
+K_STEP = 64
+
 COUNTED = -1
 """In the place of a number that a block took."""
 
 
-def landed_barriers(stages):
-    return plgpu.Barrier(num_arrivals=1, num_barriers=stages)
+def landed_barriers(stages, gathers, decodes):
+    return plgpu.Barrier(num_arrivals=max(gathers + decodes, 1), num_barriers=stages)
 
 
-def init_landed(landed, stages):
+def init_landed(landed, stages, gathers, decodes):
     """The interpreter has made them."""
 
 
@@ -51,6 +53,32 @@ def copy_rows(gather, tokens, chunks, panel, landed, slot, first_column):
 
 def arrive(gather, landed, slot):
     """Nothing: nobody waits for rows in a slot without any, and of Pallas barriers every completion must be seen."""
+
+
+def staged(decoder):
+    return plgpu.SMEM((decoder.depth, decoder.columns, K_STEP), jnp.bfloat16)
+
+
+def copy_codes(decoder, staged, expert, weights, row, column):
+    """The numbers themselves are staged."""
+
+    def part(weight):
+        values, scales = (array.at[expert][...] for array in (weight.values, weight.scales))
+        numbers = weight.coding.decode(values, scales, staged.dtype)
+        width = decoder.tile_columns // decoder.side_by_side
+        numbers = jnp.pad(numbers, ((0, decoder.tile_rows), (0, width)))
+        return lax.dynamic_slice(numbers, (row, column), (decoder.tile_rows, width))
+
+    staged[...] = _as_panels(jnp.concatenate([part(weight) for weight in weights], axis=1), staged)
+
+
+def decode(decoder, staged, slot, landed):
+    slot.rhs[...] = staged[...]
+    plgpu.barrier_arrive(landed.at[slot.number])
+
+
+def nothing(*_):
+    """There is nothing to do for it here."""
 
 
 def load_columns(panel, first_column, byte=None):

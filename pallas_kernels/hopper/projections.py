@@ -15,8 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.fp8 import Scaled, bounded_scales, largest_of_experts, token_norms
+from pallas_kernels.hopper.decoding import REGISTERS as DECODING
+from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights, weights_and_norms
 from pallas_kernels.hopper.gather import row_chunks
@@ -56,9 +59,10 @@ def up_projection(
     pre-activations follow under the next tile. Where they are not kept, the activation does. Of those that are
     quantized, two panels side by side become one; see `quantization`.
 
-    `into` holds results of the same call for other groups, whose rows are kept. With `fp8`, tokens and weights are
-    multiplied in 8 bits; see `pallas_kernels.fp8`. With the activation's `bound` as well, activations are written in 8
-    bits, two panels as one like pre-activations that are quantized, at scales that are known before the products.
+    `into` holds results of the same call for other groups, whose rows are kept. Compressed weights are decoded by the
+    producer. With `fp8`, tokens and weights are multiplied in 8 bits; see `pallas_kernels.fp8`. With the activation's
+    `bound` as well, activations are written in 8 bits, two panels as one like pre-activations that are quantized, at
+    scales that are known before the products.
     """
     (num_experts, d, n), dtype = weights[0].shape, x.dtype
     found = find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts)
@@ -81,6 +85,9 @@ def up_projection(
                 slot.fetch(weight.at[tile.expert, pl.ds(first, width), steps], own)
             else:
                 slot.fetch_panels(weight, (tile.expert, steps), first, i * panels, panels)
+
+    def find(refs, tile, k, copy):
+        copy(refs.weights, k * K_STEP, tile.column_tile * width)
 
     def finish(refs, part, accumulator):
         packed, activated, kept = {}, [], {}
@@ -139,8 +146,10 @@ def up_projection(
         output, column = (pre_activations.values, column // 2) if quantize else (pre_activations, column)
         store_rows(refs, part, panel, values, output, column)
 
-    scales, bounds, copies = None, None, len(weights)
-    if fp8:
+    scales, bounds, decoder, copies = None, None, None, len(weights)
+    if is_quantized(weight := weights[0]):
+        decoder = TileDecoder(weight, find, columns=columns, transposed=False, side_by_side=len(weights))
+    elif fp8:
         if bound:
             scaled, of_columns = zip(*(weights_and_norms(weight, dtype) for weight in weights), strict=True)
             row_norms = token_norms(x).at[groups.expert_token_indices].get(mode="fill", fill_value=0)
@@ -171,12 +180,13 @@ def up_projection(
         columns=columns,
         column_tiles=column_tiles,
         k_steps=-(-x.shape[1] // K_STEP),
-        load=load,
+        load=None if decoder else load,
         finish=finish,
         store=store,
         held_columns=TILE_BLOCKS * PANEL if quantize else columns if keep_pre_activations else of_hidden,
         transposed_weights=fp8,
         packed=fp8,
+        decoder=decoder,
         tuning=found,
     )
     pre_activations, hidden = kernel.run(
@@ -184,7 +194,7 @@ def up_projection(
         results={"written": ((kept,) * len(weights) if keep_pre_activations else (), hidden)},
         in_place={"into": "written"},
         copies=copies,
-        registers=(72, 216) if fp8 else (88, 208),
+        registers=DECODING if decoder else (72, 216) if fp8 else (88, 208),
     ).written
     if bound:
         hidden = hidden._replace(scales=hidden.scales[0])
@@ -270,19 +280,37 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
             rows, weights = pair
             steps = pl.ds(k * K_STEP, K_STEP)
             slot.fetch(rows.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
+            if decoder:
+                return
             if transposed:
                 slot.fetch(weights.at[tile.expert, pl.ds(column, columns), steps], slot.rhs)
                 return
             slot.fetch_panels(weights, (tile.expert, steps), column, 0, panels)
 
-        if not transposed:
-            fetch(refs.pairs[0], k)
+        for_pair(refs, k, fetch)
+
+    def for_pair(refs, k, work):
+        """Calls `work(pair, k)` for the pair that a k step belongs to, with its number among those of the pair."""
+        if len(pairs) == 1:
+            work(refs.pairs[0], k)
             return
         for i, pair in enumerate(refs.pairs):
 
             @pl.when((k >= i * steps_each) & (k < (i + 1) * steps_each))
             def _(pair=pair, i=i):
-                fetch(pair, k - i * steps_each)
+                work(pair, k - i * steps_each)
+
+    def find(refs, tile, k, copy):
+        column = refs.first_column[0] + tile.column_tile * columns
+
+        def copy_of_pair(pair, k):
+            copy(pair[1:], *((column, k * K_STEP) if transposed else (k * K_STEP, column)))
+
+        for_pair(refs, k, copy_of_pair)
+
+    decoder, weight = None, pairs[0][1]
+    if is_quantized(weight):
+        decoder = TileDecoder(weight, find, columns=columns, transposed=transposed)
 
     def finish(refs, part: RowTile, accumulator):
         parts = [tile_panel(refs, part, accumulator, panel) for panel in range(panels)]
@@ -308,9 +336,12 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
         store=store,
         transposed_weights=transposed,
         packed=packed,
+        decoder=decoder,
         held_columns=columns,
         tuning=found,
     )
     rows = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
-    copies = 2 if transposed else 1 + panels
-    return matmul.run(f"moe_{kernel}", results={"rows": rows}, in_place={"into": "rows"}, copies=copies).rows
+    options: dict[str, Any] = {"copies": 2 if transposed else 1 + panels}
+    if decoder:
+        options = {"copies": 1, "registers": DECODING}
+    return matmul.run(f"moe_{kernel}", results={"rows": rows}, in_place={"into": "rows"}, **options).rows

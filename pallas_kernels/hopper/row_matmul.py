@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import K_STEP, PANEL, store_buffers, store_through, wgmma, zeros
 from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel
@@ -64,11 +65,12 @@ class RowMatmul(TileKernel):
       columns: of a tile, 256 or 128.
       column_tiles: how many blocks of so many columns.
       k_steps: steps of 64 along the contracted dimension.
-      load: `(refs, tile, k, slot)`, starts the bulk copies of one k step.
+      load: `(refs, tile, k, slot)`, starts the bulk copies of one k step; None for none.
       load_panel: `(refs, tile, panel, slot)`, as many of a panel of the operands that a tile ends with; None for none.
       tuning: slots of the ring, the order of the tiles, and how they are shared out.
       transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns) in panels.
       packed: the operands' numbers are pairs of e4m3 along k; the weights must be transposed.
+      decoder: of compressed weights, or None.
     """
 
     schedule: TileSchedule
@@ -76,16 +78,20 @@ class RowMatmul(TileKernel):
     columns: int = TILE_COLUMNS
     column_tiles: int
     k_steps: int
-    load: Callable
+    load: Callable | None
     load_panel: Callable | None = None
     tuning: TileTuning
     transposed_weights: bool = False
     packed: bool = False
+    decoder: TileDecoder | None = None
 
     tile = RowTile
 
     def __post_init__(self):
         self.dtype = jax.tree.leaves(list(self.operands.values()))[0].dtype
+        self.fetches = self.load is not None
+        if self.decoder:
+            self.tuning = self.decoder.fitting(self.tuning)
         tokens = self.operands.get("tokens")
         self.gather = None if tokens is None else RowGather(tokens, rows=TILE_ROWS, columns=K_STEP)
         self.num_tiles = self.schedule.num_tiles * self.column_tiles
@@ -108,21 +114,29 @@ class RowMatmul(TileKernel):
 
     def fill(self, refs, tile: RowTile, tokens, step, ahead, known_after):
         offsets = self.gather.only_valid(tokens, tile.rows) if self.gather else None
+        codes = self.decoder and self.decoder.of_tile(refs, tile, self.k_steps)
         following, find_following = ahead(partial(self.first_tokens, refs))
         after = known_after()  # its loads, and then its tokens', finish under this tile's copies
 
         def load_step(k, slot, *_):
-            self.load(refs, tile, k, slot)
+            if self.load:
+                self.load(refs, tile, k, slot)
             if self.gather:
                 self.gather.copy(refs.tokens, offsets, slot.lhs, refs.landed, slot.number, k * K_STEP)
+            if codes:
+                codes.decode(k, slot)
 
         def load_panel(load: Callable, panel, slot, *_):
             load(refs, tile, panel, slot)
             if self.gather:
                 self.gather.arrive(refs.landed, slot.number)
+            if codes:
+                codes.pass_by(slot)
 
         def fill_tile(step, steps: Callable = int):
             load, count = load_step, self.k_steps
+            if codes:
+                codes.begin()
             if self.load_panel:
                 step, *_ = refs.ring.fill(step, steps(count), load)
                 load, count = partial(load_panel, self.load_panel), PANELS

@@ -7,8 +7,8 @@ tile is, and what is copied, multiplied and stored of it, is each kernel's own.
 
 The `Ring` that operands come through is slots of shared memory, filled by one warpgroup and read by two. A slot holds a
 k step, 128 x 64 of the left operand and 256 x 64 of the right one, or 128 x 64 of it for narrow tiles. `full` completes
-with the bulk copies into it and `landed` with the gathered rows; the consumers arrive at `empty` when their products
-have read it.
+with the bulk copies into it and `landed` with the rows that are gathered and the weights that are decoded; the
+consumers arrive at `empty` when their products have read it.
 
 It is not `plgpu.emit_pipeline_warp_specialized`, which (in jax 0.11 and 0.12) fills slots by bulk copies alone, so that
 rows found by index and their barrier have no place in it; has the same blocks at every step of a loop; drains after one
@@ -90,7 +90,8 @@ class Ring(NamedTuple):
     refs: Any
     stages: int
     columns: int
-    gathers: bool  # whether anything arrives at `landed`
+    fetches: bool  # whether a k step has bulk copies
+    lands: bool  # whether a k step has anything that arrives at `landed`
 
     def slot(self, step) -> Slot:
         number = lax.rem(step, self.stages)
@@ -138,8 +139,9 @@ class Ring(NamedTuple):
 
         def one(step, carry, accumulator, first=False):
             slot = self.slot(step)
-            plgpu.barrier_wait(slot.full)
-            if self.gathers:
+            if self.fetches:
+                plgpu.barrier_wait(slot.full)
+            if self.lands:
                 gather.wait_landed(self.refs.landed, slot.number, lax.rem(step // self.stages, 2))
             carry, accumulator = product(slot, carry, accumulator, first)
             plgpu.wgmma_wait(1)
@@ -187,6 +189,12 @@ class TileKernel:
 
     gather: Any
     """The `RowGather` that brings rows into the slots, or None."""
+
+    decoder: Any = None
+    """The `TileDecoder` that brings weights into the slots, or None."""
+
+    fetches: bool = True
+    """Whether bulk copies bring anything of a k step."""
 
     tuning: TileTuning
     """Slots of the ring, the order of the tiles, and how they are shared out."""
@@ -275,12 +283,13 @@ class TileKernel:
         Args:
           name: of the kernel in profiles.
           results: shapes and dtypes or tuples of them, by name.
-          copies: bulk copies that fill a slot.
+          copies: bulk copies that fill a slot, where there are any.
           in_place: the results that may take the memory of operands, by the operand's name, unless that is None.
           registers: how many a thread of the producer has, and one of a consumer. `setmaxnreg` shares out the 168 that
             the launch gave to each of three warpgroups; asking for more hangs.
         """
-        operands, gathers, stages = self.operands, self.gather is not None, self.tuning.stages
+        operands, stages = self.operands, self.tuning.stages
+        lands = self.gather is not None, self.decoder is not None
         blocks, dynamic = interpreter.blocks(num_sms()), tile_queue.is_dynamic(self.tuning.shares)
         if dynamic:
             counter = tile_queue.new_counter(self.num_tiles, blocks)
@@ -292,7 +301,8 @@ class TileKernel:
             "lhs": plgpu.SMEM((stages, TILE_ROWS, K_STEP), self.dtype, transforms=SWIZZLED),
             "rhs": plgpu.SMEM((stages, self.columns, K_STEP), self.dtype, transforms=SWIZZLED),
             "buffers": self.buffers,
-            "landed": gather.landed_barriers(stages),
+            "staged": self.decoder and self.decoder.memory(),
+            "landed": gather.landed_barriers(stages, *lands),
             "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             **self.barriers,
@@ -301,11 +311,11 @@ class TileKernel:
 
         def body(*trees):
             refs = SimpleNamespace(**dict(zip(names, trees, strict=True)))
-            refs.ring = Ring(refs, stages, self.columns, gathers)
+            refs.ring = Ring(refs, stages, self.columns, self.fetches, any(lands))
             refs.warpgroup = lax.axis_index("wg")
             queue = TileQueue(blocks, lax.axis_index("sm"), dynamic, self.tile, self.find, refs)
-            if gathers:
-                gather.init_landed(refs.landed, stages)
+            if any(lands):
+                gather.init_landed(refs.landed, stages, *lands)
 
             @pl.when(refs.warpgroup == PRODUCER)
             def _():

@@ -22,9 +22,9 @@ STORE_BYTES = 32 * 1024  # buffers that results leave from
 SPARE_BYTES = 2 * 1024  # barriers, and room for sums across warps
 
 
-def most_stages(columns: int) -> int:
-    """Slots of a ring for tiles of so many columns that fit into shared memory."""
-    return (SHARED_MEMORY - STORE_BYTES - SPARE_BYTES) // ((TILE_ROWS + columns) * 64 * 2)
+def most_stages(columns: int, spare: int = 0) -> int:
+    """Slots of a ring for tiles of so many columns that fit into shared memory, beside so many bytes."""
+    return (SHARED_MEMORY - STORE_BYTES - SPARE_BYTES - spare) // ((TILE_ROWS + columns) * 64 * 2)
 
 
 MOST_STAGES = most_stages(TILE_COLUMNS)

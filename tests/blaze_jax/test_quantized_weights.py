@@ -24,7 +24,8 @@ from blaze_jax import (
 )
 from blaze_jax.benchmark.memory import plan_of
 from blaze_jax.experts import compute_experts
-from blaze_jax.quantized import WEIGHTS, decoded, is_quantized
+from blaze_jax.quantized import WEIGHTS, decoded
+from pallas_kernels.codings import is_quantized
 from pallas_kernels.compile_only import compile_for_gpu
 from tests.expert_problems import FAMILIES, each_on_gpus
 from tests.layers import DOORS, losses_of_nnx_adapters

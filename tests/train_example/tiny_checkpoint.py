@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from blaze_jax.codings import encode_mxfp4
+from pallas_kernels.codings import encode_mxfp4
 from tests.blaze_jax.checkpoints.models import FIXTURES, tensors_of
 
 VOCABULARY = 300

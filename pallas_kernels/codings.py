@@ -4,9 +4,12 @@ A `Coding` says how a matrix is stored, so that any part of it can be read and d
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import batched, pairwise
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,19 +25,30 @@ MXFP4_BLOCK = 32
 MXFP4_NAN = 255
 """The scale of MXFP4 that is not a number."""
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of 4 bits (E2M1), by their lower three."""
 
 NF4_GROUP = 64
 """Values of NF4 that share a scale."""
 
-_NORMAL_FLOAT4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+NORMAL_FLOAT4 = tuple(
+    float(np.float32(value).astype(jnp.bfloat16))
+    for value in (
+        *(-1.0, -0.39491748809814453, -0.6961928009986877, -0.5250730514526367),
+        *(0.07958029955625534, 0.33791524171829224, 0.16093020141124725, 0.24611230194568634),
+        *(-0.28444138169288635, -0.09105003625154495, -0.18477343022823334, -0.0),
+        *(0.44070982933044434, 1.0, 0.5626170039176941, 0.7229568362236023),
+    )
 )
-"""The values of the NormalFloat of 4 bits, by code: quantiles of a normal distribution (QLoRA, arXiv 2305.14314)."""
+"""The values of the NormalFloat of 4 bits, by code: quantiles of a normal distribution (QLoRA, arXiv 2305.14314).
+
+They are rounded to bfloat16, so that its product with a scale is the number that float32 would be rounded to. Codes c
+and c + 8 have the same sign and the same last bit of the exponent: kernels look up each byte of a value with the lower
+three bits of its code, in two tables whose other bits then cancel.
+"""
+
+_IN_ORDER = sorted(range(16), key=NORMAL_FLOAT4.__getitem__)
+"""The codes of NF4 by value."""
 
 _E4M3_MAX = 448.0
 
@@ -78,9 +92,12 @@ def decode_float8(
 def decode_nf4(
     codes: UInt8[Array, "bytes n"], scales: Float[Array, "groups n"], dtype: DTypeLike
 ) -> Float[Array, "values n"]:
-    """Returns numbers of NF4: two codes in a byte, the lower bits first, times the scale of 64 along the first axis."""
+    """Returns numbers of NF4: two codes in a byte, the lower bits first, times the scale of 64 along the first axis.
+
+    Codes are places in `NORMAL_FLOAT4`.
+    """
     pairs = _halves(codes).reshape(-1, NF4_GROUP, *codes.shape[1:]).astype(jnp.int32)
-    numbers: list = np.array(_NORMAL_FLOAT4, np.float32).view(np.int32).tolist()
+    numbers: list = np.array(NORMAL_FLOAT4, np.float32).view(np.int32).tolist()
     for bit in range(4):  # selections: a GPU would look each number up in memory otherwise
         is_odd = (pairs >> bit & 1).astype(bool)
         choose = jnp.where if bit else _select  # the first is among constants
@@ -99,7 +116,7 @@ def encode_mxfp4(values: Float[Array, "values n"]) -> tuple[UInt8[Array, "bytes 
     exponents = jnp.frexp(jnp.abs(groups).max(1))[1] - 3
     scales = jnp.clip(exponents + 127, 0, MXFP4_NAN - 1)
     magnitudes = jnp.ldexp(jnp.abs(groups), 127 - scales[:, None])
-    ties = [(low + high) / 2 for low, high in pairwise(_E2M1)]
+    ties = [(low + high) / 2 for low, high in pairwise(E2M1)]
     above = [magnitudes >= tie if code % 2 else magnitudes > tie for code, tie in enumerate(ties)]
     codes = sum(above, jnp.zeros(groups.shape, jnp.uint8)) | (groups < 0).astype(jnp.uint8) << 3
     return _in_bytes(codes.reshape(values.shape)), scales.astype(jnp.uint8)
@@ -123,13 +140,14 @@ def encode_nf4(values: Float[Array, "values n"]) -> tuple[UInt8[Array, "bytes n"
     groups = values.astype(jnp.float32).reshape(-1, NF4_GROUP, *values.shape[1:])
     scales = jnp.abs(groups).max(1).astype(jnp.bfloat16)
     shares = groups / jnp.where(scales > 0, scales, 1).astype(jnp.float32)[:, None]
-    above = (shares > (low + high) / 2 for low, high in pairwise(_NORMAL_FLOAT4))
-    return _in_bytes(sum(above, jnp.zeros(groups.shape, jnp.uint8)).reshape(values.shape)), scales
+    above = (shares > (low + high) / 2 for low, high in pairwise(sorted(NORMAL_FLOAT4)))
+    place = sum(above, jnp.zeros(groups.shape, jnp.uint8))
+    return _in_bytes(jnp.asarray(_IN_ORDER, jnp.uint8)[place].reshape(values.shape)), scales
 
 
 def _halves(codes: UInt8[Array, "bytes n"]) -> UInt8[Array, "bytes 2 n"]:
     """Returns the lower and the upper bits of each byte; not stacked, or XLA would keep what is made of them apart."""
-    shifts = jnp.array([0, 4], jnp.uint8).reshape(2, *(1 for _ in codes.shape[1:]))
+    shifts = 4 * lax.broadcasted_iota(jnp.uint8, (1, 2, *(1 for _ in codes.shape[1:])), 1)
     return codes[:, None] >> shifts & 15
 
 
@@ -177,3 +195,60 @@ UNCODED = Coding(_as_they_are, ((1, 1),))
 MXFP4 = Coding(decode_mxfp4, ((2, 1), (MXFP4_BLOCK, 1)), encode_mxfp4, (jnp.uint8, jnp.uint8))
 FLOAT8 = Coding(decode_float8, ((1, 1), (FLOAT8_BLOCK, FLOAT8_BLOCK)), encode_float8, (jnp.float8_e4m3fn, jnp.float32))
 NF4 = Coding(decode_nf4, ((2, 1), (NF4_GROUP, 1)), encode_nf4, (jnp.uint8, jnp.bfloat16))
+
+Form = Literal["float8", "mxfp4", "nf4"]
+CODINGS: dict[str, Coding] = {"float8": FLOAT8, "mxfp4": MXFP4, "nf4": NF4}
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["form"])
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """Matrices `(in, out)` of experts, compressed; a pytree of two arrays with the same leading axes.
+
+    Attributes:
+      values: "float8": e4m3, `(..., in, out)`. "mxfp4" and "nf4": uint8, two numbers of 4 bits each along the inputs,
+        the lower bits first, `(..., in / 2, out)`.
+      scales: "float8": float32 for each 128 × 128 numbers, `(..., ⌈in / 128⌉, ⌈out / 128⌉)`. "mxfp4": powers of two,
+        as uint8, for each 32 inputs, `(..., in / 32, out)`. "nf4": bfloat16 for each 64 inputs, `(..., in / 64, out)`.
+      form: how they are stored.
+    """
+
+    values: Array
+    scales: Array
+    form: Form
+
+    @property
+    def coding(self) -> Coding:
+        return CODINGS[self.form]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrices that are stored."""
+        *experts, rows, columns = self.values.shape
+        of_rows, of_columns = self.coding.steps[0]
+        return (*experts, rows * of_rows, columns * of_columns)
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """What it is decoded to where nobody says another type."""
+        return jnp.dtype(jnp.bfloat16)
+
+    def delayed(self, zero: UInt8[Array, ""]) -> "QuantizedWeight":
+        """The same weight, whose codes exist when the zero does."""
+        codes = lax.bitcast_convert_type(self.values, jnp.uint8) ^ zero
+        return replace(self, values=lax.bitcast_convert_type(codes, self.values.dtype))
+
+    def astype(self, dtype: DTypeLike) -> Float[Array, "... in out"]:
+        """The numbers, decoded in one pass, each rounded once."""
+        decode = partial(self.coding.decode, dtype=dtype)
+        for _ in range(self.ndim - 2):
+            decode = jax.vmap(decode)
+        return decode(self.values, self.scales)
+
+
+def is_quantized(value: object) -> bool:
+    return isinstance(value, QuantizedWeight)

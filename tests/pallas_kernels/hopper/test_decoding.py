@@ -1,0 +1,113 @@
+"""Kernels that decode their weights: the bits that they give with numbers, whatever the form, tile and routing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import quantize
+from pallas_kernels import hopper
+from pallas_kernels.codings import CODINGS, NORMAL_FLOAT4
+from pallas_kernels.compile_only import compile_for_gpu
+from pallas_kernels.tuning.parameters import NARROW, TileTuning
+from tests.numerics import assert_same_bits
+from tests.pallas_kernels.programs import array
+from tests.pallas_kernels.rows import ACTIVATIONS, Rows, needs_interpreter
+
+FORMS = list(CODINGS)
+KERNELS = ("up_projection", "down_projection", "down_backward", "up_backward")
+of_forms = pytest.mark.parametrize("form", FORMS)
+
+
+def call(kernel, groups, x, rows, ups, w_down, columns, **options):
+    """What a kernel gives for rows that stand for a pair."""
+    first, number = columns
+    arguments = {
+        "up_projection": (x, ups, (), groups),
+        "down_projection": (rows, w_down, None, groups, first, number),
+        "down_backward": (x, w_down, None, (rows, rows), jnp.ones(groups.num_rows), groups),
+        "up_backward": ((rows, rows), ups, groups, first, number),
+    }[kernel]
+    if kernel in ("up_projection", "down_backward"):
+        options["activation"] = ACTIVATIONS[2]
+    results = getattr(hopper, kernel)(*arguments, **options)
+    owned = groups.expert_token_indices < x.shape[0]
+    return jax.tree.map(lambda r: jnp.where(owned.reshape(-1, *(1 for _ in r.shape[1:])), r, 0), results)
+
+
+def operands(rng, num_experts, num_rows, num_tokens, d, n):
+    """Tokens and rows, and weights of float32, of which one has a tile of zeros, as no number of its scale may be."""
+
+    def normal(*shape, dtype="bfloat16", fan_in=1):
+        return jnp.asarray(rng.standard_normal(shape) / np.sqrt(fan_in), dtype)
+
+    weights = [normal(num_experts, *shape, dtype="float32", fan_in=shape[0]) for shape in ((d, n), (d, n), (n, d))]
+    weights[0] = weights[0].at[0, :64].set(0)
+    return normal(num_tokens, d), normal(num_rows, n), weights
+
+
+def compressed_and_not(weights, form):
+    codes = [quantize(weight, form) for weight in weights]
+    for ups_and_down in codes, [weight.astype(jnp.bfloat16) for weight in codes]:
+        yield tuple(ups_and_down[:2]), ups_and_down[2]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kernel", KERNELS)
+@of_forms
+@pytest.mark.parametrize(("tile", "shares"), [(256, "fixed"), (256, "dynamic"), (128, "fixed")])
+@pytest.mark.default_cases("128-fixed-nf4-up_projection", "256-dynamic-mxfp4-down_backward")
+def test_the_bits_of_decoded_weights(kernel, form, tile, shares):
+    if tile == 128 and kernel not in NARROW:
+        pytest.skip("it has wide tiles alone")
+    tuning = TileTuning(stages=4, shares=shares, columns=tile)
+    with hopper.interpreted():
+        rows = Rows(hopper, "whole_tiles_and_a_tail")
+        x, of_rows, weights = operands(rows.rng, rows.num_experts, rows.num_rows, rows.num_tokens, 128, 192)
+        found, expected = (
+            call(kernel, rows.groups, x, of_rows, *both, (64, 64), tuning=tuning)
+            for both in compressed_and_not(weights, form)
+        )
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.gpu
+@of_forms
+@pytest.mark.parametrize("sizes", [(37, 2, 3, 192, 64), (300, 2, 5, 320, 192), (3000, 4, 16, 1024, 512)], ids=str)
+def test_the_bits_of_decoded_weights_on_a_gpu(sizes, form):
+    num_tokens, slots, num_experts, d, n = sizes
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, num_experts, (num_tokens, slots)), jnp.int32)
+    groups = jax.jit(hopper.dispatch, static_argnums=1)(ids, num_experts)
+    x, of_rows, weights = operands(rng, num_experts, groups.num_rows, num_tokens, d, n)
+    run = jax.jit(lambda *given: [call(kernel, *given, columns=(64, 128)) for kernel in KERNELS])
+    found, expected = (run(groups, x, of_rows, *both) for both in compressed_and_not(weights, form))
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.compile_only
+@of_forms
+@pytest.mark.parametrize("num_tokens", [4096, 64])
+@pytest.mark.default_cases("4096-nf4", "64-float8")
+def test_decoding_spills_nothing(num_tokens, form):
+    """With wide tiles and with narrow ones, of Qwen3-30B-A3B's experts."""
+
+    def program(ids, x, rows, ups, w_down):
+        groups = hopper.dispatch(ids, 128)
+        rows = jnp.zeros((groups.num_rows, rows.shape[1]), rows.dtype)
+        return [call(kernel, groups, x, rows, ups, w_down, (0, 512)) for kernel in KERNELS]
+
+    up, down = (
+        jax.eval_shape(lambda w: quantize(w, form), array(128, *shape, dtype="float32"))
+        for shape in ((2048, 768), (768, 2048))
+    )
+    given = array(num_tokens, 8, dtype="int32"), array(num_tokens, 2048), array(8, 768), (up, up), down
+    program = compile_for_gpu(program, *given)
+    assert {f"moe_{kernel}" for kernel in KERNELS} <= {kernel.name for kernel in program.kernels}
+    assert program.spill_bytes == {}
+
+
+def test_codes_of_nf4_are_as_kernels_look_them_up():
+    """Codes c and c + 8 have the sign and the last bit of the exponent in common."""
+    bits = np.asarray(NORMAL_FLOAT4, jnp.bfloat16).view(np.uint16)
+    np.testing.assert_array_equal(bits[:8] & 0x8080, bits[8:] & 0x8080)
