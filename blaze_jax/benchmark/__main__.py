@@ -26,6 +26,7 @@ from blaze_jax.benchmark.routers import measure_routers
 from blaze_jax.benchmark.sizes import GPU_SIZES, PRESETS, Sizes
 from blaze_jax.benchmark.studies import (
     Routed,
+    measure_bases,
     measure_compile_time,
     measure_few_tokens,
     measure_reading,
@@ -84,6 +85,9 @@ STUDIES = {
         measure_few_tokens,
         [*(Sizes(t, 2048, 768, 128, 8) for t in (1, 8, 64, 256, 512)), Sizes(256, 1536, 256, 128, 8)],
         [Sizes(8, 64, 32, 16, 4)],
+    ),
+    "bases": Study(  # few tokens, which read the base, and many, for which it is decoded many times
+        measure_bases, [Sizes(t, 2048, 768, 128, 8) for t in (8, 256, 4096)], [Sizes(16, 64, 128, 8, 2)]
     ),
     # few tokens for each of many experts: their last tiles count
     "rounding": Study(measure_rounding, [Sizes(16384, 1536, 256, 512, 8)], [Sizes(2048, 128, 64, 32, 4)]),

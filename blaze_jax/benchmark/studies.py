@@ -29,8 +29,10 @@ from blaze_jax.dispatch import Grouped
 from blaze_jax.experts import compute_experts, expert_ffn
 from blaze_jax.implementation import kernels_of
 from blaze_jax.layer import moe
+from blaze_jax.quantized import decoded, quantize_experts
 from blaze_jax.router import Router
 from blaze_jax.routing import Routing, route, route_and_group
+from pallas_kernels.codings import CODINGS
 from pallas_kernels.compile_only import absent, kernel_hashes, on_gpu
 from pallas_kernels.mosaic.device import on_nvidia_gpu
 
@@ -126,6 +128,47 @@ def measure_few_tokens(sizes: Sizes, dtype, *, repeats: int, implementation=None
         "times_floor": timing.us / floor,
         "us_by_kernel": {kernel: total.us for kernel, total in timing.kernels.items()},
     }
+
+
+DECODED_BEFORE = "nf4, decoded before"
+
+
+def measure_bases(sizes: Sizes, dtype, *, repeats: int, implementation=None) -> Record:
+    """Times frozen experts on compressed weights, and on their numbers: forward, and with the gradient of tokens."""
+    x, *weights, of_slots, experts = expert_inputs(sizes, dtype)
+    plain = dict(zip(("w_gate", "w_up", "w_down"), weights, strict=True))
+    options = {"activation": "swiglu", "save": "pre_activations", "implementation": implementation, "frozen": True}
+
+    def forward(base, x):
+        return compute_experts(x, base, of_slots, experts, **options)
+
+    def both(base, x):
+        y, vjp = jax.vjp(partial(forward, base), x)
+        return y, vjp(y)
+
+    def before(pass_, base, x):
+        return pass_(decoded(base, x.dtype), x)
+
+    bases = {jnp.dtype(dtype).name: plain} | {
+        form: jax.jit(quantize_experts, static_argnums=1)(plain, form) for form in CODINGS
+    }
+    passes = {"forward": forward, "both": both}
+    calls = {(name, p): partial(jax.jit(run), base, x) for name, base in bases.items() for p, run in passes.items()}
+    calls |= {(DECODED_BEFORE, p): partial(jax.jit(partial(before, run)), bases["nf4"], x) for p, run in passes.items()}
+    timings = time_calls({" ".join(key): call for key, call in calls.items()}, repeats=repeats)
+    rows = {}
+    for name in (*bases, DECODED_BEFORE):
+        arrays = jax.tree.leaves(bases[name if name in bases else "nf4"])
+        own = {p: timings[f"{name} {p}"] for p in passes}
+        rows[name] = {
+            "bytes": sum(array.nbytes for array in arrays),
+            **{f"{p}_us": timing.us for p, timing in own.items()},
+            "us_by_kernel": {kernel: total.us for kernel, total in own["both"].kernels.items()},
+        }
+    plain_row = rows[jnp.dtype(dtype).name]
+    for row in rows.values():
+        row |= {f"{p}_of_plain": row[f"{p}_us"] / plain_row[f"{p}_us"] for p in passes}
+    return head("bases", sizes, dtype) | {"clock": timings["nf4 forward"].clock, "bases": rows}
 
 
 class Routed(NamedTuple):

@@ -155,6 +155,15 @@ def _few_tokens(record: Record) -> Iterator[Row]:
     yield str(record["experts_used"]), f"{record['bytes'] / 1e6:.0f}", *times
 
 
+@_rows("bases", "base | MB | forward, µs | of plain | with the gradient of tokens, µs | of plain")
+def _bases(record: Record) -> Iterator[Row]:
+    for name, row in record["bases"].items():
+        times = [
+            text for p in ("forward", "both") for text in (f"{row[f'{p}_us']:.1f}", f"{row[f'{p}_of_plain']:.2f}×")
+        ]
+        yield name, f"{row['bytes'] / 1e6:,.0f}", *times
+
+
 @_rows(
     "token_rounding",
     "routing | experts, ms | pairs | rows of whole tiles | TFLOP/s | speed-up | with router, ms | speed-up",

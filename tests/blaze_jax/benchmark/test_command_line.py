@@ -102,6 +102,7 @@ def test_presets_and_no_peers():
         ("routing", [Routed(512, 8, 2)], "routing", "XLA's top_k + argsort"),
         ("scaling", [Sizes(t, 16, 8, 4, 2) for t in (64, 128)], "scaling", "ns per token"),
         ("few-tokens", [Sizes(3, 16, 8, 4, 2)], "few_tokens", "experts in use"),
+        ("bases", [Sizes(3, 64, 64, 4, 2)], "bases", "nf4, decoded before"),
         ("rounding", [Sizes(64, 16, 8, 4, 2)], "token_rounding", "rounded nearest"),
         ("atomic", [Sizes(64, 16, 1, 64, 4)], "atomic", "whole layer"),
         ("routers", [Sizes(64, 16, 8, 8, 2)], "routers", "half masked"),
