@@ -221,6 +221,12 @@ FAULTS = [Fault(*fault) for fault in [
     ("plus_chunk", "own == EMPTY_SLOT, axis=1", "own != EMPTY_SLOT, axis=1", "chunks"),
     ("step_of_chunk", "number < chunks - 1", "number < chunks - 2", "streaming"),
     ("make_plan", "units = sizes.layers * chunks", "units = sizes.layers", "plan"),
+    # compressed weights
+    ("decodes", "weight.form == first.form and", "", "decoding"),
+    ("TileCodes.decode", "k + self.decoder.depth", "k + 1", "decoding"),
+    ("TileCodes.copy", "k < self.steps", "k < 2", "decoding"),
+    ("encode_nf4", "[place]", "[15 - place]", "codings"),
+    ("Plan.decoded", "self.delayed(projections, *before)", "projections", "quantized_weights"),
     # public checkpoints
     ("_halves", "4 * lax", "4 - 4 * lax", "codings"),
     ("decode_mxfp4", "_select(scale == MXFP4_NAN", "_select(scale == 256", "codings"),

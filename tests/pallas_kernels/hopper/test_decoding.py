@@ -58,12 +58,13 @@ def compressed_and_not(weights, form):
 @pytest.mark.parametrize(("tile", "shares"), [(256, "fixed"), (256, "dynamic"), (128, "fixed")])
 @pytest.mark.default_cases("128-fixed-nf4-up_projection", "256-dynamic-mxfp4-down_backward")
 def test_the_bits_of_decoded_weights(kernel, form, tile, shares):
+    """Of more k steps than may be under way."""
     if tile == 128 and kernel not in NARROW:
         pytest.skip("it has wide tiles alone")
     tuning = TileTuning(stages=4, shares=shares, columns=tile)
     with hopper.interpreted():
         rows = Rows(hopper, "whole_tiles_and_a_tail")
-        x, of_rows, weights = operands(rows.rng, rows.num_experts, rows.num_rows, rows.num_tokens, 128, 192)
+        x, of_rows, weights = operands(rows.rng, rows.num_experts, rows.num_rows, rows.num_tokens, 320, 320)
         found, expected = (
             call(kernel, rows.groups, x, of_rows, *both, (64, 64), tuning=tuning)
             for both in compressed_and_not(weights, form)
@@ -105,6 +106,16 @@ def test_decoding_spills_nothing(num_tokens, form):
     program = compile_for_gpu(program, *given)
     assert {f"moe_{kernel}" for kernel in KERNELS} <= {kernel.name for kernel in program.kernels}
     assert program.spill_bytes == {}
+
+
+def test_what_is_decoded_before():
+    """Weights of several forms, tokens of another type than bfloat16, and outputs that no thread can share out."""
+    nf4, mxfp4, narrow = (quantize(jnp.ones((2, 64, n)), form) for n, form in ((32, "nf4"), (32, "mxfp4"), (24, "nf4")))
+    assert hopper.decodes((nf4, nf4), jnp.bfloat16)
+    for weights in ((nf4, mxfp4), (nf4, nf4.astype("bfloat16")), (narrow,)):
+        assert not hopper.decodes(weights, jnp.bfloat16)
+    assert not hopper.decodes((nf4,), jnp.float16)
+    assert not hopper.in_fp8().decodes((nf4,), jnp.bfloat16)
 
 
 def test_codes_of_nf4_are_as_kernels_look_them_up():
