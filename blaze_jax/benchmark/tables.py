@@ -158,10 +158,8 @@ def _few_tokens(record: Record) -> Iterator[Row]:
 @_rows("bases", "base | MB | forward, µs | of plain | with the gradient of tokens, µs | of plain")
 def _bases(record: Record) -> Iterator[Row]:
     for name, row in record["bases"].items():
-        times = [
-            text for p in ("forward", "both") for text in (f"{row[f'{p}_us']:.1f}", f"{row[f'{p}_of_plain']:.2f}×")
-        ]
-        yield name, f"{row['bytes'] / 1e6:,.0f}", *times
+        forward, both = ((f"{row[f'{p}_us']:.1f}", f"{row[f'{p}_of_plain']:.2f}×") for p in ("forward", "both"))
+        yield name, f"{row['bytes'] / 1e6:,.0f}", *forward, *both
 
 
 @_rows(

@@ -43,6 +43,7 @@ from pallas_kernels.hopper.inline import (
     c32,
     global_pointer,
     int_type,
+    permuted_bytes,
     ptx,
     scalar,
     shared_address,
@@ -224,13 +225,12 @@ class TileDecoder:
             decode = DECODE[self.form](scales, value("shr.u32 $0, $1, 31;", base, constraints="=r,r"))
             for lines in batched(range(self.rows // self.rows_of_codes), LINES_TOGETHER):
                 codes = [load_halves(own_codes(line), begin) for line in lines]
-                for line, (half, words) in (
-                    (line, own) for line, c in zip(lines, codes, strict=True) for own in enumerate(c)
-                ):
-                    decoded = [decode(word, 4 * half + 2 * i) for i, word in enumerate(words)]
-                    for i in range(self.rows_of_codes):
-                        numbers = [pair for of_word in decoded for pair in of_word[i]]
-                        store_words(number(line * self.rows_of_codes + i, half), numbers)
+                for line, halves in zip(lines, codes, strict=True):
+                    for half, words in enumerate(halves):
+                        decoded = [decode(word, 4 * half + 2 * i) for i, word in enumerate(words)]
+                        for i in range(self.rows_of_codes):
+                            numbers = [pair for of_word in decoded for pair in of_word[i]]
+                            store_words(number(line * self.rows_of_codes + i, half), numbers)
 
         run(staged, slot.rhs)
         arrive(WARP_ARRIVES, landed, slot.number)
@@ -346,11 +346,6 @@ def value(text: str, *operands, constraints: str, has_side_effects: bool = False
     return llvm.inline_asm(int_type(32), list(operands), text, constraints, has_side_effects=has_side_effects)
 
 
-def permuted(low, high, order):
-    """The bytes of two registers that the last four hexadecimal digits of `order` name."""
-    return value("prmt.b32 $0, $1, $2, $3;", low, high, order, constraints="=r,r,r,r")
-
-
 def times(numbers, scales):
     """Two products of bfloat16."""
     return value("mul.rn.bf16x2 $0, $1, $2;", numbers, scales, constraints="=r,r,r")
@@ -370,7 +365,7 @@ def lookup(table: np.ndarray, zero):
     """
     low, high = map(c32, np.ascontiguousarray(table).view(np.int32).tolist())
     low = arith.addi(low, zero)
-    return lambda codes: permuted(low, high, codes)
+    return lambda codes: value("prmt.b32 $0, $1, $2, $3;", low, high, codes, constraints="=r,r,r,r")
 
 
 def two_by_two(word) -> list:
@@ -383,7 +378,7 @@ def paired(low: list, high: list, scales: list) -> tuple[list, list]:
 
     Registers have the bytes of two columns' codes. First come the pairs of the codes' lower bits, then of the upper.
     """
-    both = ([permuted(a, b, c32(order)) for a, b in zip(low, high, strict=True)] for order in (0x6240, 0x7351))
+    both = ([permuted_bytes(a, b, order) for a, b in zip(low, high, strict=True)] for order in (0x6240, 0x7351))
     lower, upper = ([times(pair, scale) for pair, scale in zip(pairs, scales, strict=True)] for pairs in both)
     return lower, upper
 
@@ -412,7 +407,7 @@ def mxfp4_decoder(scales: list, zero):
     def decode(word, first: int):
         codes = two_by_two(arith.andi(word, c32(0x77777777)))
         lower, upper = paired(*(list(map(table, codes)) for table in tables), scales[first : first + 2])
-        own = [permuted(word, c32(0), c32(order)) for order in UPPER_BYTES]
+        own = [permuted_bytes(word, c32(0), order) for order in UPPER_BYTES]
         lower = [arith.ori(pair, arith.andi(arith.shli(c, c32(4)), signs)) for pair, c in zip(lower, own, strict=True)]
         return lower, [arith.ori(pair, arith.andi(c, signs)) for pair, c in zip(upper, own, strict=True)]
 
@@ -425,7 +420,7 @@ UPPER_BYTES = (0x1404, 0x3424)
 
 def power_of_two(word, pair: int):
     """The scales of two of a word's four columns, from their exponents: 0 is 2^-127, and 255 is NaN."""
-    exponents = permuted(word, c32(0), c32(UPPER_BYTES[pair]))
+    exponents = permuted_bytes(word, c32(0), UPPER_BYTES[pair])
     text = (
         "{ .reg .b32 powers, least, zero; mov.b32 least, 0x00400040; mov.b32 zero, 0; shr.u32 powers, $1, 1; "
         "max.bf16x2 least, powers, least; fma.rn.bf16x2 $0, powers, zero, least; }"
