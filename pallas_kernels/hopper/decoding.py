@@ -1,18 +1,23 @@
-"""Compressed weights of experts, decoded on their way to the tensor cores, by the producer's threads.
+"""Compressed weights of experts, decoded on their way to the tensor cores, in the registers of those who multiply.
 
-A thread copies codes of `UNIT` columns, and what they need of the scales, by `cp.async` to memory of its own, some
-steps before it reads them and writes their numbers to a slot: no thread waits for another's. It decodes with a few
-instructions for four numbers, whose bytes it looks up in tables that registers hold.
+A k step's codes and scales come to its slot by bulk copies, a quarter or half of the bytes that numbers would be. The
+product is transposed: the weights are the left operand of a wgmma, which it takes from registers, and the rows are the
+right one. So no number of a weight is ever in memory, and a consumer decodes under the products of what it decoded
+before. It owns half of a tile's columns, of all of its rows, in blocks of 64; a k step of a block is (64, 64) numbers.
+
+A register of the left operand has two numbers of one column, along k, and a thread has those of two columns. These are
+neighbours: of every 16 columns of a block, the even ones come first (`interleaved`), then the odd ones. Two neighbours
+along k as well are what a thread loads at once, 16 bits of codes of 4 bits. It looks the bytes of their numbers up in
+tables that registers hold.
 """
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from itertools import batched
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,426 +27,255 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.codings import (
-    E2M1,
-    FLOAT8_BLOCK,
-    MXFP4_BLOCK,
-    NF4_GROUP,
-    NORMAL_FLOAT4,
-    is_quantized,
-)
+from pallas_kernels.codings import MXFP4_BLOCK, NF4_GROUP, is_quantized
 from pallas_kernels.hopper import inline_interpreter as forms
-from pallas_kernels.hopper.gather import arrive
+from pallas_kernels.hopper.codes import DECODE, load, powers_of_two, sum32, value
 from pallas_kernels.hopper.inline import (
-    CHUNK_BYTES,
+    ACCUMULATOR,
     K_STEP,
-    PANEL,
-    PANEL_BYTES,
     SCALAR,
     SWIZZLED,
-    WARPGROUP,
     c32,
-    global_pointer,
-    int_type,
     permuted_bytes,
     ptx,
+    row_tiles,
     scalar,
     shared_address,
     thread_index,
 )
 from pallas_kernels.mosaic.interpreter import in_interpreter
-from pallas_kernels.tuning.parameters import TileTuning, most_stages
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
 
-LINES_TOGETHER = 2
-"""Chunks of codes that a thread loads before it decodes them: more would take registers that it does not have."""
-
-REGISTERS = (88, 208)
+REGISTERS = (72, 216)
 """Of a producer's thread, and of a consumer's."""
 
-STAGED_BYTES = 48 * 1024
-"""Of codes and scales that are under way, at most; with so many, wide tiles still have three slots."""
+BLOCK = 64
+"""Columns that a wgmma multiplies, and their bytes of codes of a row."""
 
-MOST_AHEAD = 4
-"""Steps between a copy and its use, at most: narrow tiles take as long for them as memory does."""
+BLOCKS = TILE_COLUMNS // BLOCK
+OWN_BLOCKS = BLOCKS // 2  # of a consumer
 
-UNIT = 16
-"""Columns of the weights that a thread decodes together: 16 bytes of codes, and two chunks of each row of numbers."""
+OUTPUTS_MULTIPLE = 16
+"""Of weights that bulk copies can bring: rows of codes begin at multiples of 16 bytes."""
+
+CODES = (plgpu.SwizzleTransform(64),)
+"""Shared-memory layout of codes: 64 bytes to a row, its 16-byte chunk c at place `c XOR (row / 2 mod 4)`."""
+
+LEAST_COPY = 128
+"""Bytes of a bulk copy, at least."""
+
+CODE_STEPS = {"nf4": 2, "mxfp4": 2, "float8": 1}
+"""Inputs that a byte of codes stands for."""
 
 
 def decodes(weights: tuple[Any, ...], dtype) -> bool:
     """Whether the kernels take these compressed weights of one product as they are."""
     first = weights[0]
     return dtype == jnp.bfloat16 and all(
-        is_quantized(weight) and weight.form == first.form and weight.shape[-1] % UNIT == 0 for weight in weights
+        is_quantized(weight) and weight.form == first.form and weight.shape[-1] % OUTPUTS_MULTIPLE == 0
+        for weight in weights
     )
 
 
 class TileDecoder:
-    """Copies and decodes compressed weights `(E, in, out)`, a k step at a time: (in, out) in panels of 64 columns.
-
-    Of such a part, thread t has `rows` rows of `UNIT` columns.
+    """Brings compressed weights `(E, in, out)` to the ring, and multiplies them, a k step of a tile at a time.
 
     Args:
       weight: one of the weights, a `QuantizedWeight`; they are of one form and shape.
-      find: `(refs, tile, k, copy)`, calls `copy(weights, row, column)` for what a k step has of them.
-      columns: of the products' tiles.
-      transposed: whether those are inputs, in one panel (columns, 64); otherwise outputs, in panels (64, 64).
-      side_by_side: how many weights share the outputs of a tile.
+      transposed: whether a tile's columns are inputs, and outputs are contracted.
+      side_by_side: how many weights share the columns of a tile.
     """
 
-    def __init__(self, weight: Any, find: Callable, *, columns: int, transposed: bool, side_by_side: int = 1):
-        self.weight, self.form, self.find = weight, weight.form, find
-        self.columns, self.side_by_side = columns, side_by_side
-        self.inputs, self.outputs = weight.shape[-2:]
-        self.tile_rows, self.tile_columns = (columns, K_STEP) if transposed else (K_STEP, columns)
-        self.across = self.tile_columns // UNIT  # threads side by side
-        self.rows = self.tile_rows * self.across // WARPGROUP
-        self.rows_of_codes = 1 if weight.form == "float8" else 2  # rows of numbers in one of codes
-        self.code_bytes = self.rows // self.rows_of_codes * WARPGROUP * CHUNK_BYTES
-        self.bytes = self.code_bytes + SCALE_BYTES[self.form] * WARPGROUP
-        self.depth = min(STAGED_BYTES // self.bytes, MOST_AHEAD)
+    def __init__(self, weight: Any, *, transposed: bool, side_by_side: int = 1):
+        self.form, self.coding, self.transposed = weight.form, weight.coding, transposed
+        self.side_by_side = side_by_side
+        self.width = TILE_COLUMNS // side_by_side
+        self.rows = K_STEP // CODE_STEPS[self.form]  # of a block's codes
+        self.copies = 2 if transposed else BLOCKS + side_by_side  # bulk copies of a k step
+        group = {"nf4": NF4_GROUP, "mxfp4": MXFP4_BLOCK}.get(self.form)
+        if group is None:
+            self.scales = 1, LEAST_COPY // 4
+        else:
+            self.scales = (TILE_COLUMNS // group, K_STEP) if transposed else (K_STEP // group, self.width)
+        self.scale_dtype = {"nf4": jnp.bfloat16, "mxfp4": jnp.uint8, "float8": jnp.float32}[self.form]
+        # Of the scales of one of the weights side by side.
+        self.side_bytes = int(np.prod(self.scales)) * jnp.dtype(self.scale_dtype).itemsize
+        self.slot_bytes = BLOCKS * self.rows * BLOCK + side_by_side * self.side_bytes
 
-    @in_interpreter(forms.staged)
-    def memory(self):
-        """Scratch for the codes and scales of `depth` k steps."""
-        return plgpu.SMEM((self.depth, self.bytes // 4), jnp.int32)
+    def operands(self, weight: Any) -> tuple[jax.Array, jax.Array]:
+        """Codes and scales as the kernel takes them.
 
-    def fitting(self, tuning: TileTuning) -> TileTuning:
-        """The parameters, with as many slots at most as fit beside that."""
-        stages = most_stages(self.columns, spare=self.depth * self.bytes)
-        return replace(tuning, stages=min(tuning.stages, stages))
-
-    def of_tile(self, refs, tile, steps: int) -> "TileCodes":
-        """The weights of a tile, which has so many k steps if it has rows."""
-        return TileCodes(self, refs, tile, jnp.where(tile.rows > 0, steps, 0))
-
-    def row_and_column(self):
-        """Of this thread's first number in the tile."""
-        t = thread_index()
-        return (
-            arith.muli(arith.divui(t, c32(self.across)), c32(self.rows)),
-            arith.muli(arith.remui(t, c32(self.across)), c32(UNIT)),
-        )
-
-    def begins(self):
-        """Which half of its columns this thread begins with, 0 or 1.
-
-        Eight threads store 16 bytes at a time, and sixteen load 8: so those of either are in different banks.
+        Scales of float8 are one for each block and k step, those of a step a multiple of 16 bytes.
         """
-        low, high = (arith.andi(arith.shrui(thread_index(), c32(2 + bit)), c32(1)) for bit in range(2))
-        return arith.xori(low, high)
-
-    def own_memory(self, staged):
-        """Addresses of this thread's codes, by number of the chunk, and of its scales."""
-
-        def at(first: int, size: int):
-            return shared_address(staged, arith.addi(c32(first), arith.muli(thread_index(), c32(size))))
-
-        codes = at(0, CHUNK_BYTES)
-        size = min(SCALE_BYTES[self.form], CHUNK_BYTES)
-        return lambda number: arith.addi(codes, c32(number * WARPGROUP * CHUNK_BYTES)), at(self.code_bytes, size)
-
-    @in_interpreter(forms.copy_codes)
-    def copy(self, staged, expert, weights: tuple[Any, ...], row, column) -> None:
-        """Starts the copies of what stands for the tile at `row` and `column` of an expert's weights.
-
-        Of weights side by side, each has its columns from `column` on. Rows and columns past the end become zeros.
-        """
-        scalars = (expert, row, column)
-        arrays = [array for weight in weights for array in (weight.values, weight.scales)]
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), (SCALAR,) * 3, *[plgpu.RefType()] * len(arrays)))
-        def run(ctx, staged, scalars, *arrays):
-            expert, first_row, first_column = map(scalar, scalars)
-            own_row, own_column = self.row_and_column()
-            each = c32(self.tile_columns // self.side_by_side)
-            which, own_column = arith.divui(own_column, each), arith.remui(own_column, each)
-            row, column = arith.addi(first_row, own_row), arith.addi(first_column, own_column)
-            known = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.slt, row, c32(self.inputs)),
-                arith.cmpi(arith.CmpIPredicate.slt, column, c32(self.outputs)),
-            )
-            known = arith.extui(int_type(32), known)
-            codes, scales = (picked(list(map(global_pointer, arrays[i::2])), which) for i in range(2))
-
-            def source(pointer, shape, row, column, number_bytes):
-                """The address of a number of an array (E, *shape)."""
-                line = arith.addi(arith.muli(expert, c32(shape[0])), row)
-                return moved(moved(pointer, line, shape[1] * number_bytes), column, number_bytes)
-
-            own_codes, own_scales = self.own_memory(staged)
-            row_of_codes = arith.divui(row, c32(self.rows_of_codes))
-            first = source(codes, self.weight.values.shape[-2:], row_of_codes, column, 1)
-            for number in range(self.rows // self.rows_of_codes):
-                copy_chunk(own_codes(number), first, known, offset=number * self.outputs)
-            of_scales = self.weight.scales.shape[-2:]
-            if self.form == "float8":
-                blocks = (arith.divui(i, c32(FLOAT8_BLOCK)) for i in (row, column))
-                copy_chunk(own_scales, source(scales, of_scales, *blocks, 4), known, size=4)
-            elif self.form == "mxfp4":
-                copy_chunk(own_scales, source(scales, of_scales, arith.divui(row, c32(MXFP4_BLOCK)), column, 1), known)
-            else:
-                of_group = source(scales, of_scales, arith.divui(row, c32(NF4_GROUP)), column, 2)
-                for half in range(2):  # that of the columns that the thread begins with first
-                    own = arith.muli(arith.xori(self.begins(), c32(half)), c32(CHUNK_BYTES))
-                    place = arith.addi(own_scales, c32(half * WARPGROUP * CHUNK_BYTES))
-                    copy_chunk(place, moved(of_group, own, 1), known)
-
-        run(staged, tuple(jnp.asarray(s, jnp.int32) for s in scalars), *arrays)
-
-    @in_interpreter(forms.nothing)
-    def commit(self) -> None:
-        """Ends a k step's copies."""
-
-        @plgpu.inline_mgpu(arg_types=())
-        def run(ctx):
-            ptx("cp.async.commit_group;")
-
-        run()
-
-    @in_interpreter(forms.decode)
-    def decode(self, staged, slot, landed) -> None:
-        """Writes the numbers of a k step's codes to a slot, when they are there, and arrives on its `landed`.
-
-        Those are the first of `depth` steps' whose copies were ended, and not waited for.
-        """
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(SWIZZLED)))
-        def run(ctx, staged, rhs):
-            ptx(f"cp.async.wait_group {self.depth - 1};")
-            row, column = self.row_and_column()
-            panel, chunk = arith.divui(column, c32(PANEL)), arith.divui(arith.remui(column, c32(PANEL)), c32(8))
-            base = shared_address(rhs, arith.addi(arith.muli(panel, c32(PANEL_BYTES)), arith.muli(row, c32(128))))
-            first = arith.muli(arith.xori(arith.xori(chunk, arith.andi(row, c32(7))), self.begins()), c32(CHUNK_BYTES))
-
-            def number(row, half):
-                """The address of a chunk of numbers."""
-                chunk = arith.xori(first, c32((row ^ half) * CHUNK_BYTES))
-                return arith.addi(chunk, arith.addi(base, c32(row * 128)))
-
-            own_codes, own_scales = self.own_memory(staged)
-            begin = arith.muli(self.begins(), c32(CHUNK_BYTES // 2))
-            scales = self.loaded_scales(own_scales, begin)
-            decode = DECODE[self.form](scales, value("shr.u32 $0, $1, 31;", base, constraints="=r,r"))
-            for lines in batched(range(self.rows // self.rows_of_codes), LINES_TOGETHER):
-                codes = [load_halves(own_codes(line), begin) for line in lines]
-                for line, halves in zip(lines, codes, strict=True):
-                    for half, words in enumerate(halves):
-                        decoded = [decode(word, 4 * half + 2 * i) for i, word in enumerate(words)]
-                        for i in range(self.rows_of_codes):
-                            numbers = [pair for of_word in decoded for pair in of_word[i]]
-                            store_words(number(line * self.rows_of_codes + i, half), numbers)
-
-        run(staged, slot.rhs)
-        arrive(WARP_ARRIVES, landed, slot.number)
-
-    @in_interpreter(forms.nothing)
-    def pass_by(self, slot, landed) -> None:
-        """Arrives for a step without weights, which nobody waits for there."""
-        arrive(WARP_ARRIVES, landed, slot.number)
-
-    def loaded_scales(self, own, begin) -> list:
-        """Of this thread's columns, two scales of bfloat16 in each register; or one of float32 for all."""
+        codes, scales = lax.bitcast_convert_type(weight.values, jnp.uint8), weight.scales
         if self.form == "float8":
-            return load_words(own, 1)
-        if self.form == "nf4":
-            halves = (arith.addi(own, c32(half * WARPGROUP * CHUNK_BYTES)) for half in range(2))
-            return [word for half in halves for word in load_words(half, 4)]
-        words = [word for half in load_halves(own, begin) for word in half]
-        return [power_of_two(word, pair) for word in words for pair in range(2)]
+            scales = jnp.repeat(jnp.repeat(scales, 2, axis=1), 2, axis=2)
+            scales = scales.swapaxes(1, 2) if self.transposed else scales
+            scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -scales.shape[2] % BLOCKS)))
+        return codes, scales
+
+    def memory(self, stages: int) -> dict:
+        """Scratch for so many slots, by name."""
+        return {
+            "codes": plgpu.SMEM((stages, BLOCKS * self.rows, BLOCK), jnp.uint8, transforms=CODES),
+            "code_scales": plgpu.SMEM((stages, self.side_by_side, *self.scales), self.scale_dtype),
+        }
+
+    def fetch(self, refs, slot, weights, expert, column, k) -> None:
+        """Starts a k step's copies, of weights side by side, from each of which the tile has columns from `column` on.
+
+        Past their ends they read zeros, which stand for finite numbers.
+        """
+        (rows, columns), step = self.scales, CODE_STEPS[self.form]
+        for i, (codes, scales) in enumerate(weights):
+            own = refs.codes.at[slot.number]
+            if self.transposed:
+                part = codes.at[expert, pl.ds(lax.div(column, step), own.shape[0]), pl.ds(k * K_STEP, BLOCK)]
+                slot.fetch(part, own)
+                place = lax.div(column * rows, TILE_COLUMNS), k * K_STEP
+            else:
+                of_each = BLOCKS // self.side_by_side
+                for block in range(of_each):
+                    part = codes.at[expert, pl.ds(k * self.rows, self.rows), pl.ds(column + block * BLOCK, BLOCK)]
+                    slot.fetch(part, own.at[pl.ds((i * of_each + block) * self.rows, self.rows)])
+                place = k * rows, column
+            if self.form == "float8":
+                place = k, lax.div(column, BLOCK)
+            part = scales.at[expert, pl.ds(place[0], rows), pl.ds(place[1], columns)]
+            slot.fetch(part, refs.code_scales.at[slot.number, i])
+
+    def numbers(self, codes, scales, block):
+        """A k step of a block's numbers, from its codes and all scales of its weights; it is `block` of them."""
+        rows, columns = self.scales
+        if self.form == "float8":
+            codes, size = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), (1, 1)
+            start = 0, block
+        elif self.transposed:
+            size = rows // BLOCKS, columns
+            start = block * size[0], 0
+        else:
+            size = rows, BLOCK
+            start = 0, block * BLOCK
+        return self.coding.decode(codes, lax.dynamic_slice(scales, start, size), jnp.bfloat16)
+
+    @in_interpreter(forms.multiply_codes)
+    def multiply(self, accumulator, rows, codes, scales, warpgroup, *, first: bool):
+        """`accumulator + weights · rows`, asynchronous, the last of its commit groups not waited for.
+
+        Args:
+          accumulator: `(64, own blocks · 128)`: those of a consumer's blocks, one after the other, by the tile's rows.
+          rows: the panel (128, 64) of the tile's rows.
+          codes: of the slot, and so are `scales`.
+          scales: see `codes`.
+          warpgroup: the consumer.
+          first: whether there is no wgmma before it.
+        """
+        result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
+        arguments = ACCUMULATOR, plgpu.RefType(SWIZZLED), plgpu.RefType(CODES), plgpu.RefType(), SCALAR
+
+        @plgpu.inline_mgpu(arg_types=arguments, return_type=result)
+        def run(ctx, accumulator, rows, codes, scales, warpgroup):
+            rows, parts = utils.memref_transpose(row_tiles(rows), (1, 0, 3, 2)), []
+            thread = Thread(self, codes, scales, scalar(warpgroup))
+            for own in range(OWN_BLOCKS):
+                registers = np.array([llvm.bitcast(pair_type(), r) for r in thread.decoded(own)], dtype=object)
+                registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, K_STEP)))
+                weights = mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+                part = accumulator[:, own * TILE_ROWS : (own + 1) * TILE_ROWS]
+                value = mgpu.WGMMAAccumulator(_value=part, _original_layout=part.layout, _sync=first)
+                parts.append(mgpu.wgmma(value, weights, rows, swizzle=128)._value.registers)
+                ptx("wgmma.commit_group.sync.aligned;")
+                ptx("wgmma.wait_group.sync.aligned 1;")  # whose registers are taken next
+            registers = np.concatenate(parts, axis=1)
+            return mgpu.FragmentedArray(_registers=registers, _layout=accumulator.layout, _is_signed=None)
+
+        return run(accumulator, rows, codes, scales, warpgroup)
 
 
-class TileCodes(NamedTuple):
-    """The compressed weights of a `tile`, which has so many k `steps`."""
-
-    decoder: TileDecoder
-    refs: Any
-    tile: Any
-    steps: Any
-
-    def begin(self) -> None:
-        """Starts the copies for the first k steps."""
-        lax.fori_loop(0, self.decoder.depth, lambda k, _: self.copy(k), None)
-
-    def decode(self, k, slot) -> None:
-        """Fills the slot for a k step, and starts the copies of those that come to lie where its codes were."""
-        self.decoder.decode(self.staged(k), slot, self.refs.landed)
-        self.copy(k + self.decoder.depth)
-
-    def copy(self, k) -> None:
-        """Starts the copies for a k step, if there is one."""
-        copy = partial(self.decoder.copy, self.staged(k), self.tile.expert)
-        pl.when(k < self.steps)(lambda: self.decoder.find(self.refs, self.tile, k, copy))
-        self.decoder.commit()
-
-    def staged(self, k):
-        return self.refs.staged.at[lax.rem(k, self.decoder.depth)]
-
-    def pass_by(self, slot) -> None:
-        """Does what every step must do in one without weights."""
-        self.decoder.pass_by(slot, self.refs.landed)
+def pair_type():
+    return ir.VectorType.get((2,), ir.BF16Type.get())
 
 
-WARP_ARRIVES = (
-    "{ .reg .pred one; bar.warp.sync 0xffffffff; elect.sync _|one, 0xffffffff; "
-    "@one mbarrier.arrive.shared::cta.b64 _, [$0]; }"
-)
-"""One thread arrives, for all that the warp has written."""
+class Thread:
+    """A thread's part of a slot's codes: lane `4 g + t` of warp w has columns `16 w + 2 g` and the next of each block.
 
-SCALE_BYTES = {"nf4": 2 * UNIT, "mxfp4": UNIT, "float8": 4}
-"""Of a thread's scales."""
-
-
-def picked(pointers: list, which):
-    """The pointer of that number."""
-    pointer = pointers[0]
-    for number, other in enumerate(pointers[1:], 1):
-        pointer = arith.select(arith.cmpi(arith.CmpIPredicate.eq, which, c32(number)), other, pointer)
-    return pointer
-
-
-def moved(pointer, count, size: int):
-    """The pointer `count * size` bytes on."""
-    count = arith.extui(int_type(64), count)
-    return utils.getelementptr(pointer, [arith.muli(count, arith.constant(int_type(64), size))], int_type(8))
-
-
-def copy_chunk(target, source, known, *, offset: int = 0, size: int = CHUNK_BYTES) -> None:
-    """Starts the copy of 16 bytes, or 4, from `offset` bytes past the source; zeros unless it is `known`."""
-    cache = "cg" if size == CHUNK_BYTES else "ca"
-    ptx(
-        "{ .reg .pred none; setp.eq.b32 none, $2, 0; "
-        f"cp.async.{cache}.shared.global [$0], [$1 + {offset}], {size}, none; }}",
-        target,
-        source,
-        known,
-        constraints="r,l,r",
-    )
-
-
-def load_words(address, count: int) -> list:
-    """So many words of shared memory, 1, 2 or 4."""
-    if count == 1:
-        return [value("ld.shared.b32 $0, [$1];", address, constraints="=r,r", has_side_effects=True)]
-    names = ", ".join(f"${i}" for i in range(count))
-    text = f"ld.shared.v{count}.b32 {{{names}}}, [${count}];"
-    words = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
-    found = llvm.inline_asm(words, [address], text, ",".join(["=r"] * count + ["r"]), has_side_effects=True)
-    return [llvm.extractvalue(int_type(32), found, [i]) for i in range(count)]
-
-
-def load_halves(chunk, begin) -> list[list]:
-    """The words of a chunk's halves, of which the first begins at that byte."""
-    first = arith.addi(chunk, begin)
-    return [load_words(arith.xori(first, c32(8 * half)), 2) for half in range(2)]
-
-
-def store_words(address, words: list) -> None:
-    """Writes four words to shared memory."""
-    ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *words, constraints="r,r,r,r,r")
-
-
-def value(text: str, *operands, constraints: str, has_side_effects: bool = False):
-    """The register that an instruction gives."""
-    return llvm.inline_asm(int_type(32), list(operands), text, constraints, has_side_effects=has_side_effects)
-
-
-def times(numbers, scales):
-    """Two products of bfloat16."""
-    return value("mul.rn.bf16x2 $0, $1, $2;", numbers, scales, constraints="=r,r,r")
-
-
-def bytes_of(numbers) -> list[np.ndarray]:
-    """The lower bytes of numbers of bfloat16, and the upper ones."""
-    bits = np.asarray(numbers, np.float32).astype(jnp.bfloat16).view(np.uint8)
-    return [bits[0::2], bits[1::2]]
-
-
-def lookup(table: np.ndarray, zero):
-    """A function that gives the bytes of a table of 8 for four codes, of the lower half of a register.
-
-    Where the upper one of a code's four bits is set, it is the byte's sign, repeated. The `zero` is one of which the
-    compiler does not know it: it would move a constant to a register anew for each use.
+    Along k it has `8 j + 2 t` and the next, for each j.
     """
-    low, high = map(c32, np.ascontiguousarray(table).view(np.int32).tolist())
-    low = arith.addi(low, zero)
-    return lambda codes: value("prmt.b32 $0, $1, $2, $3;", low, high, codes, constraints="=r,r,r,r")
 
+    def __init__(self, decoder: TileDecoder, codes, scales, warpgroup):
+        lane = arith.andi(thread_index(), c32(31))
+        self.g, self.t = arith.shrui(lane, c32(2)), arith.andi(lane, c32(3))
+        self.warp = arith.shrui(thread_index(), c32(5))
+        self.columns = sum32((self.warp, 16), (self.g, 2))
+        self.decoder, self.warpgroup = decoder, warpgroup
+        self.codes, self.scales = shared_address(codes, c32(0)), shared_address(scales, c32(0))
+        # A zero of which the compiler does not know it: it would move constants to registers anew for each use.
+        zero = value("shr.u32 $0, $1, 31;", self.codes, constraints="=r,r")
+        self.decode = DECODE[decoder.form](zero, transposed=decoder.transposed)
 
-def two_by_two(word) -> list:
-    """The codes of a word's first two columns in the lower half of a register, and those of the other two."""
-    return [word, arith.shrui(word, c32(16))]
+    def decoded(self, own: int) -> list:
+        """The registers of a block's left operand: of each 8 along k, those of the first column, then of the second."""
+        if self.decoder.side_by_side == 2:
+            block, side, of_side = sum32((self.warpgroup, 1), (c32(1), 2 * own)), own, self.warpgroup
+        else:
+            block, side = sum32((self.warpgroup, OWN_BLOCKS), (c32(1), own)), 0
+            of_side = block
+        codes, scales = self.codes_of(block), self.scales_of(of_side, side)
+        loaded = [codes(j) for j in range(K_STEP // 8)]
+        return [pair for j, halves in enumerate(loaded) for pair in self.decode(*halves, *scales(j))]
 
+    def codes_of(self, block) -> Callable[[int], list]:
+        """Loads this thread's codes of a block, of each 8 along k: 16 bits of 4-bit codes, or twice as many of 8 bits.
 
-def paired(low: list, high: list, scales: list) -> tuple[list, list]:
-    """Products of two numbers of bfloat16 with their scales, by the numbers' lower and upper bytes.
+        Those are of the first k of both columns, and of the second; or, transposed, of both k for each column.
+        """
+        decoder, of_8_bits = self.decoder, self.decoder.form == "float8"
+        block = sum32((self.codes, 1), (block, decoder.rows * BLOCK))
+        if decoder.transposed:
+            row = self.columns if of_8_bits else sum32((self.warp, 8), (self.g, 1))
+            first, chunk = sum32((block, 1), (row, BLOCK), (self.t, 2)), c32(0)
+        else:
+            row = sum32((self.t, 2 if of_8_bits else 1))
+            first, chunk = sum32((block, 1), (row, BLOCK), (self.g, 2)), self.warp
+        swizzle = arith.xori(chunk, arith.andi(arith.shrui(row, c32(1)), c32(3)))
 
-    Registers have the bytes of two columns' codes. First come the pairs of the codes' lower bits, then of the upper.
-    """
-    both = ([permuted_bytes(a, b, order) for a, b in zip(low, high, strict=True)] for order in (0x6240, 0x7351))
-    lower, upper = ([times(pair, scale) for pair, scale in zip(pairs, scales, strict=True)] for pairs in both)
-    return lower, upper
+        def at(j: int, row: int = 0):
+            """The halfword of a row after this thread's first one."""
+            if decoder.transposed:
+                place, offset = arith.xori(swizzle, c32(j // 2)), j % 2 * 8
+            else:
+                row += j * (8 if of_8_bits else 4)
+                place, offset = arith.xori(swizzle, c32(row // 2 % 4)), row * BLOCK
+            if decoder.transposed:
+                offset += row * BLOCK
+            return load("u16", sum32((first, 1), (place, 16), (c32(1), offset)))
 
+        return lambda j: [at(j, row) for row in range(2 if of_8_bits else 1)]
 
-def nf4_decoder(scales: list, zero):
-    """A function that gives the numbers of four columns, of the lower bits and of the upper, in pairs of bfloat16."""
-    tables = []
-    for table in bytes_of(NORMAL_FLOAT4):
-        # Of the other table there comes a sign, repeated: those of the first are undone in the second, which has none.
-        last_codes = table[8:] ^ np.where(table[:8] >> 7, 255, 0).astype(np.uint8)
-        tables.append((lookup(table[:8], zero), lookup(last_codes, zero)))
+    def scales_of(self, block, side: int) -> Callable[[int], list]:
+        """Loads this thread's scales of a block of one of the weights: for each 8 along k, those of both columns.
 
-    def decode(word, first: int):
-        codes, flipped = two_by_two(word), two_by_two(arith.xori(word, c32(-0x77777778)))
-        low, high = ([arith.xori(a(c), b(f)) for c, f in zip(codes, flipped, strict=True)] for a, b in tables)
-        return paired(low, high, scales[first : first + 2])
+        They are bfloat16, two in a register, or one of float32.
+        """
+        decoder = self.decoder
+        rows, columns = decoder.scales
+        size = jnp.dtype(decoder.scale_dtype).itemsize
+        scales = sum32((self.scales, 1), (c32(1), side * decoder.side_bytes))
+        if decoder.form == "float8":
+            scale = load("b32", sum32((scales, 1), (block, size)))
+            return lambda j: [scale, scale]
+        if decoder.transposed:  # neighbours along k have different ones, and a thread's columns the same
+            of_block = rows // BLOCKS
+            row = sum32((block, of_block), (arith.shrui(self.warp, c32(1)), of_block - 1))
+            first = sum32((scales, 1), (row, columns * size), (self.t, 2 * size))
+            return lambda j: [self.two_scales(sum32((first, 1), (c32(1), 8 * j * size)))] * 2
+        first = sum32((scales, 1), (block, BLOCK * size), (self.columns, size))
+        both = [self.two_scales(sum32((first, 1), (c32(1), row * columns * size))) for row in range(rows)]
+        apart = [[permuted_bytes(pair, pair, order) for order in (0x1010, 0x3232)] for pair in both]
+        return lambda j: apart[j * rows // (K_STEP // 8)]
 
-    return decode
-
-
-def mxfp4_decoder(scales: list, zero):
-    """See `nf4_decoder`. Magnitudes are looked up, and each sign is moved to its place."""
-    tables = [lookup(table, zero) for table in bytes_of(E2M1)]
-    signs = c32(-0x7FFF8000)
-
-    def decode(word, first: int):
-        codes = two_by_two(arith.andi(word, c32(0x77777777)))
-        lower, upper = paired(*(list(map(table, codes)) for table in tables), scales[first : first + 2])
-        own = [permuted_bytes(word, c32(0), order) for order in UPPER_BYTES]
-        lower = [arith.ori(pair, arith.andi(arith.shli(c, c32(4)), signs)) for pair, c in zip(lower, own, strict=True)]
-        return lower, [arith.ori(pair, arith.andi(c, signs)) for pair, c in zip(upper, own, strict=True)]
-
-    return decode
-
-
-UPPER_BYTES = (0x1404, 0x3424)
-"""Of a word's four columns, two each in the upper byte of a half of a register; zeros come second."""
-
-
-def power_of_two(word, pair: int):
-    """The scales of two of a word's four columns, from their exponents: 0 is 2^-127, and 255 is NaN."""
-    exponents = permuted_bytes(word, c32(0), UPPER_BYTES[pair])
-    text = (
-        "{ .reg .b32 powers, least, zero; mov.b32 least, 0x00400040; mov.b32 zero, 0; shr.u32 powers, $1, 1; "
-        "max.bf16x2 least, powers, least; fma.rn.bf16x2 $0, powers, zero, least; }"
-    )
-    return value(text, exponents, constraints="=r,r")
-
-
-def float8_decoder(scales: list, zero):
-    """A function that gives the numbers of four columns in pairs of bfloat16, each product rounded from float32."""
-    del zero
-    text = (
-        "{{ .reg .b16 low, high; .reg .b32 both; .reg .f32 a, b; mov.b32 {{low, high}}, $1; "
-        "cvt.rn.f16x2.e4m3x2 both, {half}; mov.b32 {{low, high}}, both; cvt.f32.f16 a, low; cvt.f32.f16 b, high; "
-        "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2; cvt.rn.bf16x2.f32 $0, b, a; }}"
-    )
-
-    def decode(word, first: int):
-        del first
-        return ([value(text.format(half=half), word, scales[0], constraints="=r,r,r") for half in ("low", "high")],)
-
-    return decode
-
-
-DECODE = {"nf4": nf4_decoder, "mxfp4": mxfp4_decoder, "float8": float8_decoder}
+    def two_scales(self, address):
+        """Two scales that are neighbours, as bfloat16."""
+        if self.decoder.form == "nf4":
+            return load("b32", address)
+        return powers_of_two(load("u16", address))

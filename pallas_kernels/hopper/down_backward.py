@@ -10,10 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.hopper.decoding import REGISTERS as DECODING
-from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.gather import row_chunks
@@ -74,8 +72,7 @@ def down_backward(
         (scaled,) = quantize_weights(w_down, axis=2, dtype=dtype)
         tokens, of_tokens = quantize_tokens(dy, groups)
         w_down, decoding = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
-    if not is_quantized(w_down):
-        w_down = w_down.astype(dtype)
+    w_down = w_down.astype(dtype)
 
     def load(refs, tile, k, slot):
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
@@ -94,8 +91,6 @@ def down_backward(
             slot.fetch(pre.at[pl.ds(tile.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
 
     decoder = None
-    if is_quantized(w_down):
-        decoder = TileDecoder(w_down, find, columns=TILE_COLUMNS, transposed=True)
 
     def begin(refs, part):
         row_weight = plgpu.load(refs.row_weights.at[pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)

@@ -30,14 +30,14 @@ from pallas_kernels.mosaic.interpreter import in_interpreter
 
 
 @in_interpreter(forms.landed_barriers)
-def landed_barriers(stages, gathers, decodes):
+def landed_barriers(stages):
     """Scratch for `stages` mbarriers of the gather, 8 bytes each: Pallas barriers cannot be named in inline code."""
     return plgpu.SMEM((2 * stages,), jnp.int32)
 
 
 @in_interpreter(forms.init_landed)
-def init_landed(landed, stages, gathers, decodes):
-    """Makes the mbarriers of `landed_barriers`, completed by each thread's copies and by each warp that has decoded.
+def init_landed(landed, stages):
+    """Makes the mbarriers of `landed_barriers`, each completed by the copies of one warpgroup.
 
     All threads of the block must call this.
     """
@@ -45,10 +45,9 @@ def init_landed(landed, stages, gathers, decodes):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def run(ctx, landed):
         first = utils.single_thread_predicate(scope=utils.ThreadSubset.BLOCK)
-        arrivals = WARPGROUP * gathers + WARPGROUP // 32 * decodes
         for stage in range(stages):
             barrier = utils.getelementptr(utils.memref_ptr(landed), [stage], int_type(64))
-            nvvm.mbarrier_init(barrier, c32(arrivals), predicate=first)
+            nvvm.mbarrier_init(barrier, c32(WARPGROUP), predicate=first)
         ptx("fence.mbarrier_init.release.cluster;")
         ptx("barrier.sync 0;")
 
@@ -184,14 +183,10 @@ class RowGather:
     @in_interpreter(forms.arrive)
     def arrive(self, landed, slot):
         """Lets `landed[slot]` complete when the copies that were started have landed."""
-        arrive("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", landed, slot)
 
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+        def run(ctx, landed, slot):
+            barrier = shared_address(landed, arith.muli(scalar(slot), c32(8)))
+            ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier, constraints="r")
 
-def arrive(text: str, landed, slot) -> None:
-    """Arrives at `landed[slot]` by the instruction `text`."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
-    def run(ctx, landed, slot):
-        ptx(text, shared_address(landed, arith.muli(scalar(slot), c32(8))), constraints="r")
-
-    run(landed, slot)
+        run(landed, slot)

@@ -10,6 +10,7 @@ Pallas's interpreter cannot run inline code: `inline_interpreter` has the same f
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
 import math
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import jax
@@ -320,6 +321,38 @@ def store_columns(panel, first_column: int, values) -> None:
     run(panel, values)
 
 
+interleaved = forms.interleaved
+
+
+def _interleaved_address(panel, first_row: int, odd: int):
+    """Address of two columns of a row that are this thread's, of accumulators in which they are `interleaved`.
+
+    The row is the `odd` one of the two of each 8 that are this thread's, of the 8 from `first_row` on.
+    """
+    lane, warp = arith.andi(thread_index(), c32(31)), arith.shrui(thread_index(), c32(5))
+    pair, row = arith.shrui(lane, c32(2)), arith.ori(arith.shli(arith.andi(lane, c32(3)), c32(1)), c32(odd))
+    chunk = arith.addi(arith.shli(warp, c32(1)), arith.shrui(pair, c32(2)))
+    place = arith.addi(arith.muli(arith.xori(chunk, row), c32(16)), arith.muli(arith.andi(pair, c32(3)), c32(4)))
+    offset = arith.addi(arith.addi(arith.muli(row, c32(128)), place), c32(first_row * 128))
+    return shared_address(panel, offset)
+
+
+@in_interpreter(forms.store_interleaved)
+def store_interleaved(panel, first_row: int, values) -> None:
+    """Writes the transpose of `values` (64, rows), 16-bit, with rows `interleaved`, to a panel (..., 64) from a row on."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.Layout.WGMMA))
+    def run(ctx, panel, values):
+        registers = [llvm.bitcast(int_type(32), r) for r in values.registers.flat]  # of two rows each
+        for odd, order in enumerate((0x5410, 0x7632)):
+            address = _interleaved_address(panel, first_row, odd)
+            for i in range(0, len(registers), 2):
+                both = permuted_bytes(registers[i], registers[i + 1], order)
+                ptx(f"st.shared.b32 [$0 + {i // 2 * 1024}], $1;", address, both, constraints="r,r")
+
+    run(panel, values)
+
+
 @in_interpreter(forms.store_panels)
 def store_panels(panels, values, *, transposed=False):
     """Writes `values` (rows, columns), or their transpose, to panels (rows, 128 bytes), one after the other."""
@@ -336,20 +369,20 @@ def store_panels(panels, values, *, transposed=False):
     run(panels, plgpu.layout_cast(values, layout))
 
 
-def store_buffers(dtype, columns: int = PANEL):
+def store_buffers(dtype, columns: int = PANEL, rows: int = GROUP_ROWS):
     """Two buffers for `store_through` per consumer warpgroup."""
-    return plgpu.SMEM((4, GROUP_ROWS, columns), dtype, transforms=SWIZZLED)
+    return plgpu.SMEM((4, rows, columns), dtype, transforms=SWIZZLED)
 
 
 @contextmanager
-def store_through(buffers, warpgroup, turn: int, values: jax.Array, *, transposed=False):
-    """A buffer with `values` or their transpose, for the copies that are started inside.
+def store_through(buffers, warpgroup, turn: int, write: Callable):
+    """A buffer that `write` has filled, for the copies that are started inside.
 
     A warpgroup's two buffers take turns: the store before last must have left shared memory.
     """
     buffer = buffers.at[warpgroup * 2 + turn % 2]
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-    store_panels(buffer, values, transposed=transposed)
+    write(buffer)
     plgpu.commit_smem()
     yield buffer
     plgpu.commit_smem_to_gmem_group()

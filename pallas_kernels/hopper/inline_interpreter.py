@@ -18,11 +18,11 @@ COUNTED = -1
 """In the place of a number that a block took."""
 
 
-def landed_barriers(stages, gathers, decodes):
-    return plgpu.Barrier(num_arrivals=max(gathers + decodes, 1), num_barriers=stages)
+def landed_barriers(stages):
+    return plgpu.Barrier(num_barriers=stages)
 
 
-def init_landed(landed, stages, gathers, decodes):
+def init_landed(landed, stages):
     """The interpreter has made them."""
 
 
@@ -55,30 +55,25 @@ def arrive(gather, landed, slot):
     """Nothing: nobody waits for rows in a slot without any, and of Pallas barriers every completion must be seen."""
 
 
-def staged(decoder):
-    return plgpu.SMEM((decoder.depth, decoder.columns, K_STEP), jnp.bfloat16)
+def interleaved(values):
+    """Of 64 columns, along the first axis: of each 16 the even ones come first, then the odd ones."""
+    return values.reshape(4, 8, 2, -1).swapaxes(1, 2).reshape(values.shape)
 
 
-def copy_codes(decoder, staged, expert, weights, row, column):
-    """The numbers themselves are staged."""
-
-    def part(weight):
-        values, scales = (array.at[expert][...] for array in (weight.values, weight.scales))
-        numbers = weight.coding.decode(values, scales, staged.dtype)
-        width = decoder.tile_columns // decoder.side_by_side
-        numbers = jnp.pad(numbers, ((0, decoder.tile_rows), (0, width)))
-        return lax.dynamic_slice(numbers, (row, column), (decoder.tile_rows, width))
-
-    staged[...] = _as_panels(jnp.concatenate([part(weight) for weight in weights], axis=1), staged)
-
-
-def decode(decoder, staged, slot, landed):
-    slot.rhs[...] = staged[...]
-    plgpu.barrier_arrive(landed.at[slot.number])
-
-
-def nothing(*_):
-    """There is nothing to do for it here."""
+def multiply_codes(decoder, accumulator, rows, codes, scales, warpgroup, *, first):
+    """From plain loads, and numbers that the weights' coding gives."""
+    del first
+    rows, codes, parts = rows[...], codes[...].reshape(-1, decoder.rows, K_STEP), []
+    scales = scales[...]
+    plgpu.commit_smem()  # a bulk copy may overwrite the operands, as it may after a wgmma
+    own_blocks = accumulator.shape[1] // rows.shape[0]
+    for own in range(own_blocks):
+        paired = decoder.side_by_side == 2
+        block = 2 * own + warpgroup if paired else own_blocks * warpgroup + own
+        numbers = decoder.numbers(codes[block], scales[own if paired else 0], warpgroup if paired else block)
+        weights = numbers if decoder.transposed else numbers.T
+        parts.append(interleaved(jnp.dot(weights, rows.T, preferred_element_type=jnp.float32)))
+    return accumulator + jnp.concatenate(parts, axis=1)
 
 
 def load_columns(panel, first_column, byte=None):
@@ -112,6 +107,12 @@ def store_columns(panel, first_column, values):
 
 def store_panels(panels, values, *, transposed=False):
     panels[...] = _as_panels(values.T if transposed else values, panels)
+
+
+def store_interleaved(panel, first_row, values):
+    in_order = values.reshape(4, 2, 8, -1).swapaxes(1, 2).reshape(values.shape)
+    before, after = panel[...][:first_row], panel[...][first_row + values.shape[1] :]
+    panel[...] = jnp.concatenate([before, in_order.T, after])
 
 
 def memory_to_add(dtype, columns):

@@ -18,14 +18,24 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.fp8 import Scaled, bounded_scales, largest_of_experts, token_norms
+from pallas_kernels.hopper.decoding import OWN_BLOCKS, TileDecoder
 from pallas_kernels.hopper.decoding import REGISTERS as DECODING
-from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights, weights_and_norms
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, pack_e4m3, store_of_rows
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, packed_width, quantize_panels
-from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, by_tiles, of_rows, store_rows, tile_panel
+from pallas_kernels.hopper.row_matmul import (
+    DecodedRowMatmul,
+    HeldRowMatmul,
+    RowTile,
+    by_tiles,
+    of_blocks,
+    of_rows,
+    store_block,
+    store_rows,
+    tile_panel,
+)
 from pallas_kernels.hopper.tile_kernel import in_panels
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.mosaic.interpreter import blocks
@@ -65,8 +75,13 @@ def up_projection(
     scales that are known before the products.
     """
     (num_experts, d, n), dtype = weights[0].shape, x.dtype
+    if quantize:  # what packs two panels of a projection as one decodes nothing
+        weights = tuple(weight.astype(dtype) if is_quantized(weight) else weight for weight in weights)
+    decoder = None
+    if is_quantized(weights[0]):
+        decoder = TileDecoder(weights[0], transposed=False, side_by_side=len(weights))
     found = find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts)
-    narrow = not (quantize or fp8)  # which pack two panels of a projection as one
+    narrow = not (quantize or fp8 or decoder)  # which pack two panels of a projection as one, or share out blocks
     found, columns = _with_columns(found, groups, n * len(weights), narrow=narrow)
     width = columns // len(weights)  # of a projection's part of a tile
     panels = width // PANEL
@@ -79,15 +94,15 @@ def up_projection(
 
     def load(refs, tile, k, slot):
         steps, first = pl.ds(k * K_STEP, K_STEP), tile.column_tile * width
+        if decoder:
+            decoder.fetch(refs, slot, refs.weights, tile.expert, first, k)
+            return
         for i, weight in enumerate(refs.weights):
             if fp8:
                 own = slot.rhs.at[pl.ds(i * width, width)]
                 slot.fetch(weight.at[tile.expert, pl.ds(first, width), steps], own)
             else:
                 slot.fetch_panels(weight, (tile.expert, steps), first, i * panels, panels)
-
-    def find(refs, tile, k, copy):
-        copy(refs.weights, k * K_STEP, tile.column_tile * width)
 
     def finish(refs, part, accumulator):
         packed, activated, kept = {}, [], {}
@@ -146,9 +161,26 @@ def up_projection(
         output, column = (pre_activations.values, column // 2) if quantize else (pre_activations, column)
         store_rows(refs, part, panel, values, output, column)
 
-    scales, bounds, decoder, copies = None, None, None, len(weights)
-    if is_quantized(weight := weights[0]):
-        decoder = TileDecoder(weight, find, columns=columns, transposed=False, side_by_side=len(weights))
+    def store_blocks(refs, tile: RowTile, blocks):
+        turn, pre_activations = 0, refs.written[0]
+        together = [blocks] if len(weights) > 1 else [[block] for block in blocks]
+        for i, own in enumerate(together):
+            of_both = refs.warpgroup * len(together) + i
+            column = tile.column_tile * width + of_both * PANEL
+
+            def activated(first, count, own=own):
+                return value(activation, [block(first, count) for block in own]).astype(dtype)
+
+            for output, block in zip(pre_activations, own, strict=True) if keep_pre_activations else ():
+                packed = lambda *rows, block=block: block(*rows).astype(dtype)  # noqa: E731
+                store_block(refs, tile, turn, packed, output, column)
+                turn += 1
+            store_block(refs, tile, turn, activated, refs.written[1], column)
+            turn += 1
+
+    scales, bounds, copies = None, None, len(weights)
+    if decoder:
+        weights, copies = tuple(map(decoder.operands, weights)), decoder.copies
     elif fp8:
         if bound:
             scaled, of_columns = zip(*(weights_and_norms(weight, dtype) for weight in weights), strict=True)
@@ -162,6 +194,8 @@ def up_projection(
     else:
         weights, copies = in_panels(tuple(weight.astype(dtype) for weight in weights), len(weights) * panels)
     bias = by_tiles(biases, column_tiles, columns) if biases else None
+    if decoder and bias is not None:
+        bias = of_blocks(bias, len(weights))
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), dtype)
     kept = jax.eval_shape(partial(empty_quantized, groups.num_rows, n, dtype)) if quantize else rows
     hidden: Any = rows
@@ -174,21 +208,15 @@ def up_projection(
     if quantize and into is not None:
         into = as_dtype(into[0], dtype), into[1]
     gathered = {"tokens": (x,), "row_chunks": row_chunks(groups.expert_token_indices, (x,))}
-    kernel = HeldRowMatmul(
-        schedule=groups.tiles,
-        operands={**gathered, "weights": weights, "scales": scales, "bounds": bounds, "bias": bias, "into": into},
-        columns=columns,
-        column_tiles=column_tiles,
-        k_steps=-(-x.shape[1] // K_STEP),
-        load=None if decoder else load,
-        finish=finish,
-        store=store,
-        held_columns=TILE_BLOCKS * PANEL if quantize else columns if keep_pre_activations else of_hidden,
-        transposed_weights=fp8,
-        packed=fp8,
-        decoder=decoder,
-        tuning=found,
-    )
+    operands = {**gathered, "weights": weights, "scales": scales, "bounds": bounds, "bias": bias, "into": into}
+    walk: dict[str, Any] = {"schedule": groups.tiles, "column_tiles": column_tiles, "k_steps": -(-x.shape[1] // K_STEP)}
+    walk |= {"operands": operands, "load": load, "tuning": found}
+    if decoder:
+        kernel = DecodedRowMatmul(**walk, store=store_blocks, decoder=decoder)
+    else:
+        held_columns = TILE_BLOCKS * PANEL if quantize else columns if keep_pre_activations else of_hidden
+        forms: dict[str, Any] = {"transposed_weights": fp8, "packed": fp8, "held_columns": held_columns}
+        kernel = HeldRowMatmul(**walk, columns=columns, finish=finish, store=store, **forms)
     pre_activations, hidden = kernel.run(
         "moe_up_projection",
         results={"written": ((kept,) * len(weights) if keep_pre_activations else (), hidden)},
@@ -260,7 +288,9 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     depth = shape[3 - columns_at]  # rows of 8 bits may be twice as wide, and their second halves of no meaning
     steps_each = -(-depth // K_STEP)
     sizes = {"d": shape[columns_at], "n": depth * (1 + packed), "E": shape[0]}
-    found, columns = _with_columns(find_tuning(kernel, tuning, num_rows, dtype, **sizes), groups, num_columns)
+    decoder = TileDecoder(pairs[0][1], transposed=transposed) if is_quantized(pairs[0][1]) else None
+    found = find_tuning(kernel, tuning, num_rows, dtype, **sizes)
+    found, columns = _with_columns(found, groups, num_columns, narrow=decoder is None)
     panels, column_tiles = columns // PANEL, -(-num_columns // columns)
 
     def of_columns(values):
@@ -268,7 +298,10 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
 
     scales = scales and (scales[0], of_columns(scales[1]))
     bias = None if bias is None else of_columns(bias)
-    if pairs[0][1].dtype != dtype:  # converted for the block's columns alone
+    if decoder:
+        bias = None if bias is None else of_blocks(bias, 1)
+        pairs = tuple((rows, decoder.operands(weights)) for rows, weights in pairs)
+    elif pairs[0][1].dtype != dtype:  # converted for the block's columns alone
         converted = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs)
         pairs = tuple((rows, block.astype(dtype)) for (rows, _), block in zip(pairs, converted, strict=True))
         first_column = jnp.zeros_like(first_column)
@@ -281,6 +314,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
             steps = pl.ds(k * K_STEP, K_STEP)
             slot.fetch(rows.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
             if decoder:
+                decoder.fetch(refs, slot, (weights,), tile.expert, column, k)
                 return
             if transposed:
                 slot.fetch(weights.at[tile.expert, pl.ds(column, columns), steps], slot.rhs)
@@ -300,18 +334,6 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
             def _(pair=pair, i=i):
                 work(pair, k - i * steps_each)
 
-    def find(refs, tile, k, copy):
-        column = refs.first_column[0] + tile.column_tile * columns
-
-        def copy_of_pair(pair, k):
-            copy(pair[1:], *((column, k * K_STEP) if transposed else (k * K_STEP, column)))
-
-        for_pair(refs, k, copy_of_pair)
-
-    decoder, weight = None, pairs[0][1]
-    if is_quantized(weight):
-        decoder = TileDecoder(weight, find, columns=columns, transposed=transposed)
-
     def finish(refs, part: RowTile, accumulator):
         parts = [tile_panel(refs, part, accumulator, panel) for panel in range(panels)]
         return lax.concatenate([values.astype(dtype) for values in parts], 1)
@@ -319,29 +341,21 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     def store(refs, part: RowTile, panel: int, values):
         store_rows(refs, part, panel, values, refs.rows, part.column_tile * columns + panel * PANEL)
 
-    matmul = HeldRowMatmul(
-        schedule=groups.tiles,
-        operands={
-            "pairs": pairs,
-            "first_column": first_column.reshape(1),
-            "scales": scales,
-            "bias": bias,
-            "into": into,
-        },
-        columns=columns,
-        column_tiles=column_tiles,
-        k_steps=len(pairs) * steps_each,
-        load=load,
-        finish=finish,
-        store=store,
-        transposed_weights=transposed,
-        packed=packed,
-        decoder=decoder,
-        held_columns=columns,
-        tuning=found,
-    )
-    rows = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
+    def store_blocks(refs, tile: RowTile, blocks):
+        for i, block in enumerate(blocks):
+            column = tile.column_tile * columns + (refs.warpgroup * OWN_BLOCKS + i) * PANEL
+            packed = lambda *rows, block=block: block(*rows).astype(dtype)  # noqa: E731
+            store_block(refs, tile, i, packed, refs.rows, column)
+
+    operands = {"pairs": pairs, "first_column": first_column.reshape(1), "scales": scales, "bias": bias, "into": into}
+    walk: dict[str, Any] = {"schedule": groups.tiles, "column_tiles": column_tiles, "k_steps": len(pairs) * steps_each}
+    walk |= {"operands": operands, "load": load, "tuning": found}
     options: dict[str, Any] = {"copies": 2 if transposed else 1 + panels}
     if decoder:
-        options = {"copies": 1, "registers": DECODING}
+        matmul = DecodedRowMatmul(**walk, store=store_blocks, decoder=decoder)
+        options = {"copies": 1 + decoder.copies, "registers": DECODING}
+    else:
+        forms: dict[str, Any] = {"transposed_weights": transposed, "packed": packed, "held_columns": columns}
+        matmul = HeldRowMatmul(**walk, columns=columns, finish=finish, store=store, **forms)
+    rows = jax.ShapeDtypeStruct((num_rows, num_columns), dtype)
     return matmul.run(f"moe_{kernel}", results={"rows": rows}, in_place={"into": "rows"}, **options).rows

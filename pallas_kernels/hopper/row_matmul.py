@@ -17,14 +17,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.decoding import TileDecoder
+from pallas_kernels.hopper.decoding import OWN_BLOCKS, TileDecoder
 from pallas_kernels.hopper.gather import RowGather
-from pallas_kernels.hopper.inline import K_STEP, PANEL, store_buffers, store_through, wgmma, zeros
+from pallas_kernels.hopper.inline import (
+    K_STEP,
+    PANEL,
+    interleaved,
+    store_buffers,
+    store_interleaved,
+    store_panels,
+    store_through,
+    wgmma,
+    zeros,
+)
 from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel
 from pallas_kernels.hopper.tile_queue import is_dynamic
 from pallas_kernels.mosaic.interpreter import is_interpreted
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, ROW_ALIGNMENT, TILE_COLUMNS, TILE_ROWS, TileSchedule
-from pallas_kernels.tuning.parameters import TileTuning
+from pallas_kernels.tuning.parameters import STORE_BYTES, TileTuning, most_stages
+
+ROWS_TOGETHER = 32
+"""Of a block, that are worked on together: what the registers have room for in addition to a tile."""
 
 FEW_STEPS = 8
 """LLVM unrolls a loop of fewer steps whole, and the producer spills: they get a count of which it knows no limit."""
@@ -90,8 +103,6 @@ class RowMatmul(TileKernel):
     def __post_init__(self):
         self.dtype = jax.tree.leaves(list(self.operands.values()))[0].dtype
         self.fetches = self.load is not None
-        if self.decoder:
-            self.tuning = self.decoder.fitting(self.tuning)
         tokens = self.operands.get("tokens")
         self.gather = None if tokens is None else RowGather(tokens, rows=TILE_ROWS, columns=K_STEP)
         self.num_tiles = self.schedule.num_tiles * self.column_tiles
@@ -114,7 +125,6 @@ class RowMatmul(TileKernel):
 
     def fill(self, refs, tile: RowTile, tokens, step, ahead, known_after):
         offsets = self.gather.only_valid(tokens, tile.rows) if self.gather else None
-        codes = self.decoder and self.decoder.of_tile(refs, tile, self.k_steps)
         following, find_following = ahead(partial(self.first_tokens, refs))
         after = known_after()  # its loads, and then its tokens', finish under this tile's copies
 
@@ -123,20 +133,14 @@ class RowMatmul(TileKernel):
                 self.load(refs, tile, k, slot)
             if self.gather:
                 self.gather.copy(refs.tokens, offsets, slot.lhs, refs.landed, slot.number, k * K_STEP)
-            if codes:
-                codes.decode(k, slot)
 
         def load_panel(load: Callable, panel, slot, *_):
             load(refs, tile, panel, slot)
             if self.gather:
                 self.gather.arrive(refs.landed, slot.number)
-            if codes:
-                codes.pass_by(slot)
 
         def fill_tile(step, steps: Callable = int):
             load, count = load_step, self.k_steps
-            if codes:
-                codes.begin()
             if self.load_panel:
                 step, *_ = refs.ring.fill(step, steps(count), load)
                 load, count = partial(load_panel, self.load_panel), PANELS
@@ -167,11 +171,16 @@ class RowMatmul(TileKernel):
     def products(self, refs, step, under: Sequence[Callable], last: Callable = lambda: None):
         """A tile's chain of products; see `Ring.multiply`."""
 
+        def decoded_product(slot, carry, accumulator, first):
+            codes, scales = refs.codes.at[slot.number], refs.code_scales.at[slot.number]
+            return carry, self.decoder.multiply(accumulator, slot.lhs, codes, scales, refs.warpgroup, first=first)
+
         def product(slot, carry, accumulator, first):
             own = slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)]
             form = {"transpose_rhs": self.transposed_weights, "packed": self.packed}
             return carry, wgmma(accumulator, own, slot.rhs, first=first, **form)
 
+        product = decoded_product if self.decoder else product
         return refs.ring.multiply(step, self.k_steps, product, under=under, last=last)
 
 
@@ -210,6 +219,70 @@ class HeldRowMatmul(RowMatmul):
 
 
 @dataclass(kw_only=True)
+class DecodedRowMatmul(RowMatmul):
+    """A row matmul of compressed weights, whose tiles are stored at their end.
+
+    A consumer has half of a tile's columns, in blocks of 64, of all of its rows; see `decoding`.
+
+    Attributes:
+      store: `(refs, tile, blocks)`, stores a consumer's blocks with `store_block`. Each is a function `(first, count)`,
+        which returns so many rows from the first on, `(64, count)` in float32, plus their part of `refs.bias`
+        (`of_blocks`), if any.
+    """
+
+    store: Callable
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.buffers = store_buffers(self.dtype, rows=TILE_ROWS)
+
+    @property
+    def stages(self):
+        return most_stages(0, self.decoder.slot_bytes, stores=2 * STORE_BYTES)
+
+    def right_operands(self):
+        return None
+
+    def part(self, refs, tile: RowTile):
+        return tile, tile
+
+    def multiply_rows(self, refs, part: RowTile, held, take, step):
+        step, accumulator, taken = self.products(refs, step, [], take)
+
+        def block(own: int, first: int, count: int):
+            values = accumulator[:, own * TILE_ROWS + first :][:, :count]
+            if refs.bias is None:
+                return values
+            bias = refs.bias.at[part.expert, part.column_tile, refs.warpgroup, own]
+            bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return values + lax.broadcast_in_dim(bias, values.shape, (0,))
+
+        self.store(refs, part, [partial(block, own) for own in range(OWN_BLOCKS)])
+        return step, held, taken
+
+
+def of_blocks(values: jax.Array, side_by_side: int) -> jax.Array:
+    """Numbers of columns `by_tiles`, as consumers have them: `(E, column tiles, consumers, own blocks, 64)`."""
+    blocks = values.reshape(*values.shape[:2], 2, OWN_BLOCKS, PANEL)
+    blocks = blocks.swapaxes(2, 3) if side_by_side == 2 else blocks
+    return interleaved(blocks.T).T
+
+
+def store_block(refs, part: RowTile, turn: int, values: Callable, output, column) -> None:
+    """Stores the valid rows of a block of 64 columns at `output[part.row :, column :]`.
+
+    Those are what `values(first, count)` returns of so many rows, `(64, count)`, of the output's dtype.
+    """
+
+    def write(buffer):
+        for first in range(0, TILE_ROWS, ROWS_TOGETHER):
+            store_interleaved(buffer, first, values(first, ROWS_TOGETHER))
+
+    with store_through(refs.buffers, refs.warpgroup, turn, write) as buffer:
+        ragged_copy(buffer, output, part, pl.ds(column, PANEL))
+
+
+@dataclass(kw_only=True)
 class PanelRowMatmul(RowMatmul):
     """A row matmul whose tiles end with more operands, a panel of 64 columns of them in a slot (`load_panel`).
 
@@ -243,20 +316,21 @@ class PanelRowMatmul(RowMatmul):
 
 
 def ragged_copy(buffer, output, part: RowTile, columns) -> None:
-    """Starts copies of the valid rows of `buffer` (64, ...) to `output[part.row :, columns]`.
+    """Starts copies of the valid rows of `buffer` (rows, ...) to `output[part.row :, columns]`.
 
-    One bulk copy of 64 rows, or, where fewer are valid, one for every 8: groups start at multiples of 8 rows.
+    One bulk copy, or, where fewer are valid, one for every 8: groups start at multiples of 8 rows.
     """
+    all_rows = buffer.shape[0]
 
     def copy(first, rows):
         target = output.at[pl.ds(part.row + first, rows), columns]
         plgpu.copy_smem_to_gmem(buffer.at[pl.ds(first, rows)], target, commit_group=False)
 
-    @pl.when(part.rows == GROUP_ROWS)
+    @pl.when(part.rows == all_rows)
     def _():
-        copy(0, GROUP_ROWS)
+        copy(0, all_rows)
 
-    @pl.when(part.rows < GROUP_ROWS)
+    @pl.when(part.rows < all_rows)
     def _():
         @pl.loop(0, part.rows // ROW_ALIGNMENT)
         def _(i):
@@ -268,7 +342,7 @@ def ragged_copy(buffer, output, part: RowTile, columns) -> None:
 
 def store_rows(refs, part: RowTile, panel: int, values: jax.Array, output, column) -> None:
     """Stores the valid rows of a panel's `values` (64, 64) at `output[part.row :, column :]`."""
-    with store_through(refs.buffers, refs.warpgroup, panel, values) as buffer:
+    with store_through(refs.buffers, refs.warpgroup, panel, partial(store_panels, values=values)) as buffer:
         ragged_copy(buffer, output, part, pl.ds(column, PANEL))
 
 

@@ -44,7 +44,7 @@ PRODUCER = 2  # the warpgroup
 
 
 class Slot(NamedTuple):
-    """Slot `number`: `lhs` (128, 64) and `rhs` (columns, 64) in shared memory, and its barrier `full`."""
+    """Slot `number`: `lhs` (128, 64) and `rhs` (columns, 64), if there is one, in shared memory; its barrier `full`."""
 
     number: jax.Array
     lhs: Any
@@ -95,7 +95,8 @@ class Ring(NamedTuple):
 
     def slot(self, step) -> Slot:
         number = lax.rem(step, self.stages)
-        return Slot(number, self.refs.lhs.at[number], self.refs.rhs.at[number], self.refs.full.at[number])
+        rhs = None if self.refs.rhs is None else self.refs.rhs.at[number]
+        return Slot(number, self.refs.lhs.at[number], rhs, self.refs.full.at[number])
 
     def release(self, step) -> None:
         """The warpgroup that calls has read the slot of `step`."""
@@ -191,7 +192,7 @@ class TileKernel:
     """The `RowGather` that brings rows into the slots, or None."""
 
     decoder: Any = None
-    """The `TileDecoder` that brings weights into the slots, or None."""
+    """The `TileDecoder` of compressed weights, or None."""
 
     fetches: bool = True
     """Whether bulk copies bring anything of a k step."""
@@ -207,6 +208,15 @@ class TileKernel:
 
     barriers: Mapping[str, Any] = {}
     """Other barriers than the ring's, by name."""
+
+    @property
+    def stages(self) -> int:
+        """Slots of the ring."""
+        return self.tuning.stages
+
+    def right_operands(self) -> Any:
+        """Scratch for those of the slots, or None."""
+        return plgpu.SMEM((self.stages, self.columns, K_STEP), self.dtype, transforms=SWIZZLED)
 
     def find(self, refs, number) -> Any:
         """The tile of a number, and whether there is one; past the last it may be any."""
@@ -288,8 +298,7 @@ class TileKernel:
           registers: how many a thread of the producer has, and one of a consumer. `setmaxnreg` shares out the 168 that
             the launch gave to each of three warpgroups; asking for more hangs.
         """
-        operands, stages = self.operands, self.tuning.stages
-        lands = self.gather is not None, self.decoder is not None
+        operands, stages, lands = self.operands, self.stages, self.gather is not None
         blocks, dynamic = interpreter.blocks(num_sms()), tile_queue.is_dynamic(self.tuning.shares)
         if dynamic:
             counter = tile_queue.new_counter(self.num_tiles, blocks)
@@ -299,10 +308,10 @@ class TileKernel:
         memory = {
             **(tile_queue.memory() if dynamic else {}),
             "lhs": plgpu.SMEM((stages, TILE_ROWS, K_STEP), self.dtype, transforms=SWIZZLED),
-            "rhs": plgpu.SMEM((stages, self.columns, K_STEP), self.dtype, transforms=SWIZZLED),
+            "rhs": self.right_operands(),
+            **(self.decoder.memory(stages) if self.decoder else {}),
             "buffers": self.buffers,
-            "staged": self.decoder and self.decoder.memory(),
-            "landed": gather.landed_barriers(stages, *lands),
+            "landed": gather.landed_barriers(stages),
             "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             **self.barriers,
@@ -311,11 +320,11 @@ class TileKernel:
 
         def body(*trees):
             refs = SimpleNamespace(**dict(zip(names, trees, strict=True)))
-            refs.ring = Ring(refs, stages, self.columns, self.fetches, any(lands))
+            refs.ring = Ring(refs, stages, self.columns, self.fetches, lands)
             refs.warpgroup = lax.axis_index("wg")
             queue = TileQueue(blocks, lax.axis_index("sm"), dynamic, self.tile, self.find, refs)
-            if any(lands):
-                gather.init_landed(refs.landed, stages, *lands)
+            if lands:
+                gather.init_landed(refs.landed, stages)
 
             @pl.when(refs.warpgroup == PRODUCER)
             def _():

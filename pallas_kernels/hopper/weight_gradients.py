@@ -29,6 +29,7 @@ from pallas_kernels.hopper.inline import (
     leave,
     memory_to_add,
     store_buffers,
+    store_panels,
     store_through,
     wgmma,
     zero_rows,
@@ -263,7 +264,8 @@ class RowContraction(TileKernel):
         width, column = self.chunk_columns, chunk * self.chunk_columns
         result, column_in_result = refs.results[column // self.width], column % self.width
         values = values[:, column : column + width]
-        with store_through(refs.buffers, refs.warpgroup, chunk, values, transposed=self.transposed) as buffer:
+        write = partial(store_panels, values=values, transposed=self.transposed)
+        with store_through(refs.buffers, refs.warpgroup, chunk, write) as buffer:
             row = tile.row_tile * TILE_ROWS + refs.warpgroup * GROUP_ROWS
             columns = pl.ds(tile.column_tile * self.width + column_in_result, width)
             if not self.transposed:

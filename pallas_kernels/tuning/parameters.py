@@ -22,9 +22,9 @@ STORE_BYTES = 32 * 1024  # buffers that results leave from
 SPARE_BYTES = 2 * 1024  # barriers, and room for sums across warps
 
 
-def most_stages(columns: int, spare: int = 0) -> int:
-    """Slots of a ring for tiles of so many columns that fit into shared memory, beside so many bytes."""
-    return (SHARED_MEMORY - STORE_BYTES - SPARE_BYTES - spare) // ((TILE_ROWS + columns) * 64 * 2)
+def most_stages(columns: int, more: int = 0, *, stores: int = STORE_BYTES) -> int:
+    """Slots of a ring, for tiles of so many columns and so many `more` bytes, that fit into shared memory."""
+    return (SHARED_MEMORY - stores - SPARE_BYTES) // ((TILE_ROWS + columns) * 64 * 2 + more)
 
 
 MOST_STAGES = most_stages(TILE_COLUMNS)
