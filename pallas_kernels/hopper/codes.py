@@ -16,6 +16,9 @@ from pallas_kernels.codings import E2M1, NORMAL_FLOAT4
 from pallas_kernels.hopper.inline import c32, int_type, permuted_bytes
 
 
+V = ""
+
+
 def value(text: str, *operands, constraints: str, has_side_effects: bool = False):
     """The register that an instruction gives."""
     return llvm.inline_asm(int_type(32), list(operands), text, constraints, has_side_effects=has_side_effects)
@@ -71,10 +74,13 @@ def nf4_decoder(zero, *, transposed: bool) -> Callable:
     for table in bytes_of(NORMAL_FLOAT4):
         # Of the other table there comes a sign, repeated: those of the first are undone in the second, which has none.
         last_codes = table[8:] ^ np.where(table[:8] >> 7, 255, 0).astype(np.uint8)
-        tables.append((lookup(table[:8], zero), lookup(last_codes, zero)))
+        tables.append((lookup(table[:8], zero), lookup(last_codes[::-1] if "c" in V else last_codes, zero)))
+    minus_one = arith.addi(zero, c32(-1))
 
     def decode(codes, *scales):
         flipped = arith.xori(codes, c32(0x8888))
+        if "c" in V:
+            flipped = value("mad.lo.s32 $0, $1, $2, $2;", codes, minus_one, constraints="=r,r,r")
         low, high = (arith.xori(first(codes), last(flipped)) for first, last in tables)
         return scaled(low, high, list(scales), transposed)
 

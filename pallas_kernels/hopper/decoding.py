@@ -39,6 +39,7 @@ from pallas_kernels.hopper.inline import (
     permuted_bytes,
     ptx,
     row_tiles,
+    ptx,
     scalar,
     shared_address,
     thread_index,
@@ -46,6 +47,7 @@ from pallas_kernels.hopper.inline import (
 from pallas_kernels.mosaic.interpreter import in_interpreter
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
 
+V = ""
 REGISTERS = (72, 216)
 """Of a producer's thread, and of a consumer's."""
 
@@ -63,6 +65,9 @@ CODES = (plgpu.SwizzleTransform(64),)
 
 LEAST_COPY = 128
 """Bytes of a bulk copy, at least."""
+
+REPEATS = 4
+"""Of a scale of float8."""
 
 CODE_STEPS = {"nf4": 2, "mxfp4": 2, "float8": 1}
 """Inputs that a byte of codes stands for."""
@@ -105,13 +110,13 @@ class TileDecoder:
     def operands(self, weight: Any) -> tuple[jax.Array, jax.Array]:
         """Codes and scales as the kernel takes them.
 
-        Scales of float8 are one for each block and k step, those of a step a multiple of 16 bytes.
+        Scales of float8 are those of each block and k step, repeated: a copy begins at a multiple of 16 bytes.
         """
         codes, scales = lax.bitcast_convert_type(weight.values, jnp.uint8), weight.scales
         if self.form == "float8":
-            scales = jnp.repeat(jnp.repeat(scales, 2, axis=1), 2, axis=2)
             scales = scales.swapaxes(1, 2) if self.transposed else scales
-            scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -scales.shape[2] % BLOCKS)))
+            scales = jnp.repeat(jnp.repeat(scales, 2, axis=1), 2 * REPEATS, axis=2)
+            scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -scales.shape[2] % self.scales[1])))
         return codes, scales
 
     def memory(self, stages: int) -> dict:
@@ -140,7 +145,7 @@ class TileDecoder:
                     slot.fetch(part, own.at[pl.ds((i * of_each + block) * self.rows, self.rows)])
                 place = k * rows, column
             if self.form == "float8":
-                place = k, lax.div(column, BLOCK)
+                place = k, lax.div(column, BLOCK) * REPEATS
             part = scales.at[expert, pl.ds(place[0], rows), pl.ds(place[1], columns)]
             slot.fetch(part, refs.code_scales.at[slot.number, i])
 
@@ -149,7 +154,7 @@ class TileDecoder:
         rows, columns = self.scales
         if self.form == "float8":
             codes, size = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), (1, 1)
-            start = 0, block
+            start = 0, block * REPEATS
         elif self.transposed:
             size = rows // BLOCKS, columns
             start = block * size[0], 0
@@ -175,10 +180,11 @@ class TileDecoder:
 
         @plgpu.inline_mgpu(arg_types=arguments, return_type=result)
         def run(ctx, accumulator, rows, codes, scales, warpgroup):
-            rows, parts = utils.memref_transpose(row_tiles(rows), (1, 0, 3, 2)), []
             thread = Thread(self, codes, scales, scalar(warpgroup))
-            for own in range(OWN_BLOCKS):
-                registers = np.array([llvm.bitcast(pair_type(), r) for r in thread.decoded(own)], dtype=object)
+            numbers = [thread.numbers(own) for own in range(OWN_BLOCKS)]
+            rows, parts = utils.memref_transpose(row_tiles(rows), (1, 0, 3, 2)), []
+            for own, of_block in enumerate(numbers):
+                registers = np.array([llvm.bitcast(pair_type(), r) for r in of_block()], dtype=object)
                 registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, K_STEP)))
                 weights = mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
                 part = accumulator[:, own * TILE_ROWS : (own + 1) * TILE_ROWS]
@@ -210,19 +216,23 @@ class Thread:
         self.decoder, self.warpgroup = decoder, warpgroup
         self.codes, self.scales = shared_address(codes, c32(0)), shared_address(scales, c32(0))
         # A zero of which the compiler does not know it: it would move constants to registers anew for each use.
-        zero = value("shr.u32 $0, $1, 31;", self.codes, constraints="=r,r")
+        zero = value("shr.u32 $0, $1, 31;", sum32((self.codes, 1), (self.columns, 1)), constraints="=r,r")
         self.decode = DECODE[decoder.form](zero, transposed=decoder.transposed)
 
-    def decoded(self, own: int) -> list:
-        """The registers of a block's left operand: of each 8 along k, those of the first column, then of the second."""
+    def numbers(self, own: int) -> Callable[[], list]:
+        """Loads a block's codes, and returns a function that gives the registers of the left operand.
+
+        Those are, of each 8 along k, of the first column, then of the second.
+        """
         if self.decoder.side_by_side == 2:
             block, side, of_side = sum32((self.warpgroup, 1), (c32(1), 2 * own)), own, self.warpgroup
         else:
             block, side = sum32((self.warpgroup, OWN_BLOCKS), (c32(1), own)), 0
             of_side = block
         codes, scales = self.codes_of(block), self.scales_of(of_side, side)
-        loaded = [codes(j) for j in range(K_STEP // 8)]
-        return [pair for j, halves in enumerate(loaded) for pair in self.decode(*halves, *scales(j))]
+        loaded = [(codes(j), scales(j)) for j in range(K_STEP // 8)]
+
+        return lambda: [pair for codes, scales in loaded for pair in self.decode(*codes, *scales)]
 
     def codes_of(self, block) -> Callable[[int], list]:
         """Loads this thread's codes of a block, of each 8 along k: 16 bits of 4-bit codes, or twice as many of 8 bits.
@@ -262,7 +272,7 @@ class Thread:
         size = jnp.dtype(decoder.scale_dtype).itemsize
         scales = sum32((self.scales, 1), (c32(1), side * decoder.side_bytes))
         if decoder.form == "float8":
-            scale = load("b32", sum32((scales, 1), (block, size)))
+            scale = load("b32", sum32((scales, 1), (block, REPEATS * size)))
             return lambda j: [scale, scale]
         if decoder.transposed:  # neighbours along k have different ones, and a thread's columns the same
             of_block = rows // BLOCKS
