@@ -1,7 +1,7 @@
 """Numbers of bfloat16 from compressed ones, four at a time, with a few instructions of a thread.
 
-A decoder of `DECODE` gives two registers, each the two numbers of a column that are neighbours along k, the left operand
-of a wgmma. Bytes of numbers of 4 bits are looked up, four by one instruction, in tables of eight.
+A decoder of `DECODE` gives two registers of the left operand of a wgmma: each has the two numbers of a column that are
+neighbours along k. Bytes of numbers of 4 bits are looked up, four by one instruction, in tables of eight.
 """
 
 # pyright: reportArgumentType=false
@@ -14,9 +14,6 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.codings import E2M1, NORMAL_FLOAT4
 from pallas_kernels.hopper.inline import c32, int_type, permuted_bytes
-
-
-V = ""
 
 
 def value(text: str, *operands, constraints: str, has_side_effects: bool = False):
@@ -74,13 +71,12 @@ def nf4_decoder(zero, *, transposed: bool) -> Callable:
     for table in bytes_of(NORMAL_FLOAT4):
         # Of the other table there comes a sign, repeated: those of the first are undone in the second, which has none.
         last_codes = table[8:] ^ np.where(table[:8] >> 7, 255, 0).astype(np.uint8)
-        tables.append((lookup(table[:8], zero), lookup(last_codes[::-1] if "c" in V else last_codes, zero)))
+        tables.append((lookup(table[:8], zero), lookup(last_codes[::-1], zero)))
     minus_one = arith.addi(zero, c32(-1))
 
     def decode(codes, *scales):
-        flipped = arith.xori(codes, c32(0x8888))
-        if "c" in V:
-            flipped = value("mad.lo.s32 $0, $1, $2, $2;", codes, minus_one, constraints="=r,r,r")
+        # Every bit is flipped, by a unit that has less to do than the one of bits.
+        flipped = value("mad.lo.s32 $0, $1, $2, $2;", codes, minus_one, constraints="=r,r,r")
         low, high = (arith.xori(first(codes), last(flipped)) for first, last in tables)
         return scaled(low, high, list(scales), transposed)
 

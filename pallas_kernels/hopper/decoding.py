@@ -39,7 +39,6 @@ from pallas_kernels.hopper.inline import (
     permuted_bytes,
     ptx,
     row_tiles,
-    ptx,
     scalar,
     shared_address,
     thread_index,
@@ -47,7 +46,6 @@ from pallas_kernels.hopper.inline import (
 from pallas_kernels.mosaic.interpreter import in_interpreter
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
 
-V = ""
 REGISTERS = (72, 216)
 """Of a producer's thread, and of a consumer's."""
 
@@ -181,10 +179,9 @@ class TileDecoder:
         @plgpu.inline_mgpu(arg_types=arguments, return_type=result)
         def run(ctx, accumulator, rows, codes, scales, warpgroup):
             thread = Thread(self, codes, scales, scalar(warpgroup))
-            numbers = [thread.numbers(own) for own in range(OWN_BLOCKS)]
             rows, parts = utils.memref_transpose(row_tiles(rows), (1, 0, 3, 2)), []
-            for own, of_block in enumerate(numbers):
-                registers = np.array([llvm.bitcast(pair_type(), r) for r in of_block()], dtype=object)
+            for own in range(OWN_BLOCKS):
+                registers = np.array([llvm.bitcast(pair_type(), r) for r in thread.numbers(own)], dtype=object)
                 registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, K_STEP)))
                 weights = mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
                 part = accumulator[:, own * TILE_ROWS : (own + 1) * TILE_ROWS]
@@ -219,20 +216,13 @@ class Thread:
         zero = value("shr.u32 $0, $1, 31;", sum32((self.codes, 1), (self.columns, 1)), constraints="=r,r")
         self.decode = DECODE[decoder.form](zero, transposed=decoder.transposed)
 
-    def numbers(self, own: int) -> Callable[[], list]:
-        """Loads a block's codes, and returns a function that gives the registers of the left operand.
-
-        Those are, of each 8 along k, of the first column, then of the second.
-        """
-        if self.decoder.side_by_side == 2:
-            block, side, of_side = sum32((self.warpgroup, 1), (c32(1), 2 * own)), own, self.warpgroup
-        else:
-            block, side = sum32((self.warpgroup, OWN_BLOCKS), (c32(1), own)), 0
-            of_side = block
-        codes, scales = self.codes_of(block), self.scales_of(of_side, side)
+    def numbers(self, own: int) -> list:
+        """The left operand's registers of a block: of each 8 along k, those of the first column, then of the second."""
+        block = sum32((self.warpgroup, 1), (c32(1), 2 * own))
+        of_weights = (self.warpgroup, own) if self.decoder.side_by_side == 2 else (block, 0)
+        codes, scales = self.codes_of(block), self.scales_of(*of_weights)
         loaded = [(codes(j), scales(j)) for j in range(K_STEP // 8)]
-
-        return lambda: [pair for codes, scales in loaded for pair in self.decode(*codes, *scales)]
+        return [pair for codes, scales in loaded for pair in self.decode(*codes, *scales)]
 
     def codes_of(self, block) -> Callable[[int], list]:
         """Loads this thread's codes of a block, of each 8 along k: 16 bits of 4-bit codes, or twice as many of 8 bits.

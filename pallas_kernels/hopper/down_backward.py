@@ -10,12 +10,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import Dispatch, Quantized
+from pallas_kernels.hopper.decoded_matmul import DecodedPanelRowMatmul
 from pallas_kernels.hopper.decoding import REGISTERS as DECODING
+from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
 from pallas_kernels.hopper.gather import row_chunks
-from pallas_kernels.hopper.inline import K_STEP, PANEL, load_columns, store_columns
+from pallas_kernels.hopper.inline import (
+    K_STEP,
+    PANEL,
+    load_columns,
+    load_interleaved,
+    store_columns,
+    store_interleaved,
+    store_sums,
+)
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, load_quantized
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, by_tiles, decoded, ragged_copy
 from pallas_kernels.hopper.tile_kernel import PANELS
@@ -34,6 +45,7 @@ from pallas_kernels.tuning.parameters import TileTuning
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 PIECE = 16  # columns worked on at a time, what the registers have room for in addition to a tile
+WARPS = 4  # of a consumer
 COPIES = TILE_COLUMNS // TILE_ROWS
 
 
@@ -72,16 +84,21 @@ def down_backward(
         (scaled,) = quantize_weights(w_down, axis=2, dtype=dtype)
         tokens, of_tokens = quantize_tokens(dy, groups)
         w_down, decoding = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
-    w_down = w_down.astype(dtype)
+    decoder = None
+    if is_quantized(w_down) and not quantized:
+        decoder = TileDecoder(w_down, transposed=True)
+        w_down = decoder.operands(w_down)
+    else:
+        w_down = w_down.astype(dtype)
 
     def load(refs, tile, k, slot):
+        if decoder:
+            decoder.fetch(refs, slot, (refs.w_down,), tile.expert, tile.column_tile * TILE_COLUMNS, k)
+            return
         for first in range(0, TILE_COLUMNS, TILE_ROWS):  # as many copies as for a panel
             columns = pl.ds(tile.column_tile * TILE_COLUMNS + first, TILE_ROWS)
             block = refs.w_down.at[tile.expert, columns, pl.ds(k * K_STEP, K_STEP)]
             slot.fetch(block, slot.rhs.at[pl.ds(first, TILE_ROWS)])
-
-    def find(refs, tile, k, copy):
-        copy((refs.w_down,), tile.column_tile * TILE_COLUMNS, k * K_STEP)
 
     def load_panel(refs, tile, panel, slot):
         first = tile.column_tile * TILE_COLUMNS + panel * PANEL
@@ -90,9 +107,30 @@ def down_backward(
             pre = pre.values if quantized else pre
             slot.fetch(pre.at[pl.ds(tile.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
 
-    decoder = None
+    def end_block(refs, part, accumulator, panel, slot):
+        """What `end_panel` does, of compressed weights: of all rows of a block, the transpose."""
+        own = [slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)] for i in range(num_pre)]
+        leaving = (*own, slot.lhs)
+        line = ((part.row_tile * column_tiles + part.column_tile) * PANELS + panel) * WARPS
+        for first in range(0, TILE_ROWS, PIECE):
+            row_weight = refs.row_weights.at[pl.ds(part.row + first, PIECE)]
+            row_weight = plgpu.load(row_weight, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PIECE), (1,))
+            d_hidden = accumulator[:, panel // 2 * TILE_ROWS + first :][:, :PIECE]
+            pre = [load_interleaved(b, first, PIECE) for b in own]
+            hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
+            store_sums(refs.d_row_weights, line, first, d_hidden * hidden)
+            for buffer, result in zip(leaving, (*d_pre, weight * hidden), strict=True):
+                store_interleaved(buffer, first, result.astype(dtype))
+        plgpu.commit_smem()
+        columns = pl.ds(part.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
+        for buffer, output in zip(leaving, (*refs.d_pre, refs.weighted_hidden), strict=True):
+            ragged_copy(buffer, output, part, columns)
+        plgpu.commit_smem_to_gmem_group()
 
     def begin(refs, part):
+        if decoder:
+            return partial(end_block, refs, part)
         row_weight = plgpu.load(refs.row_weights.at[pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
         scales = None
         if quantized:
@@ -127,18 +165,20 @@ def down_backward(
             ragged_copy(buffer, output, part, columns)
         plgpu.commit_smem_to_gmem_group()
         rows = pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)
-        refs.d_row_weights.at[part.row_tile, part.column_tile * PANELS + panel, rows][...] = d_weight
+        line = (part.row_tile * column_tiles + part.column_tile) * PANELS + panel
+        refs.d_row_weights.at[line, rows][...] = d_weight
 
     rows = jax.ShapeDtypeStruct((num_rows, n), dtype)
-    sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles, column_tiles * PANELS, TILE_ROWS), jnp.float32)
+    parts = column_tiles * PANELS * (WARPS if decoder else 1)  # of a row's sum
+    sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles * parts, TILE_ROWS), jnp.float32)
     gathered = {"tokens": (tokens,), "row_chunks": row_chunks(groups.expert_token_indices, (tokens,))}
     others = {"w_down": w_down, "scales": decoding, "row_weights": row_weights, "pre": pre_activations, "into": into}
-    kernel = PanelRowMatmul(
+    kernel = (DecodedPanelRowMatmul if decoder else PanelRowMatmul)(
         schedule=groups.tiles,
         operands={**gathered, **others} | ({"d_pre_into": d_pre_into} if quantized else {}),
         column_tiles=column_tiles,
         k_steps=-(-tokens.shape[1] // K_STEP),
-        load=None if decoder else load,
+        load=load,
         load_panel=load_panel,
         begin=begin,
         tuning=tile_tuning,
@@ -154,7 +194,8 @@ def down_backward(
         copies=COPIES,
         registers=DECODING if decoder else (88, 208),
     )
-    d_row_weights = rows_of_tiles(sum_in_order(out.d_row_weights.swapaxes(0, 1)), groups.tiles, num_rows)
+    d_row_weights = out.d_row_weights.reshape(-1, parts, TILE_ROWS).swapaxes(0, 1)
+    d_row_weights = rows_of_tiles(sum_in_order(d_row_weights), groups.tiles, num_rows)
     if b_down is not None:
         d_row_weights += bias_part(dy, b_down, groups)
     return out.d_pre, out.weighted_hidden, d_row_weights

@@ -339,7 +339,7 @@ def _interleaved_address(panel, first_row: int, odd: int):
 
 @in_interpreter(forms.store_interleaved)
 def store_interleaved(panel, first_row: int, values) -> None:
-    """Writes the transpose of `values` (64, rows), 16-bit, with rows `interleaved`, to a panel (..., 64) from a row on."""
+    """Writes the transpose of `values` (64, rows), 16-bit and `interleaved`, to a panel (..., 64) from a row on."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.Layout.WGMMA))
     def run(ctx, panel, values):
@@ -351,6 +351,80 @@ def store_interleaved(panel, first_row: int, values) -> None:
                 ptx(f"st.shared.b32 [$0 + {i // 2 * 1024}], $1;", address, both, constraints="r,r")
 
     run(panel, values)
+
+
+@in_interpreter(forms.load_interleaved)
+def load_interleaved(panel, first_row: int, rows: int):
+    """The transpose of `rows` rows of a panel (..., 64) of bfloat16, from a row on, `interleaved`, as float32."""
+    result = plgpu.ShapeDtypeStruct((PANEL, rows), jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=result)
+    def run(ctx, panel):
+        f32, registers = ir.F32Type.get(), []
+        addresses = [_interleaved_address(panel, first_row, odd) for odd in range(2)]
+        for i in range(rows // 8):
+            words = [
+                llvm.inline_asm(
+                    int_type(32), [address], f"ld.shared.b32 $0, [$1 + {i * 1024}];", "=r,r", has_side_effects=True
+                )
+                for address in addresses
+            ]
+            for half in (lambda w: arith.shli(w, c32(16)), lambda w: arith.andi(w, c32(-(2**16)))):
+                numbers = [arith.bitcast(f32, half(word)) for word in words]
+                registers.append(vector.from_elements(ir.VectorType.get((2,), f32), numbers))
+        registers = np.array(registers, dtype=object).reshape(mgpu.WGMMA_LAYOUT.registers_shape((PANEL, rows)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return run(panel)
+
+
+@in_interpreter(forms.store_sums)
+def store_sums(array, first_line, first, values) -> None:
+    """Writes sums over the rows of `values` (64, 16), in float32, of each warp's 16 rows to a line of `array`.
+
+    Lines begin with `first_line`, and the 16 sums are written from number `first` on.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, plgpu.Layout.WGMMA))
+    def run(ctx, array, first_line, first, values):
+        f32 = ir.F32Type.get()
+        lane, warp = arith.andi(thread_index(), c32(31)), arith.shrui(thread_index(), c32(5))
+
+        def bit(number):
+            return arith.andi(arith.shrui(lane, c32(number)), c32(1))
+
+        def halved(sums, number):
+            # Lanes that differ in that bit share out the sums: each gives away one half, and adds to the other.
+            upper = arith.cmpi(arith.CmpIPredicate.ne, bit(number), c32(0))
+            half = len(sums) // 2
+            for low, high in zip(sums[:half], sums[half:], strict=True):
+                kept, given = arith.select(upper, high, low), arith.select(upper, low, high)
+                yield arith.addf(kept, utils.shfl_bfly(given, c32(1 << number)))
+
+        of_row = values.registers.flat  # of each 8 sums, two numbers of a row, and of the row 8 further on
+        sums = [
+            arith.addf(*(vector.extract(of_row[2 * i + row], [], [odd]) for row in range(2)))
+            for i in range(2)
+            for odd in range(2)
+        ]
+        (total,) = halved([*halved(sums, 2)], 3)
+        total = arith.addf(total, utils.shfl_bfly(total, c32(16)))
+        number = arith.addi(
+            arith.muli(bit(2), c32(8)), arith.addi(arith.muli(arith.andi(lane, c32(3)), c32(2)), bit(3))
+        )
+        width = ir.MemRefType(array.type).shape[1]
+        place = arith.addi(
+            arith.muli(arith.addi(scalar(first_line), warp), c32(width)), arith.addi(scalar(first), number)
+        )
+        ptx(
+            "{ .reg .pred p; setp.eq.b32 p, $2, 0; @p st.global.f32 [$0], $1; }",
+            utils.getelementptr(global_pointer(array), [place], f32),
+            total,
+            bit(4),
+            constraints="l,f,r",
+        )
+
+    run(array, jnp.asarray(first_line, jnp.int32), jnp.asarray(first, jnp.int32), values)
 
 
 @in_interpreter(forms.store_panels)

@@ -66,11 +66,10 @@ def multiply_codes(decoder, accumulator, rows, codes, scales, warpgroup, *, firs
     rows, codes, parts = rows[...], codes[...].reshape(-1, decoder.rows, K_STEP), []
     scales = scales[...]
     plgpu.commit_smem()  # a bulk copy may overwrite the operands, as it may after a wgmma
-    own_blocks = accumulator.shape[1] // rows.shape[0]
-    for own in range(own_blocks):
-        paired = decoder.side_by_side == 2
-        block = 2 * own + warpgroup if paired else own_blocks * warpgroup + own
-        numbers = decoder.numbers(codes[block], scales[own if paired else 0], warpgroup if paired else block)
+    for own in range(accumulator.shape[1] // rows.shape[0]):
+        block = 2 * own + warpgroup
+        of_weights = (scales[own], warpgroup) if decoder.side_by_side == 2 else (scales[0], block)
+        numbers = decoder.numbers(codes[block], *of_weights)
         weights = numbers if decoder.transposed else numbers.T
         parts.append(interleaved(jnp.dot(weights, rows.T, preferred_element_type=jnp.float32)))
     return accumulator + jnp.concatenate(parts, axis=1)
@@ -107,6 +106,15 @@ def store_columns(panel, first_column, values):
 
 def store_panels(panels, values, *, transposed=False):
     panels[...] = _as_panels(values.T if transposed else values, panels)
+
+
+def load_interleaved(panel, first_row, rows):
+    return interleaved(panel[...][first_row : first_row + rows].T).astype(jnp.float32)
+
+
+def store_sums(array, first_line, first, values):
+    for warp, of_warp in enumerate(values.reshape(4, 16, -1)):
+        array[first_line + warp, pl.ds(first, values.shape[1])] = of_warp.sum(axis=0)
 
 
 def store_interleaved(panel, first_row, values):

@@ -18,21 +18,19 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.fp8 import Scaled, bounded_scales, largest_of_experts, token_norms
-from pallas_kernels.hopper.decoding import OWN_BLOCKS, TileDecoder
+from pallas_kernels.hopper.decoded_matmul import DecodedRowMatmul, of_blocks, store_block
 from pallas_kernels.hopper.decoding import REGISTERS as DECODING
+from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights, weights_and_norms
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, pack_e4m3, store_of_rows
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, packed_width, quantize_panels
 from pallas_kernels.hopper.row_matmul import (
-    DecodedRowMatmul,
     HeldRowMatmul,
     RowTile,
     by_tiles,
-    of_blocks,
     of_rows,
-    store_block,
     store_rows,
     tile_panel,
 )
@@ -165,8 +163,7 @@ def up_projection(
         turn, pre_activations = 0, refs.written[0]
         together = [blocks] if len(weights) > 1 else [[block] for block in blocks]
         for i, own in enumerate(together):
-            of_both = refs.warpgroup * len(together) + i
-            column = tile.column_tile * width + of_both * PANEL
+            column = tile.column_tile * width + (2 * i + refs.warpgroup) * PANEL
 
             def activated(first, count, own=own):
                 return value(activation, [block(first, count) for block in own]).astype(dtype)
@@ -343,7 +340,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
 
     def store_blocks(refs, tile: RowTile, blocks):
         for i, block in enumerate(blocks):
-            column = tile.column_tile * columns + (refs.warpgroup * OWN_BLOCKS + i) * PANEL
+            column = tile.column_tile * columns + (2 * i + refs.warpgroup) * PANEL
             packed = lambda *rows, block=block: block(*rows).astype(dtype)  # noqa: E731
             store_block(refs, tile, i, packed, refs.rows, column)
 

@@ -17,14 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.decoding import OWN_BLOCKS, TileDecoder
+from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import (
     K_STEP,
     PANEL,
-    interleaved,
     store_buffers,
-    store_interleaved,
     store_panels,
     store_through,
     wgmma,
@@ -34,10 +32,7 @@ from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel
 from pallas_kernels.hopper.tile_queue import is_dynamic
 from pallas_kernels.mosaic.interpreter import is_interpreted
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, ROW_ALIGNMENT, TILE_COLUMNS, TILE_ROWS, TileSchedule
-from pallas_kernels.tuning.parameters import STORE_BYTES, TileTuning, most_stages
-
-ROWS_TOGETHER = 32
-"""Of a block, that are worked on together: what the registers have room for in addition to a tile."""
+from pallas_kernels.tuning.parameters import TileTuning
 
 FEW_STEPS = 8
 """LLVM unrolls a loop of fewer steps whole, and the producer spills: they get a count of which it knows no limit."""
@@ -219,70 +214,6 @@ class HeldRowMatmul(RowMatmul):
 
 
 @dataclass(kw_only=True)
-class DecodedRowMatmul(RowMatmul):
-    """A row matmul of compressed weights, whose tiles are stored at their end.
-
-    A consumer has half of a tile's columns, in blocks of 64, of all of its rows; see `decoding`.
-
-    Attributes:
-      store: `(refs, tile, blocks)`, stores a consumer's blocks with `store_block`. Each is a function `(first, count)`,
-        which returns so many rows from the first on, `(64, count)` in float32, plus their part of `refs.bias`
-        (`of_blocks`), if any.
-    """
-
-    store: Callable
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.buffers = store_buffers(self.dtype, rows=TILE_ROWS)
-
-    @property
-    def stages(self):
-        return most_stages(0, self.decoder.slot_bytes, stores=2 * STORE_BYTES)
-
-    def right_operands(self):
-        return None
-
-    def part(self, refs, tile: RowTile):
-        return tile, tile
-
-    def multiply_rows(self, refs, part: RowTile, held, take, step):
-        step, accumulator, taken = self.products(refs, step, [], take)
-
-        def block(own: int, first: int, count: int):
-            values = accumulator[:, own * TILE_ROWS + first :][:, :count]
-            if refs.bias is None:
-                return values
-            bias = refs.bias.at[part.expert, part.column_tile, refs.warpgroup, own]
-            bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            return values + lax.broadcast_in_dim(bias, values.shape, (0,))
-
-        self.store(refs, part, [partial(block, own) for own in range(OWN_BLOCKS)])
-        return step, held, taken
-
-
-def of_blocks(values: jax.Array, side_by_side: int) -> jax.Array:
-    """Numbers of columns `by_tiles`, as consumers have them: `(E, column tiles, consumers, own blocks, 64)`."""
-    blocks = values.reshape(*values.shape[:2], 2, OWN_BLOCKS, PANEL)
-    blocks = blocks.swapaxes(2, 3) if side_by_side == 2 else blocks
-    return interleaved(blocks.T).T
-
-
-def store_block(refs, part: RowTile, turn: int, values: Callable, output, column) -> None:
-    """Stores the valid rows of a block of 64 columns at `output[part.row :, column :]`.
-
-    Those are what `values(first, count)` returns of so many rows, `(64, count)`, of the output's dtype.
-    """
-
-    def write(buffer):
-        for first in range(0, TILE_ROWS, ROWS_TOGETHER):
-            store_interleaved(buffer, first, values(first, ROWS_TOGETHER))
-
-    with store_through(refs.buffers, refs.warpgroup, turn, write) as buffer:
-        ragged_copy(buffer, output, part, pl.ds(column, PANEL))
-
-
-@dataclass(kw_only=True)
 class PanelRowMatmul(RowMatmul):
     """A row matmul whose tiles end with more operands, a panel of 64 columns of them in a slot (`load_panel`).
 
@@ -294,25 +225,23 @@ class PanelRowMatmul(RowMatmul):
     begin: Callable
 
     def multiply_rows(self, refs, part: RowTile, held, take, step):
-        def release(step, pending=0):
-            """Releases a panel's slot when its copies have left, all but the last `pending` groups."""
-            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-            refs.ring.release(step)
-
-        def release_last_of_before():
-            pl.when(first > 0)(lambda: release(first - 1))
-
         first = step
         end_panel = self.begin(refs, part)
-        step, accumulator, _ = self.products(refs, step, [release_last_of_before])
+        under = [lambda: pl.when(first > 0)(lambda: self.release(refs, first - 1))]
+        step, accumulator, _ = self.products(refs, step, under)
         for panel in range(PANELS):
             slot = refs.ring.slot(step)
             plgpu.barrier_wait(slot.full)
             end_panel(accumulator, panel, slot)
             if panel > 0:
-                release(step - 1, pending=1)
+                self.release(refs, step - 1, pending=1)
             step += 1
         return step, held, take()
+
+    def release(self, refs, step, pending: int = 0) -> None:
+        """Releases a panel's slot when its copies have left, all but the last `pending` groups."""
+        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+        refs.ring.release(step)
 
 
 def ragged_copy(buffer, output, part: RowTile, columns) -> None:

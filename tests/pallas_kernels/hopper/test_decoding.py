@@ -52,6 +52,14 @@ def compressed_and_not(weights, form):
         yield tuple(ups_and_down[:2]), ups_and_down[2]
 
 
+def assert_same(found, expected):
+    """The same bits, but for sums over a row, the third result of down backward: their terms' order differs."""
+    if isinstance(found, tuple) and len(found) == 3:
+        (*found, of_rows), (*expected, expected_of_rows) = found, expected
+        np.testing.assert_allclose(of_rows, expected_of_rows, rtol=1e-4, atol=1e-5)
+    assert_same_bits(found, expected)
+
+
 @needs_interpreter
 @pytest.mark.parametrize("kernel", KERNELS)
 @of_forms
@@ -69,7 +77,7 @@ def test_the_bits_of_decoded_weights(kernel, form, tile, shares):
             call(kernel, rows.groups, x, of_rows, *both, (64, 64), tuning=tuning)
             for both in compressed_and_not(weights, form)
         )
-    assert_same_bits(found, expected)
+    assert_same(found, expected)
 
 
 @pytest.mark.gpu
@@ -83,7 +91,8 @@ def test_the_bits_of_decoded_weights_on_a_gpu(sizes, form):
     x, of_rows, weights = operands(rng, num_experts, groups.num_rows, num_tokens, d, n)
     run = jax.jit(lambda *given: [call(kernel, *given, columns=(64, 128)) for kernel in KERNELS])
     found, expected = (run(groups, x, of_rows, *both) for both in compressed_and_not(weights, form))
-    assert_same_bits(found, expected)
+    for result, number in zip(found, expected, strict=True):
+        assert_same(result, number)
 
 
 @pytest.mark.compile_only

@@ -1,0 +1,122 @@
+"""Rows of experts times compressed weights: what `row_matmul` does, where consumers decode.
+
+A consumer has every other block of 64 of a tile's columns, and all of its rows: what `decoding` gives is the transpose
+of such blocks. Tiles are stored at their end.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.decoding import OWN_BLOCKS
+from pallas_kernels.hopper.inline import PANEL, interleaved, store_buffers, store_interleaved, store_through
+from pallas_kernels.hopper.row_matmul import PanelRowMatmul, RowMatmul, RowTile, ragged_copy
+from pallas_kernels.hopper.tile_kernel import PANELS
+from pallas_kernels.mosaic.row_groups import TILE_ROWS
+from pallas_kernels.tuning.parameters import STORE_BYTES, most_stages
+
+ROWS_TOGETHER = 32
+"""Of a block, that are worked on together: what the registers have room for in addition to a tile."""
+
+
+@dataclass(kw_only=True)
+class DecodedRowMatmul(RowMatmul):
+    """A row matmul of compressed weights, whose tiles are stored at their end.
+
+    A consumer has every other block of 64 of a tile's columns, of all of its rows; see `decoding`.
+
+    Attributes:
+      store: `(refs, tile, blocks)`, stores a consumer's blocks with `store_block`. Each is a function `(first, count)`,
+        which returns so many rows from the first on, `(64, count)` in float32, plus their part of `refs.bias`
+        (`of_blocks`), if any.
+    """
+
+    store: Callable
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.buffers = store_buffers(self.dtype, rows=TILE_ROWS)
+
+    @property
+    def stages(self):
+        return most_stages(0, self.decoder.slot_bytes, stores=2 * STORE_BYTES)
+
+    def right_operands(self):
+        return None
+
+    def part(self, refs, tile: RowTile):
+        return tile, tile
+
+    def multiply_rows(self, refs, part: RowTile, held, take, step):
+        step, accumulator, taken = self.products(refs, step, [], take)
+
+        def block(own: int, first: int, count: int):
+            values = accumulator[:, own * TILE_ROWS + first :][:, :count]
+            if refs.bias is None:
+                return values
+            bias = refs.bias.at[part.expert, part.column_tile, own, refs.warpgroup]
+            bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return values + lax.broadcast_in_dim(bias, values.shape, (0,))
+
+        self.store(refs, part, [partial(block, own) for own in range(OWN_BLOCKS)])
+        return step, held, taken
+
+
+def of_blocks(values: jax.Array, side_by_side: int) -> jax.Array:
+    """Numbers of columns `by_tiles`, as consumers have them: `(E, column tiles, own blocks, consumers, 64)`."""
+    return interleaved(values.reshape(*values.shape[:2], OWN_BLOCKS, 2, PANEL).T).T
+
+
+def store_block(refs, part: RowTile, turn: int, values: Callable, output, column) -> None:
+    """Stores the valid rows of a block of 64 columns at `output[part.row :, column :]`.
+
+    Those are what `values(first, count)` returns of so many rows, `(64, count)`, of the output's dtype.
+    """
+
+    def write(buffer):
+        for first in range(0, TILE_ROWS, ROWS_TOGETHER):
+            store_interleaved(buffer, first, values(first, ROWS_TOGETHER))
+
+    with store_through(refs.buffers, refs.warpgroup, turn, write) as buffer:
+        ragged_copy(buffer, output, part, pl.ds(column, PANEL))
+
+
+@dataclass(kw_only=True)
+class DecodedPanelRowMatmul(PanelRowMatmul):
+    """A `PanelRowMatmul` of compressed weights. `end_panel` is called by the consumer that has the panel's block."""
+
+    @property
+    def stages(self):
+        return min(self.tuning.stages, most_stages(self.columns, self.decoder.slot_bytes, stores=0))
+
+    def part(self, refs, tile: RowTile):
+        return tile, tile
+
+    def nothing_held(self):
+        return jnp.int32(0)  # steps, after which a consumer's last slot is still to be released
+
+    def stores(self, refs, turn, held):
+        return [lambda: pl.when(held > 0)(lambda: self.release(refs, held - 2 + refs.warpgroup))]
+
+    def multiply_rows(self, refs, part: RowTile, held, take, step):
+        end_panel = self.begin(refs, part)
+        step, accumulator, _ = self.products(refs, step, self.stores(refs, None, held))
+        for panel in range(PANELS):
+            slot, own = refs.ring.slot(step), refs.warpgroup == panel % 2
+            plgpu.barrier_wait(slot.full)
+
+            @pl.when(own)
+            def _(panel=panel, slot=slot, step=step):
+                end_panel(accumulator, panel, slot)
+                if panel > 1:
+                    self.release(refs, step - 2, pending=1)
+
+            pl.when(~own)(lambda step=step: refs.ring.release(step))
+            step += 1
+        return step, step, take()
