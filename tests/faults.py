@@ -115,7 +115,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("_forward", "tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)", "tuple(pre_activations)", "experts_memory"),
     ("_compute", "checkpoint_name((dispatch, most_pairs), INDEX_NAME)", "(dispatch, most_pairs)", "experts_memory"),
     # the Hopper kernels, interpreted
-    ("multiply", "gather.wait_landed(self.refs.landed, slot.number, lax.rem(step // self.stages, 2))", "pass", "products interpreter"),
+    ("slot", "gather.wait_landed(self.refs.landed, number, turn & 1)", "pass", "products interpreter"),
     ("half", "rows = jnp.clip(self.rows - first, 0, GROUP_ROWS)", "rows = jnp.clip(self.rows, 0, GROUP_ROWS)", "tile_queue products"),
     ("one", "self.release(step + self.stages - 1)", "self.release(step)", "products"),
     ("store_through", "plgpu.wait_smem_to_gmem(1, wait_read_only=True)", "plgpu.wait_smem_to_gmem(2, wait_read_only=True)", "products interpreter"),

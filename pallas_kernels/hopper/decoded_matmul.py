@@ -4,7 +4,7 @@ A consumer has every other block of 64 of a tile's columns, and all of its rows:
 of such blocks. Tiles are stored at their end.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.decoding import OWN_BLOCKS
-from pallas_kernels.hopper.inline import PANEL, interleaved, store_buffers, store_interleaved, store_through
+from pallas_kernels.hopper.inline import (
+    PANEL,
+    interleaved,
+    store_buffers,
+    store_interleaved,
+    store_through,
+    wgmma_of_values,
+)
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, RowMatmul, RowTile, ragged_copy
 from pallas_kernels.hopper.tile_kernel import PANELS
 from pallas_kernels.mosaic.row_groups import TILE_ROWS
@@ -45,7 +52,7 @@ class DecodedRowMatmul(RowMatmul):
 
     @property
     def stages(self):
-        return most_stages(0, self.decoder.slot_bytes, stores=2 * STORE_BYTES)
+        return min(4, most_stages(0, self.decoder.slot_bytes, stores=2 * STORE_BYTES))  # a power of two: see `Ring`
 
     def right_operands(self):
         return None
@@ -54,10 +61,10 @@ class DecodedRowMatmul(RowMatmul):
         return tile, tile
 
     def multiply_rows(self, refs, part: RowTile, held, take, step):
-        step, accumulator, taken = self.products(refs, step, [], take)
+        step, accumulators, taken = decoded_products(self, refs, step, (), take)
 
         def block(own: int, first: int, count: int):
-            values = accumulator[:, own * TILE_ROWS + first :][:, :count]
+            values = accumulators[own][:, first : first + count]
             if refs.bias is None:
                 return values
             bias = refs.bias.at[part.expert, part.column_tile, own, refs.warpgroup]
@@ -66,6 +73,24 @@ class DecodedRowMatmul(RowMatmul):
 
         self.store(refs, part, [partial(block, own) for own in range(OWN_BLOCKS)])
         return step, held, taken
+
+
+def decoded_products(kernel: RowMatmul, refs, step, under: Sequence[Callable], last: Callable = lambda: None):
+    """A tile's chain of products; see `Ring.multiply`. Its parts are a consumer's blocks, (64, 128), transposed."""
+    decoder = kernel.decoder
+    assert decoder
+
+    def product(slot, carry, accumulators, first):
+        accumulators = [*accumulators]
+        for own in range(OWN_BLOCKS):
+            weights = decoder.decode(refs, slot, own)
+            if own == 0:
+                slot.wait_for_rows()
+            accumulators[own] = wgmma_of_values(accumulators[own], weights, slot.lhs, first=first)
+            plgpu.wgmma_wait(1)  # for the registers that are written next
+        return carry, tuple(accumulators)
+
+    return refs.ring.multiply(step, kernel.k_steps, product, under=under, last=last, parts=OWN_BLOCKS)
 
 
 def of_blocks(values: jax.Array, side_by_side: int) -> jax.Array:
@@ -89,7 +114,14 @@ def store_block(refs, part: RowTile, turn: int, values: Callable, output, column
 
 @dataclass(kw_only=True)
 class DecodedPanelRowMatmul(PanelRowMatmul):
-    """A `PanelRowMatmul` of compressed weights. `end_panel` is called by the consumer that has the panel's block."""
+    """A `PanelRowMatmul` of compressed weights. `end_panel` is called by the consumer that has the panel's block.
+
+    `refs.own_row_weights` `(consumers, rows)` is memory for it.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.scratch = {"own_row_weights": plgpu.SMEM((2, TILE_ROWS), jnp.float32)}
 
     @property
     def stages(self):
@@ -106,14 +138,14 @@ class DecodedPanelRowMatmul(PanelRowMatmul):
 
     def multiply_rows(self, refs, part: RowTile, held, take, step):
         end_panel = self.begin(refs, part)
-        step, accumulator, _ = self.products(refs, step, self.stores(refs, None, held))
+        step, accumulators, _ = decoded_products(self, refs, step, self.stores(refs, None, held))
         for panel in range(PANELS):
             slot, own = refs.ring.slot(step), refs.warpgroup == panel % 2
             plgpu.barrier_wait(slot.full)
 
             @pl.when(own)
             def _(panel=panel, slot=slot, step=step):
-                end_panel(accumulator, panel, slot)
+                end_panel(accumulators[panel // 2], panel, slot)
                 if panel > 1:
                     self.release(refs, step - 2, pending=1)
 

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
@@ -31,20 +30,16 @@ from pallas_kernels.codings import MXFP4_BLOCK, NF4_GROUP, is_quantized
 from pallas_kernels.hopper import inline_interpreter as forms
 from pallas_kernels.hopper.codes import DECODE, load, powers_of_two, sum32, value
 from pallas_kernels.hopper.inline import (
-    ACCUMULATOR,
     K_STEP,
     SCALAR,
-    SWIZZLED,
     c32,
     permuted_bytes,
-    ptx,
-    row_tiles,
     scalar,
     shared_address,
     thread_index,
 )
 from pallas_kernels.mosaic.interpreter import in_interpreter
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS
 
 REGISTERS = (72, 216)
 """Of a producer's thread, and of a consumer's."""
@@ -161,42 +156,20 @@ class TileDecoder:
             start = 0, block * BLOCK
         return self.coding.decode(codes, lax.dynamic_slice(scales, start, size), jnp.bfloat16)
 
-    @in_interpreter(forms.multiply_codes)
-    def multiply(self, accumulator, rows, codes, scales, warpgroup, *, first: bool):
-        """`accumulator + weights · rows`, asynchronous, the last of its commit groups not waited for.
+    @in_interpreter(forms.decode)
+    def decode(self, refs, slot, own: int) -> jax.Array:
+        """`(64, 64)` bfloat16: the `interleaved` columns of a consumer's own block, along k, as a slot has them."""
+        result = plgpu.ShapeDtypeStruct((BLOCK, K_STEP), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
-        Args:
-          accumulator: `(64, own blocks · 128)`: those of a consumer's blocks, one after the other, by the tile's rows.
-          rows: the panel (128, 64) of the tile's rows.
-          codes: of the slot, and so are `scales`.
-          scales: see `codes`.
-          warpgroup: the consumer.
-          first: whether there is no wgmma before it.
-        """
-        result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
-        arguments = ACCUMULATOR, plgpu.RefType(SWIZZLED), plgpu.RefType(CODES), plgpu.RefType(), SCALAR
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(CODES), plgpu.RefType(), SCALAR), return_type=result)
+        def run(ctx, codes, scales, warpgroup):
+            pair = ir.VectorType.get((2,), ir.BF16Type.get())
+            numbers = Thread(self, codes, scales, scalar(warpgroup)).numbers(own)
+            registers = np.array([llvm.bitcast(pair, r) for r in numbers], dtype=object)
+            registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, K_STEP)))
+            return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-        @plgpu.inline_mgpu(arg_types=arguments, return_type=result)
-        def run(ctx, accumulator, rows, codes, scales, warpgroup):
-            thread = Thread(self, codes, scales, scalar(warpgroup))
-            rows, parts = utils.memref_transpose(row_tiles(rows), (1, 0, 3, 2)), []
-            for own in range(OWN_BLOCKS):
-                registers = np.array([llvm.bitcast(pair_type(), r) for r in thread.numbers(own)], dtype=object)
-                registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, K_STEP)))
-                weights = mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-                part = accumulator[:, own * TILE_ROWS : (own + 1) * TILE_ROWS]
-                value = mgpu.WGMMAAccumulator(_value=part, _original_layout=part.layout, _sync=first)
-                parts.append(mgpu.wgmma(value, weights, rows, swizzle=128)._value.registers)
-                ptx("wgmma.commit_group.sync.aligned;")
-                ptx("wgmma.wait_group.sync.aligned 1;")  # whose registers are taken next
-            registers = np.concatenate(parts, axis=1)
-            return mgpu.FragmentedArray(_registers=registers, _layout=accumulator.layout, _is_signed=None)
-
-        return run(accumulator, rows, codes, scales, warpgroup)
-
-
-def pair_type():
-    return ir.VectorType.get((2,), ir.BF16Type.get())
+        return run(refs.codes.at[slot.number], refs.code_scales.at[slot.number], refs.warpgroup)
 
 
 class Thread:

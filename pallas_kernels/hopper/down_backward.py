@@ -45,6 +45,7 @@ from pallas_kernels.tuning.parameters import TileTuning
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 PIECE = 16  # columns worked on at a time, what the registers have room for in addition to a tile
+A_ROW_EACH = plgpu.Layout.WG_STRIDED((TILE_ROWS,), vec_size=1)  # of a tile's, for each thread of a consumer
 WARPS = 4  # of a consumer
 COPIES = TILE_COLUMNS // TILE_ROWS
 
@@ -107,16 +108,20 @@ def down_backward(
             pre = pre.values if quantized else pre
             slot.fetch(pre.at[pl.ds(tile.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
 
-    def end_block(refs, part, accumulator, panel, slot):
+    def end_block(refs, part, row_weight, accumulator, panel, slot):
         """What `end_panel` does, of compressed weights: of all rows of a block, the transpose."""
+        row_weights = refs.own_row_weights.at[refs.warpgroup]
+        if panel < 2:  # a consumer's first
+            row_weights[...] = row_weight
+            plgpu.commit_smem()
         own = [slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)] for i in range(num_pre)]
         leaving = (*own, slot.lhs)
         line = ((part.row_tile * column_tiles + part.column_tile) * PANELS + panel) * WARPS
         for first in range(0, TILE_ROWS, PIECE):
-            row_weight = refs.row_weights.at[pl.ds(part.row + first, PIECE)]
-            row_weight = plgpu.load(row_weight, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            weight = lax.broadcast_in_dim(row_weight, (GROUP_ROWS, PIECE), (1,))
-            d_hidden = accumulator[:, panel // 2 * TILE_ROWS + first :][:, :PIECE]
+            weight = row_weights.at[pl.ds(first, PIECE)]
+            weight = plgpu.load(weight, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            weight = lax.broadcast_in_dim(weight, (GROUP_ROWS, PIECE), (1,))
+            d_hidden = accumulator[:, first : first + PIECE]
             pre = [load_interleaved(b, first, PIECE) for b in own]
             hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
             store_sums(refs.d_row_weights, line, first, d_hidden * hidden)
@@ -130,7 +135,8 @@ def down_backward(
 
     def begin(refs, part):
         if decoder:
-            return partial(end_block, refs, part)
+            every = refs.row_weights.at[pl.ds(part.row, TILE_ROWS)]
+            return partial(end_block, refs, part, plgpu.load(every, layout=A_ROW_EACH, optimized=False))
         row_weight = plgpu.load(refs.row_weights.at[pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
         scales = None
         if quantized:

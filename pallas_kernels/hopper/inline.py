@@ -12,6 +12,7 @@ Pallas's interpreter cannot run inline code: `inline_interpreter` has the same f
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -126,6 +127,26 @@ def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_
         value = mgpu.WGMMAAccumulator(_value=accumulator, _original_layout=accumulator.layout, _sync=first)
         if not first:
             ptx("wgmma.fence.sync.aligned;")
+        out = mgpu.wgmma(value, lhs, rhs, swizzle=128)
+        ptx("wgmma.commit_group.sync.aligned;")
+        return out._value
+
+    return run(accumulator, lhs, rhs)
+
+
+@in_interpreter(partial(forms.wgmma, transpose_rhs=True))
+def wgmma_of_values(accumulator, lhs, rhs, *, first=False):
+    """See `wgmma`: the left operand (64, 64) is in registers, and the right one the transpose of a panel (columns, 64).
+
+    The left operand's registers must not be written again before the product is waited for.
+    """
+    result = plgpu.ShapeDtypeStruct(accumulator.shape, jnp.float32, layout=ACCUMULATOR)
+    arguments = ACCUMULATOR, plgpu.Layout.WGMMA, plgpu.RefType(SWIZZLED)
+
+    @plgpu.inline_mgpu(arg_types=arguments, return_type=result)
+    def run(ctx, accumulator, lhs, rhs):
+        rhs = utils.memref_transpose(row_tiles(rhs), (1, 0, 3, 2))
+        value = mgpu.WGMMAAccumulator(_value=accumulator, _original_layout=accumulator.layout, _sync=first)
         out = mgpu.wgmma(value, lhs, rhs, swizzle=128)
         ptx("wgmma.commit_group.sync.aligned;")
         return out._value

@@ -60,19 +60,14 @@ def interleaved(values):
     return values.reshape(4, 8, 2, -1).swapaxes(1, 2).reshape(values.shape)
 
 
-def multiply_codes(decoder, accumulator, rows, codes, scales, warpgroup, *, first):
-    """From plain loads, and numbers that the weights' coding gives."""
-    del first
-    rows, codes, parts = rows[...], codes[...].reshape(-1, decoder.rows, K_STEP), []
-    scales = scales[...]
-    plgpu.commit_smem()  # a bulk copy may overwrite the operands, as it may after a wgmma
-    for own in range(accumulator.shape[1] // rows.shape[0]):
-        block = 2 * own + warpgroup
-        of_weights = (scales[own], warpgroup) if decoder.side_by_side == 2 else (scales[0], block)
-        numbers = decoder.numbers(codes[block], *of_weights)
-        weights = numbers if decoder.transposed else numbers.T
-        parts.append(interleaved(jnp.dot(weights, rows.T, preferred_element_type=jnp.float32)))
-    return accumulator + jnp.concatenate(parts, axis=1)
+def decode(decoder, refs, slot, own):
+    """From plain loads, by the weights' coding."""
+    codes, scales = refs.codes[slot.number].reshape(-1, decoder.rows, K_STEP), refs.code_scales[slot.number]
+    plgpu.commit_smem()  # a bulk copy may overwrite them, as it may after a wgmma
+    block = 2 * own + refs.warpgroup
+    of_weights = (scales[own], refs.warpgroup) if decoder.side_by_side == 2 else (scales[0], block)
+    numbers = decoder.numbers(codes[block], *of_weights)
+    return interleaved(numbers if decoder.transposed else numbers.T)
 
 
 def load_columns(panel, first_column, byte=None):

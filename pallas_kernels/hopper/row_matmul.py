@@ -166,16 +166,12 @@ class RowMatmul(TileKernel):
     def products(self, refs, step, under: Sequence[Callable], last: Callable = lambda: None):
         """A tile's chain of products; see `Ring.multiply`."""
 
-        def decoded_product(slot, carry, accumulator, first):
-            codes, scales = refs.codes.at[slot.number], refs.code_scales.at[slot.number]
-            return carry, self.decoder.multiply(accumulator, slot.lhs, codes, scales, refs.warpgroup, first=first)
-
         def product(slot, carry, accumulator, first):
+            slot.wait_for_rows()
             own = slot.lhs.at[pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)]
             form = {"transpose_rhs": self.transposed_weights, "packed": self.packed}
             return carry, wgmma(accumulator, own, slot.rhs, first=first, **form)
 
-        product = decoded_product if self.decoder else product
         return refs.ring.multiply(step, self.k_steps, product, under=under, last=last)
 
 

@@ -44,12 +44,16 @@ PRODUCER = 2  # the warpgroup
 
 
 class Slot(NamedTuple):
-    """Slot `number`: `lhs` (128, 64) and `rhs` (columns, 64), if there is one, in shared memory; its barrier `full`."""
+    """Slot `number`: `lhs` (128, 64) and `rhs` (columns, 64), if there is one, in shared memory; its barrier `full`.
+
+    What multiplies calls `wait_for_rows` before it reads rows that a gather brings.
+    """
 
     number: jax.Array
     lhs: Any
     rhs: Any
     full: Any
+    wait_for_rows: Callable
 
     def fetch(self, source, target) -> None:
         """Starts one of the bulk copies that fill the slot, to a part of it."""
@@ -94,13 +98,24 @@ class Ring(NamedTuple):
     lands: bool  # whether a k step has anything that arrives at `landed`
 
     def slot(self, step) -> Slot:
-        number = lax.rem(step, self.stages)
+        turn, number = self.turn_and_number(step)
         rhs = None if self.refs.rhs is None else self.refs.rhs.at[number]
-        return Slot(number, self.refs.lhs.at[number], rhs, self.refs.full.at[number])
+
+        def wait_for_rows():
+            if self.lands:
+                gather.wait_landed(self.refs.landed, number, turn & 1)
+
+        return Slot(number, self.refs.lhs.at[number], rhs, self.refs.full.at[number], wait_for_rows)
+
+    def turn_and_number(self, step) -> tuple[Any, Any]:
+        """How often the slot of a step was filled before, and its number."""
+        if self.stages.bit_count() == 1:  # shifts, in the place of what LLVM does for any sign
+            return lax.shift_right_logical(step, self.stages.bit_length() - 1), step & self.stages - 1
+        return step // self.stages, lax.rem(step, self.stages)
 
     def release(self, step) -> None:
         """The warpgroup that calls has read the slot of `step`."""
-        plgpu.barrier_arrive(self.refs.empty.at[lax.rem(step, self.stages)])
+        plgpu.barrier_arrive(self.refs.empty.at[self.turn_and_number(step)[1]])
 
     def fill(
         self, step, count, load: Callable, carry=None, found=None, under: Sequence[Callable] = ()
@@ -130,20 +145,27 @@ class Ring(NamedTuple):
             filled, result = upto, work(result)
         return *fill_some(filled, count, loop, result), result
 
-    def multiply(self, step, count, product: Callable, carry=None, under: Sequence[Callable] = (), last=lambda: None):
+    def multiply(
+        self,
+        step,
+        count,
+        product: Callable,
+        carry=None,
+        under: Sequence[Callable] = (),
+        last: Callable = lambda: None,
+        parts: int = 1,
+    ):
         """The consumers' loop: a tile's chain of products over the slots of `count` steps, one or more, from `step`.
 
         `product(slot, carry, accumulator, first) -> carry, accumulator` starts one. The functions `under` share out the
         time that the tensor cores take, and `last` has that of the last product. Returns the step after the last, the
-        tile's part (64, columns) in float32, and what `last` returned.
+        tile's part (64, columns) in float32, or its `parts` in a tuple if they are more, and what `last` returned.
         """
 
         def one(step, carry, accumulator, first=False):
             slot = self.slot(step)
             if self.fetches:
                 plgpu.barrier_wait(slot.full)
-            if self.lands:
-                gather.wait_landed(self.refs.landed, slot.number, lax.rem(step // self.stages, 2))
             carry, accumulator = product(slot, carry, accumulator, first)
             plgpu.wgmma_wait(1)
             if not first:
@@ -153,7 +175,8 @@ class Ring(NamedTuple):
         def several(count, products):
             return lax.fori_loop(0, count, lambda _, p: one(*p), products)
 
-        products = one(step, carry, zeros(self.columns, layout=ACCUMULATOR), first=True)
+        start = tuple(zeros(self.columns // parts, layout=ACCUMULATOR) for _ in range(parts))
+        products = one(step, carry, start if parts > 1 else start[0], first=True)
         left = count - 1
         if under:
             least, most = (max, min) if isinstance(count, int) else (jnp.maximum, jnp.minimum)
@@ -164,7 +187,7 @@ class Ring(NamedTuple):
             left = least(count - 1 - len(under) * apart, 0)
         step, _, accumulator = several(left, products)
         found = last()
-        accumulator = finish_wgmma(accumulator)
+        accumulator = jax.tree.map(finish_wgmma, accumulator)
         self.release(step + self.stages - 1)
         return step, accumulator, found
 
@@ -206,8 +229,8 @@ class TileKernel:
     buffers: Any = None
     """Shared memory that results leave from."""
 
-    barriers: Mapping[str, Any] = {}
-    """Other barriers than the ring's, by name."""
+    scratch: Mapping[str, Any] = {}
+    """Barriers and memory beside these, by name."""
 
     @property
     def stages(self) -> int:
@@ -314,7 +337,7 @@ class TileKernel:
             "landed": gather.landed_barriers(stages),
             "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            **self.barriers,
+            **self.scratch,
         }
         names = (*operands, *results, *memory)
 

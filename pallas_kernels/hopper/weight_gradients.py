@@ -155,9 +155,9 @@ class RowContraction(TileKernel):
         self.wide = jnp.dtype(self.result_dtype) == jnp.float32
         self.chunk_columns = 32 if self.wide else 64  # a chunk of the result is 128 bytes wide
         self.buffers = store_buffers(self.result_dtype, self.chunk_columns)
-        self.barriers = {"zeroed": plgpu.Barrier(num_arrivals=2)}
+        self.scratch = {"zeroed": plgpu.Barrier(num_arrivals=2)}
         if self.sums:
-            self.barriers |= memory_to_add(self.result_dtype, self.chunk_columns)
+            self.scratch |= memory_to_add(self.result_dtype, self.chunk_columns)
 
     def gradients(self) -> tuple[jax.Array, ...]:
         shape = (self.tokens[0].shape[1], self.stored[0].shape[1])
@@ -218,6 +218,8 @@ class RowContraction(TileKernel):
         tile, steps = part
 
         def product(slot, row, accumulator, first):
+            slot.wait_for_rows()
+
             # The gather left zeros in the rows past the expert's last; the other side must not hold a NaN there.
             @pl.when(tile.end - row < K_STEP)
             def _():
