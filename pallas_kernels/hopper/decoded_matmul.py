@@ -1,7 +1,7 @@
 """Rows of experts times compressed weights: what `row_matmul` does, where consumers decode.
 
-A consumer has every other block of 64 of a tile's columns, and all of its rows: what `decoding` gives is the left
-operand, and results are the transpose of such blocks. Tiles are stored at their end.
+A consumer has every other block of 64 of a tile's columns, and all of its rows: what `decoding` gives is the transpose
+of such blocks. Tiles are stored at their end.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,23 +14,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.decoding import TileDecoder
+from pallas_kernels.hopper.decoding import OWN_BLOCKS
 from pallas_kernels.hopper.inline import (
-    K_STEP,
     PANEL,
     interleaved,
-    read_values,
     store_buffers,
     store_interleaved,
     store_through,
     wgmma_of_values,
-    write_values,
-    zeros,
 )
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, RowMatmul, RowTile, ragged_copy
 from pallas_kernels.hopper.tile_kernel import PANELS
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, paired
-from pallas_kernels.tuning.parameters import NARROW_COLUMNS, STORE_BYTES, TileTuning, most_stages
+from pallas_kernels.mosaic.row_groups import TILE_ROWS
+from pallas_kernels.tuning.parameters import STORE_BYTES, most_stages
 
 ROWS_TOGETHER = 32
 """Of a block, that are worked on together: what the registers have room for in addition to a tile."""
@@ -40,38 +36,23 @@ ROWS_TOGETHER = 32
 class DecodedRowMatmul(RowMatmul):
     """A row matmul of compressed weights, whose tiles are stored at their end.
 
-    A tile has 256 columns and 128 rows, or 128 columns and 256 rows: then each number is decoded for twice as many.
+    A consumer has every other block of 64 of a tile's columns, of all of its rows; see `decoding`.
 
     Attributes:
-      store: `(refs, part, blocks, number, turn) -> turn`, stores block `number` of those that a weight has in a tile,
-        with `store_block`, from that turn on. For each of the weights side by side there is a function `(first, count)`
-        in `blocks`; it returns so many rows of the part from the first on, `(64, count)` in float32, plus their part of
-        `refs.bias` (`of_blocks`), if any.
+      store: `(refs, tile, blocks)`, stores a consumer's blocks with `store_block`. Each is a function `(first, count)`,
+        which returns so many rows from the first on, `(64, count)` in float32, plus their part of `refs.bias`
+        (`of_blocks`), if any.
     """
 
     store: Callable
 
     def __post_init__(self):
-        self.columns, self.rows = self.decoder.blocks * PANEL, TILE_ROWS * 2 // self.decoder.own_blocks
-        if self.rows > TILE_ROWS:
-            self.schedule = paired(self.schedule)
-            if "row_chunks" in self.operands:  # a tile's are read whole
-                chunks = jnp.pad(self.operands["row_chunks"], (0, TILE_ROWS), constant_values=-1)
-                self.operands = {**self.operands, "row_chunks": chunks}
         super().__post_init__()
         self.buffers = store_buffers(self.dtype, rows=TILE_ROWS)
-        if self.exchanges:
-            self.scratch = {"exchanged": plgpu.Barrier(num_arrivals=2)}
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether consumers have different weights of those side by side, and exchange halves of their rows."""
-        return self.decoder.side_by_side > self.decoder.own_blocks
 
     @property
     def stages(self):
-        slot = self.decoder.slot_bytes + (self.rows - TILE_ROWS) * K_STEP * 2
-        return min(4, most_stages(0, slot, stores=2 * STORE_BYTES))  # a power of two: see `Ring`
+        return min(4, most_stages(0, self.decoder.slot_bytes, stores=2 * STORE_BYTES))  # a power of two: see `Ring`
 
     def right_operands(self):
         return None
@@ -80,100 +61,41 @@ class DecodedRowMatmul(RowMatmul):
         return tile, tile
 
     def multiply_rows(self, refs, part: RowTile, held, take, step):
-        def multiply(halves: int, step):
-            return decoded_products(self, refs, step, halves=halves, last=take)
+        step, accumulators, taken = decoded_products(self, refs, step, (), take)
 
-        if self.rows == TILE_ROWS:
-            step, accumulators, taken = multiply(1, step)
-            stored = [(part, [own], 2 * i + refs.warpgroup) for i, own in enumerate(accumulators)]
-            if self.decoder.side_by_side == 2:
-                stored = [(part, accumulators, refs.warpgroup)]
-        else:
+        def block(own: int, first: int, count: int):
+            values = accumulators[own][:, first : first + count]
+            if refs.bias is None:
+                return values
+            bias = refs.bias.at[part.expert, part.column_tile, own, refs.warpgroup]
+            bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            return values + lax.broadcast_in_dim(bias, values.shape, (0,))
 
-            def one_half(step):
-                step, (own,), taken = multiply(1, step)
-                return step, (own, zeros(TILE_ROWS)), taken
-
-            both = partial(multiply, 2)
-            step, accumulators, taken = lax.cond(part.rows > TILE_ROWS, both, one_half, step)
-            parts = [part.half(i, TILE_ROWS) for i in range(2)]
-            stored = [(half, [own], refs.warpgroup) for half, own in zip(parts, accumulators, strict=True)]
-            if self.exchanges:
-                stored = [(part.half(refs.warpgroup, TILE_ROWS), self.exchanged(refs, accumulators), 0)]
-        turn = 0
-        for rows, own, number in stored:
-            blocks = [partial(self.block, refs, rows, values, i, number) for i, values in enumerate(own)]
-            turn = self.store(refs, rows, blocks, number, turn)
+        self.store(refs, part, [partial(block, own) for own in range(OWN_BLOCKS)])
         return step, held, taken
 
-    def exchanged(self, refs, halves) -> list[jax.Array]:
-        """A consumer's half of the rows, of both weights, from its weight's halves of rows."""
-        is_first = refs.warpgroup == 0
-        own, other = (refs.buffers.at[pl.ds(2 * w, 2)] for w in (refs.warpgroup, 1 - refs.warpgroup))
-        given, kept = (lax.select(is_first, *pair) for pair in (halves[::-1], halves))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        write_values(own, given)
-        self.meet(refs)
-        found = read_values(other, given.shape)
-        self.meet(refs)
-        return [lax.select(is_first, *pair) for pair in ((kept, found), (found, kept))]
 
-    def meet(self, refs) -> None:
-        """Waits until both consumers are here."""
-        plgpu.barrier_arrive(refs.exchanged)
-        plgpu.barrier_wait(refs.exchanged)
-
-    def block(self, refs, part: RowTile, values, weight: int, number, first: int, count: int) -> jax.Array:
-        """Rows of a block, plus their bias."""
-        values = values[:, first : first + count]
-        if refs.bias is None:
-            return values
-        bias = refs.bias.at[part.expert, part.column_tile, weight, number]
-        bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        return values + lax.broadcast_in_dim(bias, values.shape, (0,))
-
-
-def decoder_for(weight, num_rows: int, tuning: TileTuning, **form) -> TileDecoder:
-    """The decoder of one of a product's weights, for tiles of so many columns as the tuning says.
-
-    If that leaves it open, 128 where an expert has more rows than the 128 of a wide tile, on average.
-    """
-    rows_each = num_rows // weight.shape[0]
-    columns = tuning.columns or (NARROW_COLUMNS if rows_each > TILE_ROWS else TILE_COLUMNS)
-    return TileDecoder(weight, columns=columns, **form)
-
-
-def decoded_products(
-    kernel: RowMatmul, refs, step, *, halves: int = 1, under: Sequence[Callable] = (), last: Callable = lambda: None
-):
-    """A tile's chain of products; see `Ring.multiply`.
-
-    Its parts are (64, 128): a consumer's blocks, transposed, of so many `halves` of 128 rows each.
-    """
+def decoded_products(kernel: RowMatmul, refs, step, under: Sequence[Callable], last: Callable = lambda: None):
+    """A tile's chain of products; see `Ring.multiply`. Its parts are a consumer's blocks, (64, 128), transposed."""
     decoder = kernel.decoder
     assert decoder
 
     def product(slot, carry, accumulators, first):
         accumulators = [*accumulators]
-        for own in range(decoder.own_blocks):
+        for own in range(OWN_BLOCKS):
             weights = decoder.decode(refs, slot, own)
             if own == 0:
                 slot.wait_for_rows()
-            for half in range(halves):
-                rows, i = slot.lhs.at[pl.ds(half * TILE_ROWS, TILE_ROWS)], own * halves + half
-                accumulators[i] = wgmma_of_values(accumulators[i], weights, rows, first=first)
-            plgpu.wgmma_wait(halves)  # for the registers that are written next
+            accumulators[own] = wgmma_of_values(accumulators[own], weights, slot.lhs, first=first)
+            plgpu.wgmma_wait(1)  # for the registers that are written next
         return carry, tuple(accumulators)
 
-    parts = decoder.own_blocks * halves
-    return refs.ring.multiply(
-        step, kernel.k_steps, product, under=under, last=last, parts=(TILE_ROWS,) * parts, groups=halves
-    )
+    return refs.ring.multiply(step, kernel.k_steps, product, under=under, last=last, parts=OWN_BLOCKS)
 
 
 def of_blocks(values: jax.Array, side_by_side: int) -> jax.Array:
-    """Numbers of columns `by_tiles`, by `(E, column tiles, weights side by side, blocks, 64)`, `interleaved`."""
-    return interleaved(values.reshape(*values.shape[:2], side_by_side, -1, PANEL).T).T
+    """Numbers of columns `by_tiles`, as consumers have them: `(E, column tiles, own blocks, consumers, 64)`."""
+    return interleaved(values.reshape(*values.shape[:2], OWN_BLOCKS, 2, PANEL).T).T
 
 
 def store_block(refs, part: RowTile, turn: int, values: Callable, output, column) -> None:
@@ -216,7 +138,7 @@ class DecodedPanelRowMatmul(PanelRowMatmul):
 
     def multiply_rows(self, refs, part: RowTile, held, take, step):
         end_panel = self.begin(refs, part)
-        step, accumulators, _ = decoded_products(self, refs, step, under=self.stores(refs, None, held))
+        step, accumulators, _ = decoded_products(self, refs, step, self.stores(refs, None, held))
         for panel in range(PANELS):
             slot, own = refs.ring.slot(step), refs.warpgroup == panel % 2
             plgpu.barrier_wait(slot.full)

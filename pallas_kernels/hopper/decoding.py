@@ -39,12 +39,16 @@ from pallas_kernels.hopper.inline import (
     thread_index,
 )
 from pallas_kernels.mosaic.interpreter import in_interpreter
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS
 
 REGISTERS = (72, 216)
 """Of a producer's thread, and of a consumer's."""
 
 BLOCK = 64
 """Columns that a wgmma multiplies, and their bytes of codes of a row."""
+
+BLOCKS = TILE_COLUMNS // BLOCK
+OWN_BLOCKS = BLOCKS // 2  # of a consumer
 
 OUTPUTS_MULTIPLE = 16
 """Of weights that bulk copies can bring: rows of codes begin at multiples of 16 bytes."""
@@ -76,27 +80,25 @@ class TileDecoder:
 
     Args:
       weight: one of the weights, a `QuantizedWeight`; they are of one form and shape.
-      columns: of a tile.
-      transposed: whether those are inputs, and outputs are contracted.
-      side_by_side: how many weights share them.
+      transposed: whether a tile's columns are inputs, and outputs are contracted.
+      side_by_side: how many weights share the columns of a tile.
     """
 
-    def __init__(self, weight: Any, *, columns: int, transposed: bool, side_by_side: int = 1):
+    def __init__(self, weight: Any, *, transposed: bool, side_by_side: int = 1):
         self.form, self.coding, self.transposed = weight.form, weight.coding, transposed
         self.side_by_side = side_by_side
-        self.blocks, self.width = columns // BLOCK, columns // side_by_side
-        self.own_blocks, self.of_each = self.blocks // 2, self.blocks // side_by_side  # a consumer's, and a weight's
+        self.width = TILE_COLUMNS // side_by_side
         self.rows = K_STEP // CODE_STEPS[self.form]  # of a block's codes
-        self.copies = 2 if transposed else self.blocks + side_by_side  # bulk copies of a k step
+        self.copies = 2 if transposed else BLOCKS + side_by_side  # bulk copies of a k step
         group = {"nf4": NF4_GROUP, "mxfp4": MXFP4_BLOCK}.get(self.form)
         if group is None:
             self.scales = 1, LEAST_COPY // 4
         else:
-            self.scales = (columns // group, K_STEP) if transposed else (K_STEP // group, self.width)
+            self.scales = (TILE_COLUMNS // group, K_STEP) if transposed else (K_STEP // group, self.width)
         self.scale_dtype = {"nf4": jnp.bfloat16, "mxfp4": jnp.uint8, "float8": jnp.float32}[self.form]
         # Of the scales of one of the weights side by side.
         self.side_bytes = int(np.prod(self.scales)) * jnp.dtype(self.scale_dtype).itemsize
-        self.slot_bytes = self.blocks * self.rows * BLOCK + side_by_side * self.side_bytes
+        self.slot_bytes = BLOCKS * self.rows * BLOCK + side_by_side * self.side_bytes
 
     def operands(self, weight: Any) -> tuple[jax.Array, jax.Array]:
         """Codes and scales as the kernel takes them.
@@ -113,7 +115,7 @@ class TileDecoder:
     def memory(self, stages: int) -> dict:
         """Scratch for so many slots, by name."""
         return {
-            "codes": plgpu.SMEM((stages, self.blocks * self.rows, BLOCK), jnp.uint8, transforms=CODES),
+            "codes": plgpu.SMEM((stages, BLOCKS * self.rows, BLOCK), jnp.uint8, transforms=CODES),
             "code_scales": plgpu.SMEM((stages, self.side_by_side, *self.scales), self.scale_dtype),
         }
 
@@ -128,11 +130,12 @@ class TileDecoder:
             if self.transposed:
                 part = codes.at[expert, pl.ds(lax.div(column, step), own.shape[0]), pl.ds(k * K_STEP, BLOCK)]
                 slot.fetch(part, own)
-                place = lax.div(column * rows, self.width), k * K_STEP
+                place = lax.div(column * rows, TILE_COLUMNS), k * K_STEP
             else:
-                for block in range(self.of_each):
+                of_each = BLOCKS // self.side_by_side
+                for block in range(of_each):
                     part = codes.at[expert, pl.ds(k * self.rows, self.rows), pl.ds(column + block * BLOCK, BLOCK)]
-                    slot.fetch(part, own.at[pl.ds((i * self.of_each + block) * self.rows, self.rows)])
+                    slot.fetch(part, own.at[pl.ds((i * of_each + block) * self.rows, self.rows)])
                 place = k * rows, column
             if self.form == "float8":
                 place = k, lax.div(column, BLOCK) * REPEATS
@@ -146,7 +149,7 @@ class TileDecoder:
             codes, size = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), (1, 1)
             start = 0, block * REPEATS
         elif self.transposed:
-            size = rows // self.blocks, columns
+            size = rows // BLOCKS, columns
             start = block * size[0], 0
         else:
             size = rows, BLOCK
@@ -189,9 +192,8 @@ class Thread:
     def numbers(self, own: int) -> list:
         """The left operand's registers of a block: of each 8 along k, those of the first column, then of the second."""
         block = sum32((self.warpgroup, 1), (c32(1), 2 * own))
-        of_each = c32(self.decoder.of_each)
-        scales = self.scales_of(arith.remui(block, of_each), arith.divui(block, of_each))
-        codes = self.codes_of(block)
+        of_weights = (self.warpgroup, own) if self.decoder.side_by_side == 2 else (block, 0)
+        codes, scales = self.codes_of(block), self.scales_of(*of_weights)
         loaded = [(codes(j), scales(j)) for j in range(K_STEP // 8)]
         return [pair for codes, scales in loaded for pair in self.decode(*codes, *scales)]
 
@@ -223,7 +225,7 @@ class Thread:
 
         return lambda j: [at(j, row) for row in range(2 if of_8_bits else 1)]
 
-    def scales_of(self, block, side) -> Callable[[int], list]:
+    def scales_of(self, block, side: int) -> Callable[[int], list]:
         """Loads this thread's scales of a block of one of the weights: for each 8 along k, those of both columns.
 
         They are bfloat16, two in a register, or one of float32.
@@ -231,12 +233,12 @@ class Thread:
         decoder = self.decoder
         rows, columns = decoder.scales
         size = jnp.dtype(decoder.scale_dtype).itemsize
-        scales = sum32((self.scales, 1), (side, decoder.side_bytes))
+        scales = sum32((self.scales, 1), (c32(1), side * decoder.side_bytes))
         if decoder.form == "float8":
             scale = load("b32", sum32((scales, 1), (block, REPEATS * size)))
             return lambda j: [scale, scale]
         if decoder.transposed:  # neighbours along k have different ones, and a thread's columns the same
-            of_block = rows // decoder.blocks
+            of_block = rows // BLOCKS
             row = sum32((block, of_block), (arith.shrui(self.warp, c32(1)), of_block - 1))
             first = sum32((scales, 1), (row, columns * size), (self.t, 2 * size))
             return lambda j: [self.two_scales(sum32((first, 1), (c32(1), 8 * j * size)))] * 2

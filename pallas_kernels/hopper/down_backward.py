@@ -87,7 +87,7 @@ def down_backward(
         w_down, decoding = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
     decoder = None
     if is_quantized(w_down) and not quantized:
-        decoder = TileDecoder(w_down, columns=TILE_COLUMNS, transposed=True)
+        decoder = TileDecoder(w_down, transposed=True)
         w_down = decoder.operands(w_down)
     else:
         w_down = w_down.astype(dtype)

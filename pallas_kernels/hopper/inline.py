@@ -374,42 +374,6 @@ def store_interleaved(panel, first_row: int, values) -> None:
     run(panel, values)
 
 
-@in_interpreter(forms.write_values)
-def write_values(buffers, values) -> None:
-    """Writes `values` `(64, columns)`, in float32, to as much memory, for `read_values` of another warpgroup."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.Layout.WGMMA))
-    def run(ctx, buffers, values):
-        numbers = [vector.extract(r, [], [i]) for r in values.registers.flat for i in range(2)]
-        address = shared_address(buffers, arith.muli(thread_index(), c32(CHUNK_BYTES)))
-        for i in range(0, len(numbers), 4):
-            text = f"st.shared.v4.f32 [$0 + {i // 4 * WARPGROUP * CHUNK_BYTES}], {{$1, $2, $3, $4}};"
-            ptx(text, address, *numbers[i : i + 4], constraints="r,f,f,f,f")
-
-    run(buffers, values)
-
-
-@in_interpreter(forms.read_values)
-def read_values(buffers, shape: tuple[int, int]):
-    """What `write_values` wrote."""
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=result)
-    def run(ctx, buffers):
-        f32, numbers = ir.F32Type.get(), []
-        address = shared_address(buffers, arith.muli(thread_index(), c32(CHUNK_BYTES)))
-        for i in range(shape[0] * shape[1] // WARPGROUP // 4):
-            text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {i * WARPGROUP * CHUNK_BYTES}];"
-            numbers += utils.inline_ptx(text, address, result_types=[f32] * 4, has_side_effects=True)
-        pairs = [
-            vector.from_elements(ir.VectorType.get((2,), f32), numbers[i : i + 2]) for i in range(0, len(numbers), 2)
-        ]
-        registers = np.array(pairs, dtype=object).reshape(mgpu.WGMMA_LAYOUT.registers_shape(shape))
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-    return run(buffers)
-
-
 @in_interpreter(forms.load_interleaved)
 def load_interleaved(panel, first_row: int, rows: int):
     """The transpose of `rows` rows of a panel (..., 64) of bfloat16, from a row on, `interleaved`, as float32."""

@@ -65,17 +65,9 @@ def decode(decoder, refs, slot, own):
     codes, scales = refs.codes[slot.number].reshape(-1, decoder.rows, K_STEP), refs.code_scales[slot.number]
     plgpu.commit_smem()  # a bulk copy may overwrite them, as it may after a wgmma
     block = 2 * own + refs.warpgroup
-    numbers = decoder.numbers(codes[block], scales[block // decoder.of_each], block % decoder.of_each)
+    of_weights = (scales[own], refs.warpgroup) if decoder.side_by_side == 2 else (scales[0], block)
+    numbers = decoder.numbers(codes[block], *of_weights)
     return interleaved(numbers if decoder.transposed else numbers.T)
-
-
-def write_values(buffers, values):
-    halves = lax.bitcast_convert_type(values, buffers.dtype)
-    buffers[...] = halves.reshape(buffers.shape)
-
-
-def read_values(buffers, shape):
-    return lax.bitcast_convert_type(buffers[...].reshape(*shape, 2), jnp.float32)
 
 
 def load_columns(panel, first_column, byte=None):

@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.fp8 import Scaled, bounded_scales, largest_of_experts, token_norms
-from pallas_kernels.hopper.decoded_matmul import DecodedRowMatmul, decoder_for, of_blocks, store_block
+from pallas_kernels.hopper.decoded_matmul import DecodedRowMatmul, of_blocks, store_block
 from pallas_kernels.hopper.decoding import REGISTERS as DECODING
+from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights, weights_and_norms
 from pallas_kernels.hopper.gather import row_chunks
@@ -36,7 +37,7 @@ from pallas_kernels.hopper.row_matmul import (
 from pallas_kernels.hopper.tile_kernel import in_panels
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.mosaic.interpreter import blocks
-from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TileSchedule
+from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
 from pallas_kernels.traced_once import traced_once
 from pallas_kernels.tuning import find_tuning
 from pallas_kernels.tuning.parameters import ColumnBlock, TileTuning, with_columns
@@ -74,13 +75,12 @@ def up_projection(
     (num_experts, d, n), dtype = weights[0].shape, x.dtype
     if quantize:  # what packs two panels of a projection as one decodes nothing
         weights = tuple(weight.astype(dtype) if is_quantized(weight) else weight for weight in weights)
-    found, decoder = find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts), None
+    decoder = None
     if is_quantized(weights[0]):
-        decoder = decoder_for(weights[0], groups.num_rows, found, transposed=False, side_by_side=len(weights))
-        columns = decoder.width * len(weights)
-    else:
-        narrow = not (quantize or fp8)  # which pack two panels of a projection as one
-        found, columns = _with_columns(found, groups, n * len(weights), narrow=narrow)
+        decoder = TileDecoder(weights[0], transposed=False, side_by_side=len(weights))
+    found = find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts)
+    narrow = not (quantize or fp8 or decoder)  # which pack two panels of a projection as one, or share out blocks
+    found, columns = _with_columns(found, groups, n * len(weights), narrow=narrow)
     width = columns // len(weights)  # of a projection's part of a tile
     panels = width // PANEL
     of_hidden = width // 2 if bound else width  # columns of a tile's activations
@@ -159,18 +159,21 @@ def up_projection(
         output, column = (pre_activations.values, column // 2) if quantize else (pre_activations, column)
         store_rows(refs, part, panel, values, output, column)
 
-    def store_blocks(refs, part: RowTile, blocks, number, turn: int) -> int:
-        def activated(first, count):
-            return value(activation, [block(first, count) for block in blocks]).astype(dtype)
+    def store_blocks(refs, tile: RowTile, blocks):
+        turn, pre_activations = 0, refs.written[0]
+        together = [blocks] if len(weights) > 1 else [[block] for block in blocks]
+        for i, own in enumerate(together):
+            column = tile.column_tile * width + (2 * i + refs.warpgroup) * PANEL
 
-        packed = [lambda *rows, block=block: block(*rows).astype(dtype) for block in blocks]
-        stored = zip((*refs.written[0], refs.written[1]), (*packed, activated), strict=True)
-        if not keep_pre_activations:
-            stored = [(refs.written[1], activated)]
-        for output, values in stored:
-            store_block(refs, part, turn, values, output, part.column_tile * width + number * PANEL)
+            def activated(first, count, own=own):
+                return value(activation, [block(first, count) for block in own]).astype(dtype)
+
+            for output, block in zip(pre_activations, own, strict=True) if keep_pre_activations else ():
+                packed = lambda *rows, block=block: block(*rows).astype(dtype)  # noqa: E731
+                store_block(refs, tile, turn, packed, output, column)
+                turn += 1
+            store_block(refs, tile, turn, activated, refs.written[1], column)
             turn += 1
-        return turn
 
     scales, bounds, copies = None, None, len(weights)
     if decoder:
@@ -282,12 +285,9 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     depth = shape[3 - columns_at]  # rows of 8 bits may be twice as wide, and their second halves of no meaning
     steps_each = -(-depth // K_STEP)
     sizes = {"d": shape[columns_at], "n": depth * (1 + packed), "E": shape[0]}
-    found, decoder = find_tuning(kernel, tuning, num_rows, dtype, **sizes), None
-    if is_quantized(pairs[0][1]):
-        decoder = decoder_for(pairs[0][1], num_rows, found, transposed=transposed)
-        columns = decoder.width
-    else:
-        found, columns = _with_columns(found, groups, num_columns)
+    decoder = TileDecoder(pairs[0][1], transposed=transposed) if is_quantized(pairs[0][1]) else None
+    found = find_tuning(kernel, tuning, num_rows, dtype, **sizes)
+    found, columns = _with_columns(found, groups, num_columns, narrow=decoder is None)
     panels, column_tiles = columns // PANEL, -(-num_columns // columns)
 
     def of_columns(values):
@@ -309,7 +309,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
         def fetch(pair, k):
             rows, weights = pair
             steps = pl.ds(k * K_STEP, K_STEP)
-            slot.fetch(rows.at[pl.ds(tile.row, slot.lhs.shape[0]), steps], slot.lhs)
+            slot.fetch(rows.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
             if decoder:
                 decoder.fetch(refs, slot, (weights,), tile.expert, column, k)
                 return
@@ -338,10 +338,11 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     def store(refs, part: RowTile, panel: int, values):
         store_rows(refs, part, panel, values, refs.rows, part.column_tile * columns + panel * PANEL)
 
-    def store_blocks(refs, part: RowTile, blocks, number, turn: int) -> int:
-        packed = lambda *rows: blocks[0](*rows).astype(dtype)  # noqa: E731
-        store_block(refs, part, turn, packed, refs.rows, part.column_tile * columns + number * PANEL)
-        return turn + 1
+    def store_blocks(refs, tile: RowTile, blocks):
+        for i, block in enumerate(blocks):
+            column = tile.column_tile * columns + (2 * i + refs.warpgroup) * PANEL
+            packed = lambda *rows, block=block: block(*rows).astype(dtype)  # noqa: E731
+            store_block(refs, tile, i, packed, refs.rows, column)
 
     operands = {"pairs": pairs, "first_column": first_column.reshape(1), "scales": scales, "bias": bias, "into": into}
     walk: dict[str, Any] = {"schedule": groups.tiles, "column_tiles": column_tiles, "k_steps": len(pairs) * steps_each}

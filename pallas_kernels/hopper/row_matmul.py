@@ -55,10 +55,10 @@ class RowTile(NamedTuple):
     row_tile: jax.Array
     column_tile: jax.Array
 
-    def half(self, number, most: int = GROUP_ROWS) -> "RowTile":
-        """The rows from `number * most` on, and no more than `most`; a consumer has 64."""
-        first = number * most
-        rows = jnp.clip(self.rows - first, 0, most)
+    def half(self, warpgroup) -> "RowTile":
+        """The 64 rows of a consumer."""
+        first = warpgroup * GROUP_ROWS
+        rows = jnp.clip(self.rows - first, 0, GROUP_ROWS)
         return self._replace(row=self.row + first, rows=rows)
 
 
@@ -71,7 +71,6 @@ class RowMatmul(TileKernel):
       operands: arrays or tuples of them by name. With `tokens`, `(T, d)` in a tuple, and `row_chunks` `(R,)`, the
         left operand is gathered.
       columns: of a tile, 256 or 128.
-      rows: of a tile, at most.
       column_tiles: how many blocks of so many columns.
       k_steps: steps of 64 along the contracted dimension.
       load: `(refs, tile, k, slot)`, starts the bulk copies of one k step; None for none.
@@ -85,7 +84,6 @@ class RowMatmul(TileKernel):
     schedule: TileSchedule
     operands: Mapping[str, Any]
     columns: int = TILE_COLUMNS
-    rows: int = TILE_ROWS
     column_tiles: int
     k_steps: int
     load: Callable | None
@@ -101,7 +99,7 @@ class RowMatmul(TileKernel):
         self.dtype = jax.tree.leaves(list(self.operands.values()))[0].dtype
         self.fetches = self.load is not None
         tokens = self.operands.get("tokens")
-        self.gather = None if tokens is None else RowGather(tokens, rows=self.rows, columns=K_STEP)
+        self.gather = None if tokens is None else RowGather(tokens, rows=TILE_ROWS, columns=K_STEP)
         self.num_tiles = self.schedule.num_tiles * self.column_tiles
         # Counted out, a tile without rows would cost as long as it takes to get the next one.
         self.used = self.schedule.count_used() if is_dynamic(self.tuning.shares) else None
@@ -149,7 +147,7 @@ class RowMatmul(TileKernel):
         if find_following:
             step, following = fill_tile(step, lambda n: lax.select(tile.rows > 0, jnp.int32(n), jnp.int32(0)))
         elif self.k_steps < FEW_STEPS:
-            step, _ = fill_tile(step, lambda n: jnp.minimum(tile.rows, 1) * n)
+            step, _ = fill_tile(step, lambda n: -(-tile.rows // TILE_ROWS) * n)
         else:
             step = lax.cond(tile.rows > 0, lambda s: fill_tile(s)[0], lambda s: s, step)
         return step, following, after

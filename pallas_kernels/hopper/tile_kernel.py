@@ -153,15 +153,13 @@ class Ring(NamedTuple):
         carry=None,
         under: Sequence[Callable] = (),
         last: Callable = lambda: None,
-        parts: Sequence[int] = (),
-        groups: int = 1,
+        parts: int = 1,
     ):
         """The consumers' loop: a tile's chain of products over the slots of `count` steps, one or more, from `step`.
 
-        `product(slot, carry, accumulator, first) -> carry, accumulator` starts one, the last of it in so many commit
-        `groups`. The functions `under` share out the
+        `product(slot, carry, accumulator, first) -> carry, accumulator` starts one. The functions `under` share out the
         time that the tensor cores take, and `last` has that of the last product. Returns the step after the last, the
-        tile's part (64, columns) in float32, or a tuple of `parts` of so many columns, and what `last` returned.
+        tile's part (64, columns) in float32, or its `parts` in a tuple if they are more, and what `last` returned.
         """
 
         def one(step, carry, accumulator, first=False):
@@ -169,7 +167,7 @@ class Ring(NamedTuple):
             if self.fetches:
                 plgpu.barrier_wait(slot.full)
             carry, accumulator = product(slot, carry, accumulator, first)
-            plgpu.wgmma_wait(groups)
+            plgpu.wgmma_wait(1)
             if not first:
                 self.release(step + self.stages - 1)
             return step + 1, carry, accumulator
@@ -177,8 +175,8 @@ class Ring(NamedTuple):
         def several(count, products):
             return lax.fori_loop(0, count, lambda _, p: one(*p), products)
 
-        start = tuple(zeros(columns, layout=ACCUMULATOR) for columns in parts or (self.columns,))
-        products = one(step, carry, start if parts else start[0], first=True)
+        start = tuple(zeros(self.columns // parts, layout=ACCUMULATOR) for _ in range(parts))
+        products = one(step, carry, start if parts > 1 else start[0], first=True)
         left = count - 1
         if under:
             least, most = (max, min) if isinstance(count, int) else (jnp.maximum, jnp.minimum)
@@ -227,9 +225,6 @@ class TileKernel:
 
     columns: int = TILE_COLUMNS
     """Of a tile."""
-
-    rows: int = TILE_ROWS
-    """Of the left operand in a slot."""
 
     buffers: Any = None
     """Shared memory that results leave from."""
@@ -335,7 +330,7 @@ class TileKernel:
             in_place = {**in_place, "counter": "counter_after"}
         memory = {
             **(tile_queue.memory() if dynamic else {}),
-            "lhs": plgpu.SMEM((stages, self.rows, K_STEP), self.dtype, transforms=SWIZZLED),
+            "lhs": plgpu.SMEM((stages, TILE_ROWS, K_STEP), self.dtype, transforms=SWIZZLED),
             "rhs": self.right_operands(),
             **(self.decoder.memory(stages) if self.decoder else {}),
             "buffers": self.buffers,

@@ -5,7 +5,6 @@ from operator import add
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.contract import Dispatch, place_values
@@ -46,24 +45,6 @@ class TileSchedule(NamedTuple):
 
     def count_used(self) -> Int[Array, "1"]:
         return jnp.sum(self.valid_rows > 0, dtype=jnp.int32)[None] if self.used is None else self.used
-
-
-def paired(schedule: TileSchedule) -> TileSchedule:
-    """The tiles of up to 256 rows: every two of an expert's, one after the other, and a last one by itself."""
-    expert, row, rows = schedule.arrays
-    number = jnp.arange(schedule.num_tiles, dtype=jnp.int32)
-    follows = (expert[1:] == expert[:-1]) & (row[1:] == row[:-1] + TILE_ROWS) & (rows[1:] > 0) & (rows[:-1] > 0)
-    follows = jnp.concatenate([jnp.zeros(1, bool), follows])
-    begins = (rows > 0) & ((number - lax.cummax(jnp.where(follows, 0, number))) % 2 == 0)
-    count = jnp.cumsum(begins, dtype=jnp.int32)
-    first = jnp.sum(count <= number[:, None], axis=1, dtype=jnp.int32)  # searchsorted takes XLA two launches
-
-    def of_pairs(values):
-        return values.at[first].get(mode="fill", fill_value=0)
-
-    second = jnp.concatenate([jnp.where(follows, rows, 0)[1:], jnp.zeros(1, rows.dtype)])
-    used = schedule.used if schedule.used is None else count[-1:]
-    return TileSchedule(of_pairs(expert), of_pairs(row), of_pairs(rows + second), used)
 
 
 def rows_of_tiles(values: Array, schedule: TileSchedule, num_rows: int) -> Array:
