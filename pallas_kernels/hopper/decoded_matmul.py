@@ -131,10 +131,10 @@ class DecodedPanelRowMatmul(PanelRowMatmul):
         return tile, tile
 
     def nothing_held(self):
-        return jnp.int32(0)  # steps, after which a consumer's last slot is still to be released
+        return jnp.int32(0)  # steps, of which the second consumer has not released the last
 
     def stores(self, refs, turn, held):
-        return [lambda: pl.when(held > 0)(lambda: self.release(refs, held - 2 + refs.warpgroup))]
+        return [lambda: pl.when((held > 0) & (refs.warpgroup == 1))(lambda: self.release(refs, held - 1))]
 
     def multiply_rows(self, refs, part: RowTile, held, take, step):
         end_panel = self.begin(refs, part)
@@ -142,13 +142,13 @@ class DecodedPanelRowMatmul(PanelRowMatmul):
         for panel in range(PANELS):
             slot, own = refs.ring.slot(step), refs.warpgroup == panel % 2
             plgpu.barrier_wait(slot.full)
+            pl.when(own)(partial(end_panel, accumulators[panel // 2], panel, slot))
 
-            @pl.when(own)
-            def _(panel=panel, slot=slot, step=step):
-                end_panel(accumulators[panel // 2], panel, slot)
-                if panel > 1:
-                    self.release(refs, step - 2, pending=1)
+            @pl.when(~own)
+            def _(panel=panel, step=step):
+                refs.ring.release(step)
+                if panel > 0:
+                    self.release(refs, step - 1)
 
-            pl.when(~own)(lambda step=step: refs.ring.release(step))
             step += 1
         return step, step, take()
