@@ -46,13 +46,15 @@ class DecodedRowMatmul(RowMatmul):
 
     store: Callable
 
+    shifts = True
+
     def __post_init__(self):
         super().__post_init__()
         self.buffers = store_buffers(self.dtype, rows=TILE_ROWS)
 
     @property
     def stages(self):
-        return min(4, most_stages(0, self.decoder.slot_bytes, stores=2 * STORE_BYTES))  # a power of two: see `Ring`
+        return min(4, most_stages(0, self.decoder.slot_bytes, stores=2 * STORE_BYTES))
 
     def right_operands(self):
         return None

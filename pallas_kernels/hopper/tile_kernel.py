@@ -96,6 +96,7 @@ class Ring(NamedTuple):
     columns: int
     fetches: bool  # whether a k step has bulk copies
     lands: bool  # whether a k step has anything that arrives at `landed`
+    shifts: bool  # see `TileKernel`
 
     def slot(self, step) -> Slot:
         turn, number = self.turn_and_number(step)
@@ -109,7 +110,7 @@ class Ring(NamedTuple):
 
     def turn_and_number(self, step) -> tuple[Any, Any]:
         """How often the slot of a step was filled before, and its number."""
-        if self.stages.bit_count() == 1:  # shifts, in the place of what LLVM does for any sign
+        if self.shifts:
             return lax.shift_right_logical(step, self.stages.bit_length() - 1), step & self.stages - 1
         return step // self.stages, lax.rem(step, self.stages)
 
@@ -229,6 +230,12 @@ class TileKernel:
     buffers: Any = None
     """Shared memory that results leave from."""
 
+    shifts: ClassVar[bool] = False
+    """Whether a step's slot, of as many as a power of two, is found by shifts and not by divisions.
+
+    Those of signed numbers take a dozen instructions each. But LLVM unrolls loops with shifts, and other kernels spill.
+    """
+
     scratch: Mapping[str, Any] = {}
     """Barriers and memory beside these, by name."""
 
@@ -343,7 +350,7 @@ class TileKernel:
 
         def body(*trees):
             refs = SimpleNamespace(**dict(zip(names, trees, strict=True)))
-            refs.ring = Ring(refs, stages, self.columns, self.fetches, lands)
+            refs.ring = Ring(refs, stages, self.columns, self.fetches, lands, self.shifts)
             refs.warpgroup = lax.axis_index("wg")
             queue = TileQueue(blocks, lax.axis_index("sm"), dynamic, self.tile, self.find, refs)
             if lands:
