@@ -223,8 +223,10 @@ FAULTS = [Fault(*fault) for fault in [
     ("make_plan", "units = sizes.layers * chunks", "units = sizes.layers", "plan"),
     # compressed weights
     ("decodes", "weight.form == first.form and", "", "decoding"),
-    ("TileCodes.decode", "k + self.decoder.depth", "k + 1", "decoding"),
-    ("TileCodes.copy", "k < self.steps", "k < 2", "decoding"),
+    ("TileDecoder.fetch", "place = k * rows, column", "place = rows, column", "decoding"),
+    ("decoded_products", "slot.wait_for_rows()", "pass", "decoding"),
+    ("DecodedPanelRowMatmul.multiply_rows", "self.release(refs, step - 1)", "refs.ring.release(step - 1)", "decoding"),
+    ("of_blocks", "interleaved(blocks.T).T", "blocks", "decoding"),
     ("encode_nf4", "[place]", "[15 - place]", "codings"),
     ("Plan.decoded", "self.delayed(projections, *before)", "projections", "quantized_weights"),
     # public checkpoints

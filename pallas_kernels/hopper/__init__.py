@@ -2,9 +2,9 @@
 
 A `tile_kernel` walks over tiles. Its operands come through a ring, by bulk copies and, for rows found by index, by a
 `gather`; the `tile_queue` says which tile comes next. `row_matmul` multiplies rows with the weights of their expert,
-for the `projections` and `down_backward`, or with compressed ones, by a step of `decoding`; `weight_gradients` contract
-over an expert's rows. `elementwise` functions
-are activations and their derivatives. What Pallas has no form for is `inline` code, and `inline_interpreter` has it for
+for the `projections` and `down_backward`, and `decoded_matmul` with compressed ones: `decoding` brings their `codes` to
+registers as numbers. `weight_gradients` contract over an expert's rows. `elementwise` functions are activations and
+their derivatives. What Pallas has no form for is `inline` code, and `inline_interpreter` has it for
 machines without a GPU.
 """
 

@@ -79,13 +79,11 @@ class DecodedRowMatmul(RowMatmul):
 
 def decoded_products(kernel: RowMatmul, refs, step, under: Sequence[Callable], last: Callable = lambda: None):
     """A tile's chain of products; see `Ring.multiply`. Its parts are a consumer's blocks, (64, 128), transposed."""
-    decoder = kernel.decoder
-    assert decoder
 
     def product(slot, carry, accumulators, first):
         accumulators = [*accumulators]
         for own in range(OWN_BLOCKS):
-            weights = decoder.decode(refs, slot, own)
+            weights = kernel.decoder.decode(refs, slot, own)
             if own == 0:
                 slot.wait_for_rows()
             accumulators[own] = wgmma_of_values(accumulators[own], weights, slot.lhs, first=first)
@@ -103,12 +101,12 @@ def of_blocks(values: jax.Array, side_by_side: int) -> jax.Array:
 def store_block(refs, part: RowTile, turn: int, values: Callable, output, column) -> None:
     """Stores the valid rows of a block of 64 columns at `output[part.row :, column :]`.
 
-    Those are what `values(first, count)` returns of so many rows, `(64, count)`, of the output's dtype.
+    Those are what `values(first, count)` returns of so many rows, `(64, count)`, in the output's dtype.
     """
 
     def write(buffer):
         for first in range(0, TILE_ROWS, ROWS_TOGETHER):
-            store_interleaved(buffer, first, values(first, ROWS_TOGETHER))
+            store_interleaved(buffer, first, values(first, ROWS_TOGETHER).astype(output.dtype))
 
     with store_through(refs.buffers, refs.warpgroup, turn, write) as buffer:
         ragged_copy(buffer, output, part, pl.ds(column, PANEL))

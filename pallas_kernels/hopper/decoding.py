@@ -3,12 +3,11 @@
 A k step's codes and scales come to its slot by bulk copies, a quarter or half of the bytes that numbers would be. The
 product is transposed: the weights are the left operand of a wgmma, which it takes from registers, and the rows are the
 right one. So no number of a weight is ever in memory, and a consumer decodes under the products of what it decoded
-before. It owns half of a tile's columns, of all of its rows, in blocks of 64; a k step of a block is (64, 64) numbers.
+before. It has every other block of 64 of a tile's columns; a k step of a block is (64, 64) numbers.
 
-A register of the left operand has two numbers of one column, along k, and a thread has those of two columns. These are
-neighbours: of every 16 columns of a block, the even ones come first (`interleaved`), then the odd ones. Two neighbours
-along k as well are what a thread loads at once, 16 bits of codes of 4 bits. It looks the bytes of their numbers up in
-tables that registers hold.
+A register of the left operand has two numbers of one column, neighbours along k, and a thread has those of two columns.
+These are neighbours, too: of every 16 columns of a block the even ones come first (`interleaved`), then the odd ones.
+So a thread loads 16 bits of 4-bit codes at once, four numbers, and stores two columns of a result at once.
 """
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
@@ -76,7 +75,7 @@ def decodes(weights: tuple[Any, ...], dtype) -> bool:
 
 
 class TileDecoder:
-    """Brings compressed weights `(E, in, out)` to the ring, and multiplies them, a k step of a tile at a time.
+    """Brings compressed weights `(E, in, out)` to the ring, and decodes them, a k step of a tile at a time.
 
     Args:
       weight: one of the weights, a `QuantizedWeight`; they are of one form and shape.

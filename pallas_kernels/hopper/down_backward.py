@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,12 +86,13 @@ def down_backward(
         (scaled,) = quantize_weights(w_down, axis=2, dtype=dtype)
         tokens, of_tokens = quantize_tokens(dy, groups)
         w_down, decoding = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
+    fetched: Any
     decoder = None
     if is_quantized(w_down) and not quantized:
         decoder = TileDecoder(w_down, transposed=True)
-        w_down = decoder.operands(w_down)
+        fetched = decoder.operands(w_down)
     else:
-        w_down = w_down.astype(dtype)
+        fetched = w_down.astype(dtype)
 
     def load(refs, tile, k, slot):
         if decoder:
@@ -178,7 +180,7 @@ def down_backward(
     parts = column_tiles * PANELS * (WARPS if decoder else 1)  # of a row's sum
     sums = jax.ShapeDtypeStruct((groups.tiles.num_tiles * parts, TILE_ROWS), jnp.float32)
     gathered = {"tokens": (tokens,), "row_chunks": row_chunks(groups.expert_token_indices, (tokens,))}
-    others = {"w_down": w_down, "scales": decoding, "row_weights": row_weights, "pre": pre_activations, "into": into}
+    others = {"w_down": fetched, "scales": decoding, "row_weights": row_weights, "pre": pre_activations, "into": into}
     kernel = (DecodedPanelRowMatmul if decoder else PanelRowMatmul)(
         schedule=groups.tiles,
         operands={**gathered, **others} | ({"d_pre_into": d_pre_into} if quantized else {}),

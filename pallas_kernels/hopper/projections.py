@@ -67,10 +67,10 @@ def up_projection(
     pre-activations follow under the next tile. Where they are not kept, the activation does. Of those that are
     quantized, two panels side by side become one; see `quantization`.
 
-    `into` holds results of the same call for other groups, whose rows are kept. Compressed weights are decoded by the
-    producer. With `fp8`, tokens and weights are multiplied in 8 bits; see `pallas_kernels.fp8`. With the activation's
-    `bound` as well, activations are written in 8 bits, two panels as one like pre-activations that are quantized, at
-    scales that are known before the products.
+    `into` holds results of the same call for other groups, whose rows are kept. Compressed weights are decoded on their
+    way; see `decoding`. With `fp8`, tokens and weights are multiplied in 8 bits; see `pallas_kernels.fp8`. With the
+    activation's `bound` as well, activations are written in 8 bits, two panels as one like pre-activations that are
+    quantized, at scales that are known before the products.
     """
     (num_experts, d, n), dtype = weights[0].shape, x.dtype
     if quantize:  # what packs two panels of a projection as one decodes nothing
@@ -166,18 +166,19 @@ def up_projection(
             column = tile.column_tile * width + (2 * i + refs.warpgroup) * PANEL
 
             def activated(first, count, own=own):
-                return value(activation, [block(first, count) for block in own]).astype(dtype)
+                return value(activation, [block(first, count) for block in own])
 
-            for output, block in zip(pre_activations, own, strict=True) if keep_pre_activations else ():
-                packed = lambda *rows, block=block: block(*rows).astype(dtype)  # noqa: E731
-                store_block(refs, tile, turn, packed, output, column)
+            stored = [(refs.written[1], activated)]
+            if keep_pre_activations:
+                stored = [*zip(pre_activations, own, strict=True), *stored]
+            for output, values in stored:
+                store_block(refs, tile, turn, values, output, column)
                 turn += 1
-            store_block(refs, tile, turn, activated, refs.written[1], column)
-            turn += 1
 
     scales, bounds, copies = None, None, len(weights)
+    fetched: Any
     if decoder:
-        weights, copies = tuple(map(decoder.operands, weights)), decoder.copies
+        fetched, copies = tuple(map(decoder.operands, weights)), decoder.copies
     elif fp8:
         if bound:
             scaled, of_columns = zip(*(weights_and_norms(weight, dtype) for weight in weights), strict=True)
@@ -187,9 +188,9 @@ def up_projection(
             scaled = [quantize_weights(weight, axis=1, dtype=dtype)[0] for weight in weights]
         x, of_tokens = quantize_tokens(x, groups)
         scales = of_tokens, by_tiles([weight.scales for weight in scaled], column_tiles, columns)
-        weights = tuple(weight.values for weight in scaled)
+        fetched = tuple(weight.values for weight in scaled)
     else:
-        weights, copies = in_panels(tuple(weight.astype(dtype) for weight in weights), len(weights) * panels)
+        fetched, copies = in_panels(tuple(weight.astype(dtype) for weight in weights), len(weights) * panels)
     bias = by_tiles(biases, column_tiles, columns) if biases else None
     if decoder and bias is not None:
         bias = of_blocks(bias, len(weights))
@@ -205,7 +206,7 @@ def up_projection(
     if quantize and into is not None:
         into = as_dtype(into[0], dtype), into[1]
     gathered = {"tokens": (x,), "row_chunks": row_chunks(groups.expert_token_indices, (x,))}
-    operands = {**gathered, "weights": weights, "scales": scales, "bounds": bounds, "bias": bias, "into": into}
+    operands = {**gathered, "weights": fetched, "scales": scales, "bounds": bounds, "bias": bias, "into": into}
     walk: dict[str, Any] = {"schedule": groups.tiles, "column_tiles": column_tiles, "k_steps": -(-x.shape[1] // K_STEP)}
     walk |= {"operands": operands, "load": load, "tuning": found}
     if decoder:
@@ -341,8 +342,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     def store_blocks(refs, tile: RowTile, blocks):
         for i, block in enumerate(blocks):
             column = tile.column_tile * columns + (2 * i + refs.warpgroup) * PANEL
-            packed = lambda *rows, block=block: block(*rows).astype(dtype)  # noqa: E731
-            store_block(refs, tile, i, packed, refs.rows, column)
+            store_block(refs, tile, i, block, refs.rows, column)
 
     operands = {"pairs": pairs, "first_column": first_column.reshape(1), "scales": scales, "bias": bias, "into": into}
     walk: dict[str, Any] = {"schedule": groups.tiles, "column_tiles": column_tiles, "k_steps": len(pairs) * steps_each}

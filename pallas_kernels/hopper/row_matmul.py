@@ -17,7 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.gather import RowGather
 from pallas_kernels.hopper.inline import (
     K_STEP,
@@ -78,7 +77,7 @@ class RowMatmul(TileKernel):
       tuning: slots of the ring, the order of the tiles, and how they are shared out.
       transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns) in panels.
       packed: the operands' numbers are pairs of e4m3 along k; the weights must be transposed.
-      decoder: of compressed weights, or None.
+      decoder: the `TileDecoder` of compressed weights, or None.
     """
 
     schedule: TileSchedule
@@ -91,7 +90,7 @@ class RowMatmul(TileKernel):
     tuning: TileTuning
     transposed_weights: bool = False
     packed: bool = False
-    decoder: TileDecoder | None = None
+    decoder: Any = None
 
     tile = RowTile
 

@@ -20,11 +20,12 @@ of_forms = pytest.mark.parametrize("form", FORMS)
 
 
 def call(kernel, groups, x, rows, ups, w_down, columns, **options):
-    """What a kernel gives for rows that stand for a pair."""
+    """What a kernel gives for rows that stand for a pair. Biases are numbers of columns, and of experts."""
     first, number = columns
+    biases = [jnp.linspace(-1, 1, w.shape[0] * w.shape[2]).reshape(w.shape[0], -1) for w in (*ups, w_down)]
     arguments = {
-        "up_projection": (x, ups, (), groups),
-        "down_projection": (rows, w_down, None, groups, first, number),
+        "up_projection": (x, ups, tuple(biases[:-1]), groups),
+        "down_projection": (rows, w_down, biases[-1], groups, first, number),
         "down_backward": (x, w_down, None, (rows, rows), jnp.ones(groups.num_rows), groups),
         "up_backward": ((rows, rows), ups, groups, first, number),
     }[kernel]
