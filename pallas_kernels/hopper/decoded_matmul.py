@@ -93,9 +93,10 @@ def decoded_products(kernel: RowMatmul, refs, step, under: Sequence[Callable], l
     return refs.ring.multiply(step, kernel.k_steps, product, under=under, last=last, parts=OWN_BLOCKS)
 
 
-def of_blocks(values: jax.Array, side_by_side: int) -> jax.Array:
+def of_blocks(values: jax.Array) -> jax.Array:
     """Numbers of columns `by_tiles`, as consumers have them: `(E, column tiles, own blocks, consumers, 64)`."""
-    return interleaved(values.reshape(*values.shape[:2], OWN_BLOCKS, 2, PANEL).T).T
+    blocks = values.reshape(*values.shape[:2], OWN_BLOCKS, 2, PANEL)
+    return interleaved(blocks.T).T
 
 
 def store_block(refs, part: RowTile, turn: int, values: Callable, output, column) -> None:

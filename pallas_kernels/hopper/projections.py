@@ -193,7 +193,7 @@ def up_projection(
         fetched, copies = in_panels(tuple(weight.astype(dtype) for weight in weights), len(weights) * panels)
     bias = by_tiles(biases, column_tiles, columns) if biases else None
     if decoder and bias is not None:
-        bias = of_blocks(bias, len(weights))
+        bias = of_blocks(bias)
     rows = jax.ShapeDtypeStruct((groups.num_rows, n), dtype)
     kept = jax.eval_shape(partial(empty_quantized, groups.num_rows, n, dtype)) if quantize else rows
     hidden: Any = rows
@@ -297,7 +297,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     scales = scales and (scales[0], of_columns(scales[1]))
     bias = None if bias is None else of_columns(bias)
     if decoder:
-        bias = None if bias is None else of_blocks(bias, 1)
+        bias = None if bias is None else of_blocks(bias)
         pairs = tuple((rows, decoder.operands(weights)) for rows, weights in pairs)
     elif pairs[0][1].dtype != dtype:  # converted for the block's columns alone
         converted = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=columns_at) for _, w in pairs)
