@@ -1,4 +1,4 @@
-"""Kernels that decode their weights: the bits that they give with numbers, whatever the form, tile and routing."""
+"""Kernels that decode their weights: the bits that they give with numbers, whatever the form and routing."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from blaze_jax import quantize
 from pallas_kernels import hopper
 from pallas_kernels.codings import CODINGS, NORMAL_FLOAT4
 from pallas_kernels.compile_only import compile_for_gpu
-from pallas_kernels.tuning.parameters import NARROW, TileTuning
+from pallas_kernels.tuning.parameters import TileTuning
 from tests.numerics import assert_same_bits
 from tests.pallas_kernels.programs import array
 from tests.pallas_kernels.rows import ACTIVATIONS, Rows, needs_interpreter
@@ -64,13 +64,11 @@ def assert_same(found, expected):
 @needs_interpreter
 @pytest.mark.parametrize("kernel", KERNELS)
 @of_forms
-@pytest.mark.parametrize(("tile", "shares"), [(256, "fixed"), (256, "dynamic"), (128, "fixed")])
-@pytest.mark.default_cases("128-fixed-nf4-up_projection", "256-dynamic-mxfp4-down_backward")
-def test_the_bits_of_decoded_weights(kernel, form, tile, shares):
-    """Of more k steps than may be under way."""
-    if tile == 128 and kernel not in NARROW:
-        pytest.skip("it has wide tiles alone")
-    tuning = TileTuning(stages=4, shares=shares, columns=tile)
+@pytest.mark.parametrize("shares", ["fixed", "dynamic"])
+@pytest.mark.default_cases("fixed-nf4-up_projection", "dynamic-mxfp4-down_backward")
+def test_the_bits_of_decoded_weights(kernel, form, shares):
+    """Of more k steps than slots."""
+    tuning = TileTuning(stages=4, shares=shares)
     with hopper.interpreted():
         rows = Rows(hopper, "whole_tiles_and_a_tail")
         x, of_rows, weights = operands(rows.rng, rows.num_experts, rows.num_rows, rows.num_tokens, 320, 320)
@@ -98,10 +96,9 @@ def test_the_bits_of_decoded_weights_on_a_gpu(sizes, form):
 
 @pytest.mark.compile_only
 @of_forms
-@pytest.mark.parametrize("num_tokens", [4096, 64])
-@pytest.mark.default_cases("4096-nf4", "64-float8")
-def test_decoding_spills_nothing(num_tokens, form):
-    """With wide tiles and with narrow ones, of Qwen3-30B-A3B's experts."""
+@pytest.mark.default_cases("nf4")
+def test_decoding_spills_nothing(form):
+    """For Qwen3-30B-A3B's experts."""
 
     def program(ids, x, rows, ups, w_down):
         groups = hopper.dispatch(ids, 128)
@@ -112,7 +109,7 @@ def test_decoding_spills_nothing(num_tokens, form):
         jax.eval_shape(lambda w: quantize(w, form), array(128, *shape, dtype="float32"))
         for shape in ((2048, 768), (768, 2048))
     )
-    given = array(num_tokens, 8, dtype="int32"), array(num_tokens, 2048), array(8, 768), (up, up), down
+    given = array(4096, 8, dtype="int32"), array(4096, 2048), array(8, 768), (up, up), down
     program = compile_for_gpu(program, *given)
     assert {f"moe_{kernel}" for kernel in KERNELS} <= {kernel.name for kernel in program.kernels}
     assert program.spill_bytes == {}
