@@ -120,14 +120,14 @@ def down_backward(
         leaving = (*own, slot.lhs)
         line = ((part.row_tile * column_tiles + part.column_tile) * PANELS + panel) * WARPS
         for first in range(0, TILE_ROWS, PIECE):
-            weight = row_weights.at[pl.ds(first, PIECE)]
-            weight = plgpu.load(weight, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            weight = lax.broadcast_in_dim(weight, (GROUP_ROWS, PIECE), (1,))
+            of_rows = row_weights.at[pl.ds(first, PIECE)]
+            of_rows = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            of_rows = lax.broadcast_in_dim(of_rows, (GROUP_ROWS, PIECE), (1,))
             d_hidden = accumulator[:, first : first + PIECE]
             pre = [load_interleaved(b, first, PIECE) for b in own]
-            hidden, d_pre = value_and_gradients(activation, pre, weight * d_hidden)
+            hidden, d_pre = value_and_gradients(activation, pre, of_rows * d_hidden)
             store_sums(refs.d_row_weights, line, first, d_hidden * hidden)
-            for buffer, result in zip(leaving, (*d_pre, weight * hidden), strict=True):
+            for buffer, result in zip(leaving, (*d_pre, of_rows * hidden), strict=True):
                 store_interleaved(buffer, first, result.astype(dtype))
         plgpu.commit_smem()
         columns = pl.ds(part.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
