@@ -226,6 +226,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("TileDecoder.fetch", "place = k * rows, column", "place = rows, column", "decoding"),
     ("decoded_products", "slot.wait_for_rows()", "pass", "decoding"),
     ("DecodedPanelRowMatmul.multiply_rows", "self.release(refs, step - 1)", "refs.ring.release(step - 1)", "decoding"),
+    ("DecodedRowMatmul.multiply_rows", "plgpu.wait_smem_to_gmem(0, wait_read_only=True)", "pass", "decoding"),
     ("of_blocks", "interleaved(blocks.T).T", "blocks", "decoding"),
     ("encode_nf4", "[place]", "[15 - place]", "codings"),
     ("Plan.decoded", "self.delayed(projections, *before)", "projections", "quantized_weights"),

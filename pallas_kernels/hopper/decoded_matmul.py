@@ -73,6 +73,7 @@ class DecodedRowMatmul(RowMatmul):
             bias = plgpu.load(bias, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             return values + lax.broadcast_in_dim(bias, values.shape, (0,))
 
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # its buffers' turns begin anew
         self.store(refs, part, [partial(block, own) for own in range(OWN_BLOCKS)])
         return step, held, taken
 

@@ -23,10 +23,11 @@ def call(kernel, groups, x, rows, ups, w_down, columns, **options):
     """What a kernel gives for rows that stand for a pair. Biases are numbers of columns, and of experts."""
     first, number = columns
     biases = [jnp.linspace(-1, 1, w.shape[0] * w.shape[2]).reshape(w.shape[0], -1) for w in (*ups, w_down)]
+    row_weights = jnp.linspace(0.5, 2, groups.num_rows)
     arguments = {
         "up_projection": (x, ups, tuple(biases[:-1]), groups),
         "down_projection": (rows, w_down, biases[-1], groups, first, number),
-        "down_backward": (x, w_down, None, (rows, rows), jnp.ones(groups.num_rows), groups),
+        "down_backward": (x, w_down, None, (rows, rows), row_weights, groups),
         "up_backward": ((rows, rows), ups, groups, first, number),
     }[kernel]
     if kernel in ("up_projection", "down_backward"):
@@ -77,6 +78,26 @@ def test_the_bits_of_decoded_weights(kernel, form, shares):
             for both in compressed_and_not(weights, form)
         )
     assert_same(found, expected)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("given", ["ungated", "activations alone", "quantized"])
+@pytest.mark.default_cases("activations alone")
+def test_the_bits_of_other_up_projections(given):
+    options = {
+        "ungated": {"activation": ACTIVATIONS[1]},
+        "activations alone": {"activation": ACTIVATIONS[2], "keep_pre_activations": False},
+        "quantized": {"activation": ACTIVATIONS[2], "quantize": True},
+    }[given]
+    with hopper.interpreted():
+        rows = Rows(hopper, "whole_tiles_and_a_tail")
+        x, _, weights = operands(rows.rng, rows.num_experts, rows.num_rows, rows.num_tokens, 128, 192)
+        owned = rows.groups.expert_token_indices < rows.num_tokens
+        found, expected = (
+            hopper.up_projection(x, ups[: 1 if given == "ungated" else 2], (), rows.groups, **options)[1][owned]
+            for ups, _ in compressed_and_not(weights, "nf4")
+        )
+    assert_same_bits(found, expected)
 
 
 @pytest.mark.gpu
