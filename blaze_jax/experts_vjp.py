@@ -31,9 +31,9 @@ from blaze_jax import low_rank
 from blaze_jax.gradient_sums import NO_SUMS, GradientSums, one_example
 from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases, with_frozen
 from blaze_jax.precision import hidden_bound
-from blaze_jax.quantized import inputs_of
 from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, token_sums, with_turns
 from blaze_jax.transformations import differentiated_once
+from pallas_kernels.codings import numbers_of
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Quantized, Sums, accumulator_dtype, place_values
 
 PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")
@@ -376,7 +376,7 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
         return (None, None, (), made) if last_use else (*operands, made)
 
     def decoded_rows(ups, d_pre_activations, first_column, num_columns):
-        weights = tuple(inputs_of(up.weight, first_column, num_columns, xs[0].dtype) for up in ups)
+        weights = tuple(numbers_of(up.weight, first_column, num_columns, xs[0].dtype, axis=1) for up in ups)
         return plan.kernels.up_backward(d_pre_activations, weights, rows.all, 0, num_columns)
 
     def rows_of(operands, part: int):

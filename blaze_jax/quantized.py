@@ -6,15 +6,13 @@ it anew, so that the numbers of one layer exist at a time, and nothing is kept.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.codings import CODINGS, Form, QuantizedWeight, is_quantized
 
@@ -46,20 +44,6 @@ def quantize(weights: Float[Array, "... in out"], form: Form) -> QuantizedWeight
 def inputs_multiple(form: Form) -> int:
     """What the inputs of a matrix must be a multiple of: those that share a scale, except for float8."""
     return 1 if form == "float8" else CODINGS[form].steps[-1][0]
-
-
-def inputs_of(weight: Any, first: Int[Array, ""] | int, number: int, dtype: DTypeLike) -> Float[Array, "E number out"]:
-    """So many inputs of matrices `(E, in, out)` from the first one, compressed or not, in that type.
-
-    Both are multiples of the inputs that share a scale.
-    """
-    if not is_quantized(weight) or weight.form == "float8":  # of which 128 inputs share a scale
-        return lax.dynamic_slice_in_dim(weight.astype(dtype), first, number, axis=1)
-    values, scales = (
-        lax.dynamic_slice_in_dim(array, first // step, number // step, axis=1)
-        for array, (step, _) in zip((weight.values, weight.scales), weight.coding.steps, strict=True)
-    )
-    return replace(weight, values=values, scales=scales).astype(dtype)
 
 
 def check_form(form: Form) -> Form:

@@ -250,5 +250,23 @@ class QuantizedWeight:
         return decode(self.values, self.scales)
 
 
+def numbers_of(
+    weight: Any, first: Int[Array, ""] | int, number: int, dtype: DTypeLike, *, axis: int
+) -> Float[Array, "E rows columns"]:
+    """So many inputs (`axis` 1) or outputs (2) of matrices `(E, in, out)`, compressed or not, from the first one on.
+
+    Both are multiples of those that share a scale, but of float8, of which everything is decoded first.
+    """
+    if not is_quantized(weight):
+        return lax.dynamic_slice_in_dim(weight, first, number, axis=axis).astype(dtype)
+    if weight.form == "float8":
+        return lax.dynamic_slice_in_dim(weight.astype(dtype), first, number, axis=axis)
+    values, scales = (
+        lax.dynamic_slice_in_dim(array, first // steps[axis - 1], number // steps[axis - 1], axis=axis)
+        for array, steps in zip((weight.values, weight.scales), weight.coding.steps, strict=True)
+    )
+    return replace(weight, values=values, scales=scales).astype(dtype)
+
+
 def is_quantized(value: object) -> bool:
     return isinstance(value, QuantizedWeight)

@@ -172,6 +172,11 @@ def accumulator_dtype(*dtypes) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
+def anything_compressed(*_) -> bool:
+    """`decodes` of kernels that take weights in every form."""
+    return True
+
+
 def nothing_compressed(*_) -> bool:
     """Whether kernels take compressed weights as they are, in a family that takes none: False."""
     return False

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.codings import numbers_of
 from pallas_kernels.contract import Dispatch, Quantized, Sums, accumulator_dtype, quantization_scales
 from pallas_kernels.fp8 import E4M3, Scaled
 from pallas_kernels.xla.loops import (
@@ -176,8 +177,10 @@ def down_projection(
     wide = accumulator_dtype(hidden.dtype)
 
     def prepare(own):
-        weight, *bias = (lax.dynamic_slice_in_dim(a, first_column, num_columns, axis=-1) for a in own)
-        return (weight.astype(hidden.dtype), *(b.astype(wide)[:, None] for b in bias))
+        weight, *bias = own
+        bias = (lax.dynamic_slice_in_dim(b, first_column, num_columns, axis=-1) for b in bias)
+        weight = numbers_of(weight, first_column, num_columns, hidden.dtype, axis=2)
+        return (weight, *(b.astype(wide)[:, None] for b in bias))
 
     def compute(own, tile, _):
         out = product(read_rows(hidden, tile), own[0], 2, 1)
@@ -265,7 +268,7 @@ def up_backward(
 
     def prepare(own):
         # Side by side along n: one product sums over the projections.
-        columns = (lax.dynamic_slice_in_dim(w, first_column, num_columns, axis=1).astype(dtype) for w in own)
+        columns = (numbers_of(w, first_column, num_columns, dtype, axis=1) for w in own)
         return (jnp.concatenate(list(columns), axis=2),)
 
     def compute(own, tile, _):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -232,7 +232,7 @@ def _for_each_batch[Carry](
 
 def map_rows(
     groups: Dispatch,
-    weights: Arrays,
+    weights: tuple[Any, ...],
     prepare: Callable[[Arrays], Arrays],
     compute: Callable[[Arrays, Tile, Arrays], Arrays],
     rows: Arrays,
@@ -241,7 +241,7 @@ def map_rows(
 
     Args:
       groups: the rows by expert.
-      weights: arrays `(E, ...)`, a matrix for each expert first.
+      weights: arrays `(E, ...)`, a matrix for each expert first; matrices may be compressed.
       prepare: what `compute` shall have of a batch's weights `(B, ...)`, computed once for the batch.
       compute: `(prepared weights, tile, rows so far) -> new values of the tile's rows`, one array `(B, C, ...)` per
         buffer. One that reads the rows so far does so behind a barrier, before the first write: otherwise XLA copies
@@ -251,7 +251,8 @@ def map_rows(
 
     def run(turn: Turn) -> Arrays:
         def visit(experts, for_each_tile, rows):
-            own = lax.optimization_barrier(prepare(tuple(_own(w, experts) for w in weights)))
+            of_experts = jax.tree.map(lambda array: _own(array, experts), weights)
+            own = lax.optimization_barrier(prepare(of_experts))
 
             def step(tile, rows):
                 values = compute(own, tile, rows)

@@ -25,8 +25,10 @@ from blaze_jax import (
 from blaze_jax.benchmark.memory import plan_of
 from blaze_jax.experts import compute_experts
 from blaze_jax.quantized import WEIGHTS, decoded
+from pallas_kernels import xla
 from pallas_kernels.codings import is_quantized
 from pallas_kernels.compile_only import compile_for_gpu
+from pallas_kernels.contract import nothing_compressed
 from tests.expert_problems import FAMILIES, each_on_gpus
 from tests.layers import DOORS, losses_of_nnx_adapters
 from tests.numerics import assert_close, assert_same_bits
@@ -132,17 +134,21 @@ def test_every_family_of_kernels_takes_them(kernels, form):
         assert_close(of(ranks, x, base), jax.jit(of.__wrapped__)(ranks, x.astype("float32"), decoded(base)), 2e-2)
 
 
+@pytest.mark.parametrize("by_kernels", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.default_cases("nf4")
-def test_of_few_tokens_the_experts_are_decoded_that_they_use(form):
-    """With the output and gradients of all experts; ids out of range still make NaN, and empty slots nothing."""
-    config = replace(ADAPTED, num_experts=40)
+@pytest.mark.default_cases("nf4-True", "nf4-False")
+def test_of_few_tokens_the_experts_are_decoded_that_they_use(form, by_kernels, monkeypatch):
+    """By kernels that take compressed weights, or before; ids out of range still make NaN, and empty slots nothing."""
+    if not by_kernels:
+        monkeypatch.setattr(xla, "decodes", nothing_compressed)
+    E = 40 if by_kernels else 41  # or what was traced once would serve
+    config = replace(ADAPTED, num_experts=E)
     params, x = parameters(config), tokens()[:3]
     adapters, others = split_adapters(params | quantize_experts(params, form))
     plain = others | decoded({name: p for name, p in others.items() if p is not None}, jnp.float32)
     assert_close(*(run(adapters, x, base, config, "function") for base in (others, plain)), 1e-6)
 
-    experts = jnp.array([[39, 0], [0, -1], [7, 40]], jnp.int32)
+    experts = jnp.array([[39, 0], [0, -1], [7, E]], jnp.int32)
     options = {"activation": "swiglu", "save": "inputs", "implementation": "xla", "frozen": True}
 
     @jax.jit
@@ -153,8 +159,26 @@ def test_of_few_tokens_the_experts_are_decoded_that_they_use(form):
     assert_close(y[:2], of(plain, experts)[:2], 1e-6)
     assert np.isnan(y[2]).all()
     text = str(jax.make_jaxpr(of)(others, experts))
-    assert f"32[6,{D},{N}]" in text
-    assert f"[40,{D},{N}]" not in text.replace(f"f8_e4m3fn[40,{D},{N}]", "")
+    assert (f"32[6,{D},{N}]" in text) != by_kernels
+    assert f"[{E},{D},{N}]" not in text.replace(f"f8_e4m3fn[{E},{D},{N}]", "")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_portable_form_decodes_no_layer(form):
+    """Neither forward nor for the gradient of tokens: a batch of experts at a time."""
+    config = replace(ADAPTED, num_experts=40)
+    _, others = split_adapters(quantize_experts(parameters(config), form))
+    experts = jnp.arange(80).reshape(40, 2) % 40
+    options = {"activation": "swiglu", "save": "pre_activations", "implementation": "xla", "frozen": True}
+
+    def loss(x, weights):
+        return compute_experts(x, weights, jnp.ones((40, 2)), experts, **options).sum()
+
+    weights = {name: others[name] for name in WEIGHTS}
+    text = str(jax.make_jaxpr(jax.grad(loss))(jnp.ones((40, D)), weights))
+    assert not re.search(rf"(f32|bf16)\[40,({D},{N}|{N},{D})\]", text)
+    plain = jax.make_jaxpr(jax.grad(loss))(jnp.ones((40, D)), decoded(weights, jnp.float32))
+    assert re.search(rf"f32\[40,{D},{N}\]", str(plain))
 
 
 @pytest.mark.parametrize("form", FORMS)
