@@ -211,7 +211,7 @@ def test_nnx_trains_adapters_beside_a_compressed_base():
 @pytest.mark.parametrize("family", ["hopper", "ampere"])
 @pytest.mark.default_cases("ampere-nf4")
 def test_one_layer_at_a_time_is_decoded_on_an_h200(family, form):
-    """Temporaries, with its three matrices among them where kernels decode nothing, hardly grow with layers."""
+    """Temporaries, with up to two matrices among them where kernels decode nothing, hardly grow with layers."""
     sizes = {"num_experts": 16, "experts_per_token": 4, "expert_width": 512}
     config = MoEConfig(**sizes, adapter=LoRA(rank=8), save="inputs", implementation="mosaic_gpu")
     width, rows = 1024, 512
@@ -234,7 +234,9 @@ def test_one_layer_at_a_time_is_decoded_on_an_h200(family, form):
 
     two, four = temporaries(2), temporaries(4)
     matrix = 2 * 16 * 512 * 1024
-    assert two < 5 * matrix
+    assert (
+        two < (5 if form == "float8" else 3.5) * matrix
+    )  # of float8, gate and up are decoded whole for their gradient
     assert four - two < matrix // 2
 
 
