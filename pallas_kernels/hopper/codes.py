@@ -10,20 +10,10 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.codings import E2M1, NORMAL_FLOAT4
-from pallas_kernels.hopper.inline import c32, int_type, permuted_bytes
-
-
-def value(text: str, *operands, constraints: str, has_side_effects: bool = False):
-    """The register that an instruction gives."""
-    return llvm.inline_asm(int_type(32), list(operands), text, constraints, has_side_effects=has_side_effects)
-
-
-def load(kind: str, address):
-    """A number of shared memory, "u16" or "b32"."""
-    return value(f"ld.shared.{kind} $0, [$1];", address, constraints="=r,r", has_side_effects=True)
+from pallas_kernels.hopper.inline import c32, permuted_bytes, value
 
 
 def sum32(*terms):

@@ -59,9 +59,6 @@ class DecodedRowMatmul(RowMatmul):
     def right_operands(self):
         return None
 
-    def part(self, refs, tile: RowTile):
-        return tile, tile
-
     def multiply_rows(self, refs, part: RowTile, held, take, step):
         step, accumulators, taken = decoded_products(self, refs, step, (), take)
 
@@ -128,9 +125,6 @@ class DecodedPanelRowMatmul(PanelRowMatmul):
     @property
     def stages(self):
         return min(self.tuning.stages, most_stages(self.columns, self.decoder.slot_bytes, stores=0))
-
-    def part(self, refs, tile: RowTile):
-        return tile, tile
 
     def nothing_held(self):
         return jnp.int32(0)  # steps, of which the second consumer has not released the last

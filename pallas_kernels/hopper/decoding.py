@@ -25,17 +25,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.codings import MXFP4_BLOCK, NF4_GROUP, is_quantized
+from pallas_kernels.codings import is_quantized
 from pallas_kernels.hopper import inline_interpreter as forms
-from pallas_kernels.hopper.codes import DECODE, load, powers_of_two, sum32, value
+from pallas_kernels.hopper.codes import DECODE, powers_of_two, sum32
 from pallas_kernels.hopper.inline import (
     K_STEP,
     SCALAR,
     c32,
+    load,
     permuted_bytes,
     scalar,
     shared_address,
     thread_index,
+    value,
 )
 from pallas_kernels.mosaic.interpreter import in_interpreter
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS
@@ -61,9 +63,6 @@ LEAST_COPY = 128
 REPEATS = 4
 """Of a scale of float8."""
 
-CODE_STEPS = {"nf4": 2, "mxfp4": 2, "float8": 1}
-"""Inputs that a byte of codes stands for."""
-
 
 def decodes(weights: tuple[Any, ...], dtype) -> bool:
     """Whether the kernels take these compressed weights of one product as they are."""
@@ -87,14 +86,14 @@ class TileDecoder:
         self.form, self.coding, self.transposed = weight.form, weight.coding, transposed
         self.side_by_side = side_by_side
         self.width = TILE_COLUMNS // side_by_side
-        self.rows = K_STEP // CODE_STEPS[self.form]  # of a block's codes
+        (self.code_inputs, _), (group, _) = self.coding.steps  # inputs of a byte of codes, and of a scale
+        self.rows = K_STEP // self.code_inputs  # of a block's codes
         self.copies = 2 if transposed else BLOCKS + side_by_side  # bulk copies of a k step
-        group = {"nf4": NF4_GROUP, "mxfp4": MXFP4_BLOCK}.get(self.form)
-        if group is None:
+        if self.form == "float8":
             self.scales = 1, LEAST_COPY // 4
         else:
             self.scales = (TILE_COLUMNS // group, K_STEP) if transposed else (K_STEP // group, self.width)
-        self.scale_dtype = {"nf4": jnp.bfloat16, "mxfp4": jnp.uint8, "float8": jnp.float32}[self.form]
+        self.scale_dtype = self.coding.dtypes[1]
         # Of the scales of one of the weights side by side.
         self.side_bytes = int(np.prod(self.scales)) * jnp.dtype(self.scale_dtype).itemsize
         self.slot_bytes = BLOCKS * self.rows * BLOCK + side_by_side * self.side_bytes
@@ -123,11 +122,13 @@ class TileDecoder:
 
         Past their ends they read zeros, which stand for finite numbers.
         """
-        (rows, columns), step = self.scales, CODE_STEPS[self.form]
+        rows, columns = self.scales
         for i, (codes, scales) in enumerate(weights):
             own = refs.codes.at[slot.number]
             if self.transposed:
-                part = codes.at[expert, pl.ds(lax.div(column, step), own.shape[0]), pl.ds(k * K_STEP, BLOCK)]
+                part = codes.at[
+                    expert, pl.ds(lax.div(column, self.code_inputs), own.shape[0]), pl.ds(k * K_STEP, BLOCK)
+                ]
                 slot.fetch(part, own)
                 place = lax.div(column * rows, TILE_COLUMNS), k * K_STEP
             else:
@@ -214,12 +215,10 @@ class Thread:
         def at(j: int, row: int = 0):
             """The halfword of a row after this thread's first one."""
             if decoder.transposed:
-                place, offset = arith.xori(swizzle, c32(j // 2)), j % 2 * 8
+                place, offset = arith.xori(swizzle, c32(j // 2)), row * BLOCK + j % 2 * 8
             else:
                 row += j * (8 if of_8_bits else 4)
                 place, offset = arith.xori(swizzle, c32(row // 2 % 4)), row * BLOCK
-            if decoder.transposed:
-                offset += row * BLOCK
             return load("u16", sum32((first, 1), (place, 16), (c32(1), offset)))
 
         return lambda j: [at(j, row) for row in range(2 if of_8_bits else 1)]

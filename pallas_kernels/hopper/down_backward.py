@@ -110,6 +110,14 @@ def down_backward(
             pre = pre.values if quantized else pre
             slot.fetch(pre.at[pl.ds(tile.row, TILE_ROWS), columns], slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)])
 
+    def leave_panel(refs, part, panel, buffers):
+        """Starts the copies of a panel's results."""
+        plgpu.commit_smem()
+        columns = pl.ds(part.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
+        for buffer, output in zip(buffers, (*refs.d_pre, refs.weighted_hidden), strict=True):
+            ragged_copy(buffer, output, part, columns)
+        plgpu.commit_smem_to_gmem_group()
+
     def end_block(refs, part, row_weight, accumulator, panel, slot):
         """What `end_panel` does, of compressed weights: of all rows of a block, the transpose."""
         row_weights = refs.own_row_weights.at[refs.warpgroup]
@@ -129,11 +137,7 @@ def down_backward(
             store_sums(refs.d_row_weights, line, first, d_hidden * hidden)
             for buffer, result in zip(leaving, (*d_pre, of_rows * hidden), strict=True):
                 store_interleaved(buffer, first, result.astype(dtype))
-        plgpu.commit_smem()
-        columns = pl.ds(part.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
-        for buffer, output in zip(leaving, (*refs.d_pre, refs.weighted_hidden), strict=True):
-            ragged_copy(buffer, output, part, columns)
-        plgpu.commit_smem_to_gmem_group()
+        leave_panel(refs, part, panel, leaving)
 
     def begin(refs, part):
         if decoder:
@@ -167,11 +171,7 @@ def down_backward(
             d_weight += (d_hidden * hidden).sum(axis=1)
             for buffer, result in zip(leaving, (*d_pre, weight * hidden), strict=True):
                 store_columns(buffer, first, result.astype(dtype))
-        plgpu.commit_smem()
-        columns = pl.ds(part.column_tile * TILE_COLUMNS + panel * PANEL, PANEL)
-        for buffer, output in zip(leaving, (*refs.d_pre, refs.weighted_hidden), strict=True):
-            ragged_copy(buffer, output, part, columns)
-        plgpu.commit_smem_to_gmem_group()
+        leave_panel(refs, part, panel, leaving)
         rows = pl.ds(refs.warpgroup * GROUP_ROWS, GROUP_ROWS)
         line = (part.row_tile * column_tiles + part.column_tile) * PANELS + panel
         refs.d_row_weights.at[line, rows][...] = d_weight

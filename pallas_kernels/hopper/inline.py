@@ -97,6 +97,21 @@ def ptx(text, *operands, constraints=""):
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, constraints, has_side_effects=True)
 
 
+def value(text: str, *operands, constraints: str, has_side_effects: bool = False):
+    """The register that an instruction gives."""
+    return llvm.inline_asm(int_type(32), list(operands), text, constraints, has_side_effects=has_side_effects)
+
+
+def load(kind: str, address, offset: int = 0):
+    """A number of shared memory, "u16" or "b32", so many bytes past an address."""
+    return value(f"ld.shared.{kind} $0, [$1 + {offset}];", address, constraints="=r,r", has_side_effects=True)
+
+
+def transposed(panel):
+    """A panel, as tiles, the other way round."""
+    return utils.memref_transpose(row_tiles(panel), (1, 0, 3, 2))
+
+
 @in_interpreter(forms.wgmma)
 def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False, packed=False):
     """`accumulator + lhs · rhs`, asynchronous, one commit group; `first` starts the chain.
@@ -117,13 +132,10 @@ def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_
 
     @plgpu.inline_mgpu(arg_types=(ACCUMULATOR, plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)), return_type=result)
     def run(ctx, accumulator, lhs, rhs):
-        def transpose(panel):
-            return utils.memref_transpose(row_tiles(panel), (1, 0, 3, 2))
-
         if packed:
             lhs, rhs = unpacked(lhs), unpacked(rhs)
-        lhs = transpose(lhs) if transpose_lhs else row_tiles(lhs)
-        rhs = transpose(rhs) if transpose_rhs else as_tiles(rhs, 1, accumulator.shape[1] // PANEL)
+        lhs = transposed(lhs) if transpose_lhs else row_tiles(lhs)
+        rhs = transposed(rhs) if transpose_rhs else as_tiles(rhs, 1, accumulator.shape[1] // PANEL)
         value = mgpu.WGMMAAccumulator(_value=accumulator, _original_layout=accumulator.layout, _sync=first)
         if not first:
             ptx("wgmma.fence.sync.aligned;")
@@ -145,9 +157,8 @@ def wgmma_of_values(accumulator, lhs, rhs, *, first=False):
 
     @plgpu.inline_mgpu(arg_types=arguments, return_type=result)
     def run(ctx, accumulator, lhs, rhs):
-        rhs = utils.memref_transpose(row_tiles(rhs), (1, 0, 3, 2))
         value = mgpu.WGMMAAccumulator(_value=accumulator, _original_layout=accumulator.layout, _sync=first)
-        out = mgpu.wgmma(value, lhs, rhs, swizzle=128)
+        out = mgpu.wgmma(value, lhs, transposed(rhs), swizzle=128)
         ptx("wgmma.commit_group.sync.aligned;")
         return out._value
 
@@ -223,8 +234,7 @@ def load_columns(panel, first_column: int, byte: int | None = None):
             ends = [permuted_bytes(register, mgpu.c(0x4B000000, int_type(32)), 0x7650 + byte + i) for i in (0, 2)]
             numbers = [arith.subf(arith.bitcast(f32, end), mgpu.c(BYTE_OFFSET, f32)) for end in ends]
             return vector.from_elements(ir.VectorType.get((2,), f32), numbers)
-        halves = arith.shli(register, c32(16)), arith.andi(register, c32(-(2**16)))
-        return vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, half) for half in halves])
+        return vector.from_elements(ir.VectorType.get((2,), f32), of_bfloat16(register))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=result)
     def run(ctx, panel):
@@ -240,6 +250,12 @@ def load_columns(panel, first_column: int, byte: int | None = None):
         return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return run(panel).astype(jnp.float32)
+
+
+def of_bfloat16(register) -> list:
+    """The two numbers of bfloat16 in a register, as float32."""
+    halves = arith.shli(register, c32(16)), arith.andi(register, c32(-(2**16)))
+    return [arith.bitcast(ir.F32Type.get(), half) for half in halves]
 
 
 def permuted_bytes(low, high, order: int):
@@ -381,18 +397,11 @@ def load_interleaved(panel, first_row: int, rows: int):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=result)
     def run(ctx, panel):
-        f32, registers = ir.F32Type.get(), []
+        pair, registers = ir.VectorType.get((2,), ir.F32Type.get()), []
         addresses = [_interleaved_address(panel, first_row, odd) for odd in range(2)]
         for i in range(rows // 8):
-            words = [
-                llvm.inline_asm(
-                    int_type(32), [address], f"ld.shared.b32 $0, [$1 + {i * 1024}];", "=r,r", has_side_effects=True
-                )
-                for address in addresses
-            ]
-            for half in (lambda w: arith.shli(w, c32(16)), lambda w: arith.andi(w, c32(-(2**16)))):
-                numbers = [arith.bitcast(f32, half(word)) for word in words]
-                registers.append(vector.from_elements(ir.VectorType.get((2,), f32), numbers))
+            words = [load("b32", address, i * 1024) for address in addresses]
+            registers += [vector.from_elements(pair, [*n]) for n in zip(*map(of_bfloat16, words), strict=True)]
         registers = np.array(registers, dtype=object).reshape(mgpu.WGMMA_LAYOUT.registers_shape((PANEL, rows)))
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 

@@ -18,15 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.gather import RowGather
-from pallas_kernels.hopper.inline import (
-    K_STEP,
-    PANEL,
-    store_buffers,
-    store_panels,
-    store_through,
-    wgmma,
-    zeros,
-)
+from pallas_kernels.hopper.inline import K_STEP, PANEL, store_buffers, store_panels, store_through, wgmma, zeros
 from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel
 from pallas_kernels.hopper.tile_queue import is_dynamic
 from pallas_kernels.mosaic.interpreter import is_interpreted
@@ -72,7 +64,7 @@ class RowMatmul(TileKernel):
       columns: of a tile, 256 or 128.
       column_tiles: how many blocks of so many columns.
       k_steps: steps of 64 along the contracted dimension.
-      load: `(refs, tile, k, slot)`, starts the bulk copies of one k step; None for none.
+      load: `(refs, tile, k, slot)`, starts the bulk copies of one k step.
       load_panel: `(refs, tile, panel, slot)`, as many of a panel of the operands that a tile ends with; None for none.
       tuning: slots of the ring, the order of the tiles, and how they are shared out.
       transposed_weights: the weight tile is (columns, k) in shared memory instead of (k, columns) in panels.
@@ -85,7 +77,7 @@ class RowMatmul(TileKernel):
     columns: int = TILE_COLUMNS
     column_tiles: int
     k_steps: int
-    load: Callable | None
+    load: Callable
     load_panel: Callable | None = None
     tuning: TileTuning
     transposed_weights: bool = False
@@ -96,7 +88,6 @@ class RowMatmul(TileKernel):
 
     def __post_init__(self):
         self.dtype = jax.tree.leaves(list(self.operands.values()))[0].dtype
-        self.fetches = self.load is not None
         tokens = self.operands.get("tokens")
         self.gather = None if tokens is None else RowGather(tokens, rows=TILE_ROWS, columns=K_STEP)
         self.num_tiles = self.schedule.num_tiles * self.column_tiles
@@ -123,8 +114,7 @@ class RowMatmul(TileKernel):
         after = known_after()  # its loads, and then its tokens', finish under this tile's copies
 
         def load_step(k, slot, *_):
-            if self.load:
-                self.load(refs, tile, k, slot)
+            self.load(refs, tile, k, slot)
             if self.gather:
                 self.gather.copy(refs.tokens, offsets, slot.lhs, refs.landed, slot.number, k * K_STEP)
 
@@ -152,7 +142,7 @@ class RowMatmul(TileKernel):
         return step, following, after
 
     def part(self, refs, tile: RowTile):
-        return tile, tile.half(refs.warpgroup)
+        return tile, tile if self.decoder else tile.half(refs.warpgroup)
 
     def multiply(self, refs, turn, step, held, part: tuple[RowTile, RowTile], take):
         tile, half = part

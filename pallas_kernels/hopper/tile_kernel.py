@@ -94,7 +94,6 @@ class Ring(NamedTuple):
     refs: Any
     stages: int
     columns: int
-    fetches: bool  # whether a k step has bulk copies
     lands: bool  # whether a k step has anything that arrives at `landed`
     shifts: bool  # see `TileKernel`
 
@@ -165,8 +164,7 @@ class Ring(NamedTuple):
 
         def one(step, carry, accumulator, first=False):
             slot = self.slot(step)
-            if self.fetches:
-                plgpu.barrier_wait(slot.full)
+            plgpu.barrier_wait(slot.full)
             carry, accumulator = product(slot, carry, accumulator, first)
             plgpu.wgmma_wait(1)
             if not first:
@@ -217,9 +215,6 @@ class TileKernel:
 
     decoder: Any = None
     """The `TileDecoder` of compressed weights, or None."""
-
-    fetches: bool = True
-    """Whether bulk copies bring anything of a k step."""
 
     tuning: TileTuning
     """Slots of the ring, the order of the tiles, and how they are shared out."""
@@ -350,7 +345,7 @@ class TileKernel:
 
         def body(*trees):
             refs = SimpleNamespace(**dict(zip(names, trees, strict=True)))
-            refs.ring = Ring(refs, stages, self.columns, self.fetches, lands, self.shifts)
+            refs.ring = Ring(refs, stages, self.columns, lands, self.shifts)
             refs.warpgroup = lax.axis_index("wg")
             queue = TileQueue(blocks, lax.axis_index("sm"), dynamic, self.tile, self.find, refs)
             if lands:
