@@ -29,7 +29,7 @@ Trained = Literal["all", "experts"]
 Optimizer = Literal["adam", "adam8"]
 DType = Literal["bfloat16", "float32"]
 Base = Literal["bf16", "float8", "mxfp4", "nf4"]
-"""What a frozen base is kept in: bfloat16, or with its experts compressed, see `blaze_jax.QuantizedWeight`."""
+"""What a part of a frozen base is kept in: bfloat16, or compressed, see `blaze_jax.QuantizedWeight`."""
 
 
 class UserError(Exception):
@@ -126,7 +126,7 @@ class TrainConfig:
       seed: seeds the initial parameters, the batches and the sample.
       dtype: type of the computation; parameters are float32, or with adam8 of this type.
       optimizer: adam; or adam8, whose moments take 8 bits, and which updates each block as soon as its gradients exist,
-        for models that fill a GPU.
+        for models that fill a GPU, and adapters all at once.
       momentum_dtype: type of the gradients' running mean in the optimizer; all else of its state is float32.
       remat: what the backward pass computes again, for less memory: nothing; all but what the experts keep by `save`;
         or everything.
@@ -143,7 +143,8 @@ class TrainConfig:
       adapter: trains adapters alone, such as rank=16, or rank=16,alpha=32,targets=gate+up+q+v,shared, where the experts
         share A and two projections of the attention have adapters, too; left out, the model itself.
       adapter_from: folder of adapters of a public model in PEFT's format to begin with, which say what they are.
-      base: what the frozen weights of experts beside adapters are kept in, decoded a layer at a time.
+      base: what the frozen weights of experts beside adapters are kept in, decoded where they are used.
+      base_attention: what those of the attention's projections are kept in.
       embedding: where the frozen embedding stays beside adapters: on the device, or on the host, from which each step
         fetches the rows of its tokens.
       merge: whether a public model is saved with its adapters in it, and not only they by themselves.
@@ -178,6 +179,7 @@ class TrainConfig:
     adapter: str | None = None
     adapter_from: str | None = None
     base: Base = "bf16"
+    base_attention: Base = "bf16"
     embedding: Literal["device", "host"] = "device"
     merge: bool = False
     evaluate_every: int

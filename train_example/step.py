@@ -27,6 +27,9 @@ _EXPERT_MATRICES = ("w_gate", "w_up", "w_down")
 _FLOAT32_PARAMETERS = ("scale", "w_router", "b_router", "sinks")
 """How the names of parameters begin that are not computed with in 16 bits."""
 
+OPTIMIZERS: dict[str, Callable[[TrainConfig], optax.GradientTransformation]] = {}
+"""What makes the optimizers that are not optax's, by their names in a configuration; `program` adds its own."""
+
 _LOGITS = 2**26
 """Logits that are in memory at a time beside a frozen head: 256 MiB."""
 
@@ -36,7 +39,7 @@ class TrainState(NamedTuple):
 
     Attributes:
       step: int32, optimizer steps done.
-      params: float32 parameters; those of unrolled blocks as `layers_apart` has them.
+      params: parameters, float32 but with adam8; those of unrolled blocks as `layers_apart` has them.
       router_state: the routers' selection biases, empty where there are none.
       optimizer_state: moments of the optimizer.
       frozen: what is not trained beside adapters, which alone `params` are then; a checkpoint does not hold it.
@@ -83,6 +86,8 @@ def learning_rate_schedule(config: TrainConfig) -> optax.Schedule:
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW behind a clipped gradient; of the experts alone, where nothing else is trained."""
+    if config.optimizer in OPTIMIZERS:
+        return OPTIMIZERS[config.optimizer](config)
     options = BETAS | {"mu_dtype": config.momentum_dtype, "weight_decay": config.weight_decay, "mask": matrices}
     adam = optax.adamw(learning_rate_schedule(config), **options)
     if config.trained == "experts":  # moments of the others would be most of the memory that this saves
@@ -121,7 +126,7 @@ def make_train_step(
         grads, (router_state, report) = _gradients(model, state, batch)
         with jax.named_scope("optimizer"):
             # Where the optimizer reads them, for no float32 gradients in memory.
-            grads = jax.tree.map(lambda gradient, param: gradient.astype(param.dtype), grads, state.params)
+            grads = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), grads)
             if config.trained == "experts":  # the compiler then leaves out what only the others' gradients need
                 grads = jax.tree.map(lambda g, kept: g if kept else jnp.zeros_like(g), grads, experts_only(grads))
             updates, optimizer_state = optimizer.update(grads, state.optimizer_state, state.params)
@@ -151,8 +156,7 @@ def make_evaluation(model: Decoder) -> Callable[[TrainState, Batch], Float[Array
 def cross_entropy(logits: Float[Array, "M S V"], windows: UInt8[Array, "M S+1"]) -> Float[Array, ""]:
     """Mean of the nats that every byte but a window's first costs."""
     with jax.named_scope("loss"):
-        targets = windows[:, 1:].astype(jnp.int32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:].astype(jnp.int32)).mean()
 
 
 def _apply_for_loss(model: Decoder, variables: Tree, windows: UInt8[Array, "M S+1"], **options) -> tuple[Array, Tree]:
@@ -165,8 +169,7 @@ def _apply_for_loss(model: Decoder, variables: Tree, windows: UInt8[Array, "M S+
     outputs, sown = applied if "mutable" in options else (applied, {})
     if not frozen:
         return cross_entropy(jnp.asarray(outputs), windows), sown
-    params = variables["params"]
-    head = params["embedding"].T if model.config.tied_head else params["head"]["kernel"]
+    head = variables["params"]["embedding"].T if model.config.tied_head else variables["params"]["head"]["kernel"]
     return cross_entropy_in_parts(jnp.asarray(outputs), head.astype(model.dtype), windows), sown
 
 
@@ -197,7 +200,12 @@ def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, t
     """
     params, frozen = working_copy(state.params, model.dtype), state.frozen
     if batch.shape[0] == 1:  # needs no second copy of the gradients to add to
-        return jax.grad(_loss, argnums=1, has_aux=True)(model, params, frozen, state.router_state, batch[0])
+
+        def of_all(params: Tree) -> tuple[Array, tuple[Tree, Report]]:
+            (loss, _), others = _loss_and_sums(model, params, frozen, state.router_state, batch[0], {})
+            return loss, others
+
+        return jax.grad(of_all, has_aux=True)(params)
 
     def add(carry: tuple[Tree, Tree, Tree], windows: UInt8[Array, "M S+1"]) -> tuple[tuple[Tree, Tree, Tree], Report]:
         total, sums, router_state = carry
@@ -211,7 +219,7 @@ def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, t
         return (jax.tree.map(jnp.add, total, grads), sums, router_state), report
 
     sums = _no_sums(model, state.params)
-    zeros = jax.tree.map(jnp.zeros_like, _without(state.params, sums))
+    zeros = jax.tree.map(lambda param: jnp.zeros_like(param, jnp.float32), _without(state.params, sums))
     (total, sums, router_state), reports = lax.scan(add, (zeros, sums, state.router_state), jnp.asarray(batch))
     sums = layers_apart(model.config, sums) if model.unroll else sums
     grads = jax.tree.map(lambda gradient: gradient / batch.shape[0], _joined(total, sums))
@@ -265,18 +273,13 @@ def working_copy(params: Tree, dtype: DTypeLike) -> Tree:
         return jax.tree_util.tree_map_with_path(copy, params)
 
 
-def _loss(
-    model: Decoder, params: Tree, frozen: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"]
-) -> tuple[Float[Array, ""], tuple[Tree, Report]]:
-    """The training loss, cross entropy plus the layers' auxiliary losses, and the new router state."""
-    (loss, _), aux = _loss_and_sums(model, params, frozen, router_state, windows, {})
-    return loss, aux
-
-
 def _loss_and_sums(
     model: Decoder, params: Tree, frozen: Tree, router_state: Tree, windows: UInt8[Array, "M S+1"], sums: Tree
 ) -> tuple[tuple[Float[Array, ""], Tree], tuple[Tree, Report]]:
-    """`_loss`, and the collection "gradient_sums", whose gradients flow through the layers."""
+    """The training loss, cross entropy plus auxiliary losses, the sums, the new router state, and what to report.
+
+    The sums are the collection "gradient_sums", whose gradients flow through the layers.
+    """
     variables = {"params": together(stacked(params), frozen), "router_state": router_state}
     collections = ["losses", "intermediates", "router_state"]
     if sums:

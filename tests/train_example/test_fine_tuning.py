@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from blaze_jax import LoRA, checkpoints
 from blaze_jax.adapters import is_adapter
-from blaze_jax.quantized import decoded, is_quantized
+from blaze_jax.quantized import decoded, is_quantized, quantize
 from tests.blaze_jax.checkpoints.models import FIXTURES, expected, tensors_of
 from tests.numerics import assert_close, assert_same_bits
 from tests.train_example.small import windows
@@ -32,7 +32,7 @@ from train_example.program.model import first_state, make_model
 from train_example.public_models.adapted import ADAPTED, AdaptedProjection
 from train_example.public_models.config import public_config
 from train_example.public_models.gpt_oss import decoder_class
-from train_example.public_models.weights import load_params, random_params, save_model
+from train_example.public_models.weights import load_params, params_like, random_params, save_model
 from train_example.step import cross_entropy, cross_entropy_in_parts, init_state, make_train_step
 
 OPTIONS = "--batch-size 4 --sequence-length 16 --learning-rate 0.01 --evaluate-every 2 --checkpoint-every 2"
@@ -239,6 +239,7 @@ def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(t
     folder = write_tiny_checkpoint(tmp_path / "model")
     given = ["--checkpoint", str(folder), *OPTIONS.split(), "--schedule-steps", "4"]
     given += ["--adapter", "rank=2,alpha=4,targets=gate+up+router+q+o", "--base", "float8", "--merge"]
+    given += ["--base-attention", "float8", "--optimizer", "adam8"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main([*given, "--out", str(whole), "--steps", "4"]) == 0
     said = capsys.readouterr().out
@@ -271,7 +272,8 @@ def test_the_program_resumes_bit_by_bit_and_writes_adapters_and_a_merged_model(t
     for name in (f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(3) for part in "qo"):
         a, b = (written[f"base_model.model.{name}.lora_{end}.weight"] for end in "AB")
         assert np.any(b)
-        assert_close(after[f"{name}.weight"], before[f"{name}.weight"] + moe.adapter.scale * b @ a, 1e-2)
+        kept = quantize(jnp.asarray(before[f"{name}.weight"], jnp.bfloat16).T, "float8").astype(jnp.float32).T
+        assert_close(after[f"{name}.weight"], kept + moe.adapter.scale * b @ a, 1e-2)
     assert before.keys() == after.keys()
     assert "model.layers.1.mlp.up_proj.weight" in before
     others = [name for name in before if "layernorm" in name]
@@ -330,6 +332,56 @@ def test_gpt_oss_trains_on_its_compressed_files_and_is_saved_in_full(tmp_path, c
         assert capsys.readouterr().out.startswith("lists")
 
 
+def test_a_compressed_attention_computes_with_the_numbers_of_its_kernels():
+    options = {"adapter": "rank=4,targets=gate+q+o", "base": "float8", "base_attention": "nf4"}
+    config = new_config({"preset": "tiny"} | options)
+    config = replace(config, model=replace(config.model, num_layers=2), batch_size=2, sequence_length=16)
+    model = make_model(config)
+    state = first_state(config, model, None)
+    state, compressed = state._replace(params=drawn(state.params)), state.frozen["moe_blocks"]["attention"]
+    like = params_like(model, None, jnp.bfloat16)
+    kernels = {}
+    for name in ADAPTED.values():
+        kernel, shape = compressed[name]["kernel"], like["moe_blocks", "attention", name, "kernel"].shape
+        assert kernel.form == "nf4"
+        bits = sum(leaf.nbytes for leaf in jax.tree.leaves(kernel)) * 8 / np.prod(shape)
+        assert bits == 4.25
+        kernels[name] = compressed[name] | {"kernel": kernel.astype(jnp.bfloat16).reshape(shape)}
+    blocks = state.frozen["moe_blocks"]
+    plain = state.frozen | {"moe_blocks": blocks | {"attention": blocks["attention"] | kernels}}
+    step = jax.jit(make_train_step(config, model))
+    (after, metrics), (of_plain, others) = (
+        step(state, windows(1, 2, 17)),
+        step(state._replace(frozen=plain), windows(1, 2, 17)),
+    )
+    assert_same_bits((after.params, metrics), (of_plain.params, others))
+
+
+def test_adapters_train_with_moments_in_8_bits():
+    losses = {}
+    for optimizer in ("adam", "adam8"):
+        config = new_config({"preset": "tiny", "adapter": "rank=4", "optimizer": optimizer, "learning_rate": 1e-2})
+        config = replace(
+            config, model=replace(config.model, num_layers=2), batch_size=4, sequence_length=16, accumulate=2
+        )
+        model = make_model(config)
+        state, step = first_state(config, model, None), jax.jit(make_train_step(config, model))
+        found = []
+        for at in range(30):
+            state, metrics = step(state, windows(2, 2, 17, seed=at % 3))
+            found.append(float(metrics.loss))
+        losses[optimizer] = found
+        dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.optimizer_state)))
+        held /= sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        assert dtypes == {"float32" if optimizer == "adam" else "bfloat16"}
+        assert held == pytest.approx(12 if optimizer == "adam" else 4, rel=0.02)
+    before, after = np.array(losses["adam"]), np.array(losses["adam8"])
+    fell = before[:3].mean() - before[-3:].mean()
+    assert fell > 0.1
+    assert abs(before[-3:].mean() - after[-3:].mean()) < 0.05 * fell
+
+
 def test_an_embedding_on_the_host_changes_no_bit():
     found = []
     for where in ("device", "host"):
@@ -372,12 +424,17 @@ def test_a_random_base_is_made_in_its_form():
             "targets=gate+head must be different ones of gate, up, down, router, q, k, v, o",
         ),
         ("--base nf4", "--base nf4 is of a frozen base, which is not trained: say --adapter rank=16, too"),
+        ("--base-attention nf4", "--base-attention nf4 is of a frozen base, which is not trained: say --adapter"),
         ("--adapter rank=4 --base int4", "argument --base: invalid choice: 'int4'"),
         ("--adapter rank=4 --unroll", "in a loop: leave --unroll out"),
         ("--adapter rank=4 --trained experts", "leave --trained experts out"),
         (
             f"--checkpoint {FIXTURES / 'olmoe'} --adapter rank=4 --base nf4",
             "scales of 64 inputs, must divide the model's",
+        ),
+        (
+            f"--checkpoint {FIXTURES / 'olmoe'} --adapter rank=4 --base-attention mxfp4",
+            "--base-attention mxfp4 has scales of 32 inputs, must divide the model's width 16 and its heads",
         ),
         ("--adapter rank=4 --mesh data=1", "--adapter trains on one device: leave --mesh out"),
         ("--embedding host", "that of this model is trained: say --adapter rank=16, too"),

@@ -99,7 +99,7 @@ def open_model(
         if offload is not None:
             offload.allow_host_memory(config)
         model, text = generating_model(config), public_text(checkpoint, config.model.vocabulary)
-        form: dict[str, Any] = {"dtype": model.dtype, "base": form_of(config)}
+        form: dict[str, Any] = {"dtype": model.dtype, "base": form_of(config.base)}
         params = load_params(checkpoint, model.clone(unroll=True), experts=offload is None, **form)
         if config.adapter_from:
             adapters = working_copy(load_adapters(config.adapter_from, model), model.dtype)
@@ -107,7 +107,7 @@ def open_model(
         experts = partial(load_experts, checkpoint, model, **form) if offload else None
         limit = config.model.max_positions
         positions = limit or config.sequence_length
-        return Source(str(checkpoint), model, {"params": params}, text, positions, limit, form_of(config), experts)
+        return Source(str(checkpoint), model, {"params": params}, text, positions, limit, form["base"], experts)
     assert run is not None
     if not (run / "checkpoints").is_dir():
         raise UserError(f"--run {run} has no checkpoints, must be the folder of a run")
@@ -130,7 +130,7 @@ def open_model(
         experts = partial(iter, layers)
     limit = config.model.max_positions
     positions = limit or config.sequence_length
-    return Source(f"{run}, step {step}", model, variables, text, positions, limit, form_of(config), experts)
+    return Source(f"{run}, step {step}", model, variables, text, positions, limit, form_of(config.base), experts)
 
 
 def generating_config(options: dict[str, Any]) -> TrainConfig:
@@ -151,7 +151,7 @@ def random_variables(config: TrainConfig, model: Decoder, *, experts: bool = Tru
     params = jax.eval_shape(partial(working_copy, dtype=model.dtype), variables["params"])
     apart = partial(jax.eval_shape, partial(layers_apart, model.config))
     like = {kind: apart(of_kind) for kind, of_kind in {**variables, "params": params}.items()}
-    if (form := form_of(config)) is not None:
+    if (form := form_of(config.base)) is not None:
 
         def in_form(path: tuple, leaf: Any) -> Any:
             of_experts = path[-1].key in WEIGHTS

@@ -46,7 +46,7 @@ class Offload:
 
     def allow_host_memory(self, config: TrainConfig) -> None:
         """Lets jax pin what all experts take, before it starts."""
-        layer_bytes = _layer_bytes(config.model, config.dtype, self.bits, form_of(config))
+        layer_bytes = _layer_bytes(config.model, config.dtype, self.bits, form_of(config.base))
         allow_host_memory(_layers(config.model) * layer_bytes)
 
     def plan(

@@ -44,7 +44,7 @@ def time_generation(
     if offload is None:
         generator = Generator(model, variables, batch, slots, sampling)
     else:
-        plan = offload.plan(model, variables, batch, slots, batch * length, form_of(config))
+        plan = offload.plan(model, variables, batch, slots, batch * length, form_of(config.base))
         say(str(plan))
         # Compressed ones cannot be cut: the store then compresses each chunk.
         experts = random_experts(layers, offload.bits if plan.chunks == 1 else None, config.seed)

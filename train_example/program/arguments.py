@@ -18,7 +18,7 @@ from train_example.config import TrainConfig, UserError
 from train_example.layers import GATES
 from train_example.program.adapters import adapter_of, parse_adapter
 from train_example.program.devices import Cluster
-from train_example.program.model import GPU_BYTES
+from train_example.program.model import GPU_BYTES, form_of
 from train_example.program.presets import FINE_TUNING, OF_ADAPTERS, PRESETS
 from train_example.public_models.config import public_config
 from train_example.public_models.gpt_oss import GptOssConfig
@@ -137,8 +137,9 @@ def checked(config: TrainConfig) -> TrainConfig:
     if config.adapter is not None:
         parse_adapter(config.adapter)
         _check_frozen(config)
-    elif config.base != "bf16":
-        raise UserError(f"--base {config.base} is of a frozen base, which is not trained: say --adapter rank=16, too")
+    elif (config.base, config.base_attention) != ("bf16", "bf16"):
+        option = f"--base {config.base}" if config.base != "bf16" else f"--base-attention {config.base_attention}"
+        raise UserError(f"{option} is of a frozen base, which is not trained: say --adapter rank=16, too")
     if config.embedding == "host" and (config.adapter is None or model.tied_head):
         what = "is the head, too" if model.tied_head else "is trained: say --adapter rank=16, too"
         raise UserError(f"--embedding host is for a frozen embedding that is no head, but that of this model {what}")
@@ -147,7 +148,10 @@ def checked(config: TrainConfig) -> TrainConfig:
     if config.merge and not (config.adapter and config.checkpoint):
         raise UserError("--merge is of a public model's adapters: say --checkpoint and --adapter, too")
     if config.optimizer == "adam8":
-        _check_adam8(config)
+        if config.momentum_dtype != "float32":
+            raise UserError("--optimizer adam8 keeps both moments in 8 bits: leave --momentum-dtype out")
+        if config.adapter is None:
+            _check_blocks(config)
     if config.sequence_length > (model.max_positions or config.sequence_length):
         raise UserError(
             f"--sequence-length {config.sequence_length} must be at most {model.max_positions}, the "
@@ -173,31 +177,34 @@ def _check_frozen(config: TrainConfig) -> None:
 
 
 def check_base(config: TrainConfig) -> None:
-    """Raises UserError unless the model's experts can be kept in the form of its base."""
-    multiple = 1 if config.base == "bf16" else inputs_multiple(config.base)
-    sizes = config.model.width, config.model.expert_width
-    if any(size % multiple for size in sizes):
-        raise UserError(
-            f"--base {config.base} has scales of {multiple} inputs, must divide the model's width {sizes[0]} and its "
-            f"experts' {sizes[1]}: choose float8 or bf16"
-        )
+    """Raises UserError unless the model's experts and attention can be kept in the forms of its base."""
+    model = config.model
+    heads = model.num_heads * (model.head_width or model.width // model.num_heads)
+    for option, base, of, size in (
+        ("base", config.base, "experts", model.expert_width),
+        ("base-attention", config.base_attention, "heads", heads),
+    ):
+        form = form_of(base)
+        multiple = 1 if form is None else inputs_multiple(form)
+        if model.width % multiple or size % multiple:
+            raise UserError(
+                f"--{option} {form} has scales of {multiple} inputs, must divide the model's width {model.width} and "
+                f"its {of}' {size}: choose float8 or bf16"
+            )
 
 
-def _check_adam8(config: TrainConfig) -> None:
-    """Raises UserError for what does not go together with updates block by block and moments in 8 bits."""
+def _check_blocks(config: TrainConfig) -> None:
+    """Raises UserError for what does not go together with updates block by block."""
     if isinstance(config.model, GptOssConfig):
         raise UserError("--optimizer adam8 has blocks that are alike, but those of this model see windows: choose adam")
     for name, only, why in (
-        ("adapter", None, "trains all parameters"),
         ("accumulate", 1, "has the gradients of one block at a time and cannot add them up over microbatches"),
-        ("momentum_dtype", "float32", "keeps both moments in 8 bits"),
         ("remat", "none", "computes every block again in any case"),
         ("trained", "all", "trains all parameters"),
         ("experts_layer", "blaze_jax", "trains this library's layers"),
     ):
         if (given := getattr(config, name)) != only:
-            allowed = "left out" if only is None else only
-            raise UserError(f"--optimizer adam8 {why}: --{name.replace('_', '-')} {given} must be {allowed}")
+            raise UserError(f"--optimizer adam8 {why}: --{name.replace('_', '-')} {given} must be {only}")
 
 
 class Parser(argparse.ArgumentParser):

@@ -28,10 +28,11 @@ from train_example.config import TrainConfig
 from train_example.generate.streaming import logits_of
 from train_example.layers import RMSNorm
 from train_example.model import Block, Decoder, Tree
-from train_example.program.small_adam import apply_updates, scale_by_small_adam
+from train_example.program.small_adam import by_chance, scale_by_small_adam, update_by_chance
 from train_example.step import (
     BETAS,
     CLIP_NORM,
+    OPTIMIZERS,
     Batch,
     StepMetrics,
     TrainState,
@@ -253,10 +254,9 @@ class Layerwise:
     ) -> tuple[Tree, Tree, Array]:
         with jax.named_scope("optimizer"):
             key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), step), part)
-            of_moments, of_params = jax.random.split(key)
-            gradients, wide = jax.tree.map(lambda array: array.astype(jnp.float32), (gradients, params))
-            updates, moments = self.optimizer.update(gradients, moments, wide, key=of_moments)
-            return apply_updates(params, updates, of_params), moments, optax.tree.norm(gradients)
+            gradients = jax.tree.map(lambda array: array.astype(jnp.float32), gradients)
+            params, moments = update_by_chance(self.optimizer, gradients, moments, params, key)
+            return params, moments, optax.tree.norm(gradients)
 
     def _tied(self, params: Tree) -> Array | None:
         return params[_EMBEDDING] if self.model.config.tied_head else None
@@ -273,6 +273,14 @@ def part_optimizer(config: TrainConfig, parts: int) -> optax.GradientTransformat
         optax.add_decayed_weights(config.weight_decay, matrices),
         optax.scale_by_learning_rate(learning_rate_schedule(config)),
     )
+
+
+def trains_by_blocks(config: TrainConfig) -> bool:
+    """Whether each block is updated by itself, as soon as it has its gradients."""
+    return config.optimizer == "adam8" and config.adapter is None
+
+
+OPTIMIZERS["adam8"] = lambda config: by_chance(part_optimizer(config, 1), config.seed)  # of adapters, all at once
 
 
 def block_by_block(

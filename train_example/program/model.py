@@ -19,13 +19,13 @@ from blaze_jax.implementation import demanded_family
 from blaze_jax.quantized import Form
 from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.compile_only.gpus import GPUS
-from train_example.config import ExpertsLayer, TrainConfig, UserError
+from train_example.config import Base, ExpertsLayer, TrainConfig, UserError
 from train_example.model import Decoder
 from train_example.program.adapters import load_adapters, parse_adapter
 from train_example.program.devices import state_shardings
 from train_example.program.host_embedding import with_host_embedding
 from train_example.program.jit_once import jit_once
-from train_example.program.layerwise import Layerwise
+from train_example.program.layerwise import Layerwise, trains_by_blocks
 from train_example.public_models.adapted import AdaptedProjection
 from train_example.public_models.gpt_oss import decoder_class
 from train_example.public_models.weights import load_params, params_like, random_params
@@ -46,12 +46,14 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
         raise UserError(f"--experts-layer {config.experts_layer} runs on one device: leave --mesh out")
     for option, given in (
         ("--adapter", config.adapter is not None),
-        ("--optimizer adam8", config.optimizer == "adam8"),
+        ("--optimizer adam8", trains_by_blocks(config)),
     ):
         if parallel is not None and given:
             raise UserError(f"{option} trains on one device: leave --mesh out")
     if config.adapter is not None:
         adapter, adapted = parse_adapter(config.adapter)
+        if config.optimizer == "adam8":
+            adapter = replace(adapter, dtype=jnp.dtype(config.dtype))
     else:  # compressed experts are frozen, with or without adapters
         adapter, adapted = (None if config.base == "bf16" else LoRA(targets=())), ()
     options = {"save": config.save, "precision": config.precision, "implementation": config.implementation}
@@ -63,9 +65,11 @@ def make_model(config: TrainConfig, parallel: Parallelism | None = None) -> Deco
         remat=config.remat,
         experts=experts_function(config.experts_layer),
         attention=config.attention,
-        unroll=config.unroll or config.optimizer == "adam8",
+        unroll=config.unroll or trains_by_blocks(config),
         parallel=parallel,
-        projection=partial(AdaptedProjection, adapter=adapter, adapted=adapted) if adapted else nn.DenseGeneral,
+        projection=partial(AdaptedProjection, adapter=adapter, adapted=adapted)
+        if adapted or config.base_attention != "bf16"
+        else nn.DenseGeneral,
         dense_twin=moe.dense_twin(config.model.width) if config.experts_layer == "dense-twin" else None,
     )
 
@@ -116,7 +120,7 @@ def first_state(config: TrainConfig, model: Decoder, restored: Callable[[TrainSt
         if shardings is not None:
             like = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), like, shardings)
         return restored(like)
-    if config.optimizer == "adam8":
+    if trains_by_blocks(config):
         layerwise = Layerwise(config, model)
         if config.checkpoint:
             return layerwise.begin(load_params(config.checkpoint, model, dtype=config.dtype), {}, jit_once)
@@ -131,21 +135,25 @@ def first_state(config: TrainConfig, model: Decoder, restored: Callable[[TrainSt
 
 def frozen_base(config: TrainConfig, model: Decoder) -> Tree:
     """What is not trained beside adapters: the public model's parameters, or without one random ones, for timing."""
-    options: dict[str, Any] = {"dtype": jnp.bfloat16, "base": form_of(config)}
+    options: dict[str, Any] = {"dtype": jnp.bfloat16} | _forms(config)
     if config.checkpoint:
         return load_params(config.checkpoint, model, **options)
     return random_params(model, **options, seed=config.seed)
 
 
-def form_of(config: TrainConfig) -> Form | None:
-    """The form in which experts stay compressed; None for numbers as they are."""
-    return None if config.base == "bf16" else config.base
+def form_of(base: Base) -> Form | None:
+    """The form in which a part of a base stays compressed; None for numbers as they are."""
+    return None if base == "bf16" else base
+
+
+def _forms(config: TrainConfig) -> dict[str, Form | None]:
+    return {"base": form_of(config.base), "attention": form_of(config.base_attention)}
 
 
 def state_shapes(config: TrainConfig, model: Decoder) -> Any:
     """The shapes and dtypes of a training state, without a frozen base."""
     return jax.eval_shape(
-        Layerwise(config, model).init if config.optimizer == "adam8" else partial(init_state, config, model)
+        Layerwise(config, model).init if trains_by_blocks(config) else partial(init_state, config, model)
     )
 
 
@@ -160,7 +168,7 @@ def memory_plan(config: TrainConfig, gpu: str) -> str:
     model = make_model(replace(config, implementation=config.implementation or "mosaic_gpu", attention="xla"))
     state = state_shapes(config, model)
     if config.adapter is not None:
-        frozen = unflatten_dict(params_like(model, None, jnp.bfloat16, form_of(config)))
+        frozen = unflatten_dict(params_like(model, None, jnp.bfloat16, **_forms(config)))
         state = state._replace(frozen=with_host_embedding(frozen) if config.embedding == "host" else frozen)
     microbatches = (config.accumulate, config.batch_size // config.accumulate, config.sequence_length + 1)
     batch = jax.ShapeDtypeStruct(microbatches, np.int32)
@@ -171,7 +179,7 @@ def memory_plan(config: TrainConfig, gpu: str) -> str:
     try:
         own = "hopper" if GPUS[gpu].capability == (9, 0) and config.dtype == "bfloat16" else "ampere"
         with demanded_family(own if model.moe.implementation == "mosaic_gpu" else None):
-            if config.optimizer == "adam8":
+            if trains_by_blocks(config):
                 plan = Layerwise(config, model).plan(batch, planned)
             else:
                 plan = planned(make_train_step(config, model), state, batch)

@@ -29,7 +29,7 @@ from train_example.program.adapters import save_adapters
 from train_example.program.arguments import new_config, resumed_config
 from train_example.program.checkpoints import Checkpoints, only_run_in
 from train_example.program.devices import parallelism, state_shardings
-from train_example.program.layerwise import block_by_block
+from train_example.program.layerwise import block_by_block, trains_by_blocks
 from train_example.program.metrics import MetricsLog, progress_bar, show
 from train_example.program.model import first_state, generating_model, make_model, state_shapes
 from train_example.program.results import plot
@@ -215,7 +215,7 @@ def _train(setup: Setup, log: MetricsLog) -> TrainState:
     description: dict[str, Any] = {"config": asdict(config), "text": setup.text}
     with Interrupt() as interrupt, progress_bar(setup.first_step, config.steps) as bar:
         state = first_state(config, setup.model, restored)
-        programs = block_by_block if config.optimizer == "adam8" else step_and_evaluation
+        programs = block_by_block if trains_by_blocks(config) else step_and_evaluation
         steps = train(config, setup.model, setup.corpus, state, elapsed, programs)
         for state, record in steps:
             log.write(record)

@@ -167,6 +167,39 @@ def apply_updates(params: optax.Params, updates: optax.Updates, key: Key[Array, 
     return structure.unflatten(new)
 
 
+def update_by_chance(
+    optimizer: optax.GradientTransformationExtraArgs,
+    gradients: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    key: Key[Array, ""],
+) -> tuple[optax.Params, optax.OptState]:
+    """New parameters, rounded as `apply_updates` does, and the optimizer's new state; it computes in float32."""
+    of_moments, of_params = jax.random.split(key)
+    wide = jax.tree.map(lambda param: param.astype(jnp.float32), params)
+    updates, state = optimizer.update(gradients, state, wide, key=of_moments)
+    return apply_updates(params, updates, of_params), state
+
+
+def by_chance(optimizer: optax.GradientTransformationExtraArgs, seed: int) -> optax.GradientTransformation:
+    """An optimizer whose updates lead to parameters that are rounded by chance, as `update_by_chance` does.
+
+    It is of float32 gradients, and draws the keys that `optimizer` takes from the seed and its own count of steps.
+    """
+
+    def init(params: optax.Params) -> tuple[Array, optax.OptState]:
+        return jnp.int32(0), optimizer.init(params)
+
+    def update(updates: optax.Updates, state: optax.OptState, params: optax.Params) -> tuple[Any, Any]:
+        steps, inner = cast(Any, state)
+        key = jax.random.fold_in(jax.random.key(seed), steps)
+        new, inner = update_by_chance(optimizer, updates, inner, params, key)
+        change = jax.tree.map(lambda new, param: new.astype(jnp.float32) - param.astype(jnp.float32), new, params)
+        return change, (steps + 1, inner)
+
+    return optax.GradientTransformation(init, cast(Any, update))
+
+
 def round_by_chance(x: Float[Array, "..."], bits: UInt32[Array, "..."]) -> Float[Array, "..."]:
     """Float32 numbers as one of their two nearest in bfloat16, by chance; what is infinite or no number stays so."""
     sums = lax.bitcast_convert_type(x, jnp.uint32) + (bits >> 16)  # the bits below, as a magnitude, carry or do not

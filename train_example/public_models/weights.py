@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from blaze_jax import MoEConfig, checkpoints, merge
+from blaze_jax import checkpoints, merge
 from blaze_jax.adapters import is_adapter
 from blaze_jax.checkpoints.folder import DTYPES, INDEX
 from blaze_jax.checkpoints.layouts import PLAIN, find_block
@@ -32,7 +32,7 @@ from blaze_jax.quantized import WEIGHTS, Form, is_quantized, quantize
 from train_example.config import UserError
 from train_example.model import Decoder
 from train_example.program.jit_once import jit_once
-from train_example.public_models.adapted import KERNEL_A, KERNEL_B
+from train_example.public_models.adapted import KERNEL_A, KERNEL_B, compressed_kernel
 from train_example.step import working_copy
 
 type Params = dict[str, Any]
@@ -109,6 +109,7 @@ def load_params(
     dtype: DTypeLike = jnp.float32,
     experts: bool = True,
     base: Form | None = None,
+    attention: Form | None = None,
 ) -> Params:
     """The parameters of a public model, as the decoder has them; those of unrolled blocks as `layers_apart` has them.
 
@@ -121,13 +122,14 @@ def load_params(
       dtype: type of the matrices; what `working_copy` leaves in float32 is float32.
       experts: whether the layers of experts are read, too, or left to `load_experts`.
       base: the form in which the experts' weights stay compressed; None for plain numbers.
+      attention: the form of the attention's kernels, the same.
 
     Raises:
       UserError: a tensor is missing, unknown or of another shape or type; the message names it and its file.
     """
     try:
         files = checkpoints.Folder(folder)
-        like = params_like(model, shardings, dtype, base)
+        like = params_like(model, shardings, dtype, base, attention)
         _check_names(files, model, like)
         if not experts:
             like = {path: leaf for path, leaf in like.items() if "moe" not in path}
@@ -137,9 +139,11 @@ def load_params(
         raise UserError(f"--checkpoint {folder}: {error}") from error
 
 
-def random_params(model: Decoder, *, dtype: DTypeLike, base: Form | None = None, seed: int = 0) -> Params:
+def random_params(
+    model: Decoder, *, dtype: DTypeLike, base: Form | None = None, attention: Form | None = None, seed: int = 0
+) -> Params:
     """Random numbers in the place of what `load_params` reads, for timing; drawn, and compressed, where they stay."""
-    like = params_like(model, None, dtype, base)
+    like = params_like(model, None, dtype, base, attention)
 
     def drawn_of(number: int, of: dict[Names, Any]) -> dict[Names, Any]:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), number), len(of))
@@ -202,7 +206,7 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
             for at, layer in enumerate(layers):
                 of_stack = params[stack]
                 one = of_stack[at] if isinstance(of_stack, tuple) else jax.tree.map(itemgetter(at), of_stack)
-                one = _of_layer(files, model.moe, layer, _flat(one))
+                one = _of_layer(files, model, layer, _flat(one))
                 write_tensors(unfinished, one, f"layer-{layer:05}")
         for path in origin.iterdir():
             weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -222,9 +226,10 @@ def _flat(params: Any) -> dict[Names, Array]:
     return flat
 
 
-def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dict[Names, Array]) -> Iterator[NewTensor]:
+def _of_layer(files: checkpoints.Folder, model: Decoder, layer: int, params: dict[Names, Array]) -> Iterator[NewTensor]:
+    moe = model.moe
     if moe.adapter is not None:
-        params = _merged_attention(params, moe.adapter.scale)
+        params = _merged_attention(_decoded_attention(params, model), moe.adapter.scale)
     yield from _new_tensors(files, _prefix(layer), _OF_LAYER, params)
     if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
         if moe.adapter is not None:
@@ -237,6 +242,16 @@ def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dic
         in_dtype = {dtype: layer_tensors(layer, block, moe, dtype) for dtype in set(dtypes.values())}
         for number, dtype in enumerate(dtypes.values()):
             yield in_dtype[dtype][number]
+
+
+def _decoded_attention(params: dict[Names, Any], model: Decoder) -> dict[Names, Array]:
+    """The parameters of a layer, with kernels in the place of those of its attention that are compressed."""
+    like = params_like(model.clone(unroll=False), None, jnp.bfloat16)
+    kernels = {path[1:]: leaf.shape[1:] for path, leaf in like.items() if path[-1] == "kernel" and "attention" in path}
+    return {
+        path: param.astype(jnp.bfloat16).reshape(kernels[path]) if is_quantized(param) and path in kernels else param
+        for path, param in params.items()
+    }
 
 
 def _merged_attention(params: dict[Names, Array], scale: float) -> dict[Names, Array]:
@@ -309,20 +324,32 @@ def _put(stacked: dict[Names, Array], one: dict[Names, Array], at) -> dict[Names
 
 
 def _read(
-    files: checkpoints.Folder, prefix: str, entries: dict[Names, Entry], like: dict[Names, jax.ShapeDtypeStruct]
+    files: checkpoints.Folder, prefix: str, entries: dict[Names, Entry], like: dict[Names, Any]
 ) -> dict[Names, Array]:
     """The parameters of these entries, as and where `like` has them."""
     params = {}
     for path in filter(like.__contains__, entries):
         tensor, entry, leaf = files[prefix + entries[path].name], entries[path], like[path]
+        if is_quantized(leaf):
+            tensor.require(PLAIN, leaf.shape[:0:-1])
+            matrix = place(tensor.read().T[None].astype(leaf.dtype), leaf.values.sharding)
+            params[path] = _quantized(matrix, leaf.form)
+            continue
         shape = leaf.shape
         tensor.require(PLAIN, entry.shape(shape))
         params[path] = place(np.asarray(entry.parameter(tensor.read(), shape), leaf.dtype), leaf.sharding)
     return params
 
 
+_quantized = jax.jit(quantize, static_argnums=1)
+
+
 def params_like(
-    model: Decoder, shardings: Params | None, dtype: DTypeLike, base: Form | None = None
+    model: Decoder,
+    shardings: Params | None,
+    dtype: DTypeLike,
+    base: Form | None = None,
+    attention: Form | None = None,
 ) -> dict[Names, Any]:
     """The shapes and types of the model's parameters without adapters, and where each goes; see `load_params`."""
     variables = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))
@@ -333,6 +360,8 @@ def params_like(
     for path, leaf in shapes.items():
         if base is not None and path[-2:-1] == ("moe",) and path[-1] in WEIGHTS:
             leaf = jax.eval_shape(partial(quantize, form=base), leaf)
+        if attention is not None and path[-3:-2] == ("attention",) and path[-1] == "kernel":
+            leaf = jax.eval_shape(partial(compressed_kernel, path[-2], form=attention), leaf)
         shapes[path] = jax.tree.map(partial(_placed_at, places[path]), leaf)
     return shapes
 
