@@ -3,10 +3,13 @@
 `family` says which operations there are.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
+
+from pallas_kernels.codings import is_quantized
 
 Scoring = Literal["softmax", "softmax_selected", "sigmoid"]
 
@@ -180,6 +183,14 @@ def anything_compressed(*_) -> bool:
 def nothing_compressed(*_) -> bool:
     """Whether kernels take compressed weights as they are, in a family that takes none: False."""
     return False
+
+
+def one_form_in_16s(weights: tuple[Any, ...], dtype: DTypeLike) -> bool:
+    """`decodes` of the kernels for GPUs: weights of one form, whose outputs come 16 codes at a time, by bfloat16."""
+    form = getattr(weights[0], "form", None)
+    return dtype == jnp.bfloat16 and all(
+        is_quantized(weight) and weight.form == form and weight.shape[-1] % 16 == 0 for weight in weights
+    )
 
 
 def no_limit(*_) -> None:

@@ -222,7 +222,11 @@ FAULTS = [Fault(*fault) for fault in [
     ("step_of_chunk", "number < chunks - 1", "number < chunks - 2", "streaming"),
     ("make_plan", "units = sizes.layers * chunks", "units = sizes.layers", "plan"),
     # compressed weights
-    ("decodes", "weight.form == first.form and", "", "decoding"),
+    ("one_form_in_16s", "weight.form == form and", "", "decoding"),
+    ("ampere.decoding.in_order", "divmod(2 * pair + last, 4)", "divmod(2 * last + pair, 4)", "decoding"),
+    ("Codes.copies", "own < self.outputs) & (first + row * self.of_byte < end", "own < self.outputs", "decoding"),
+    ("Codes._scales_of_columns", "+ k // self.of_scale", "+ k // 128", "decoding"),
+    ("Codes._transposed", ">> quad % 2 * 16", ">> 0", "decoding"),
     ("TileDecoder.fetch", "place = k * rows, column", "place = rows, column", "decoding"),
     ("decoded_products", "slot.wait_for_rows()", "pass", "decoding"),
     ("DecodedPanelRowMatmul.multiply_rows", "self.release(refs, step - 1)", "refs.ring.release(step - 1)", "decoding"),

@@ -328,8 +328,9 @@ def load_columns(part: WarpPart, columns: Pointer, unit, pair, product: int) -> 
     return tensor_operand(load_matrices(columns, word + first * tile.row_words), tile.kind)
 
 
-def load_half(load: Callable, part: WarpPart, slot: Pointer, product: int, half: int) -> list[list[Int]]:
+def load_half(load: Callable, part: WarpPart, slot: Pointer, step: Int, product: int, half: int) -> list[list[Int]]:
     """A half panel of the warp's columns of the right operand: of each 16 columns, what `load`, one of these, gives."""
+    del step
     tile = part.tile
     own = slot.at(tile.lhs_words).at(half * (tile.columns // 2 * tile.row_words))  # as another unit: more registers
     return [load(part, own, part.unit, pair, product) for pair in range(2)]

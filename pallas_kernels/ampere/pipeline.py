@@ -43,7 +43,7 @@ class Operands(NamedTuple):
     Attributes:
       copies: each `(step, slot, *state)` starts a copy of the thread, to the slot of a step.
       left: `(slot, product)` loads the thread's part of the left operand, for each 16 rows.
-      right: `(slot, product, half)` loads its part of the right one, of a half panel.
+      right: `(slot, step, product, half)` loads its part of the right one, of a half panel.
       state: `(step)` loads what the copies of a step need, before they do.
       behind: `(step)` may start other copies behind those of a step.
     """
@@ -73,23 +73,24 @@ def sum_products(ring: Slots, operands: Operands, steps, state: Sequence[Int]) -
     places = [(product, half) for product in range(ring.tile.products) for half in range(2)]
     held_ahead = ring.tile.kind != "float32"  # whose operands are converted, for which registers are few
 
-    def load(slot: Pointer, place: tuple[int, int], left: list) -> tuple[list, list]:
+    def load(slot: Pointer, step: Int, place: tuple[int, int], left: list) -> tuple[list, list]:
         product, half = place
-        return left if half else operands.left(slot, product), operands.right(slot, product, half)
+        return left if half else operands.left(slot, product), operands.right(slot, step, product, half)
 
     def turn(k, *flat):
         sums, (left, right), state = jax.tree.unflatten(tree, flat)
-        following, slot = k + ahead, ring.slot(k)
+        following, slot, step = k + ahead, ring.slot(k), k
         for number, place in enumerate(places):
             if not held_ahead:
-                left, right = load(slot, place, left)
+                left, right = load(slot, step, place, left)
             if place == places[-1]:
                 operands.behind(following)
                 commit_copies()
                 state = operands.state(following + 1)
                 ring.wait()
-                slot = ring.slot(minimum(k + 1, steps - 1))
-            later = load(slot, places[(number + 1) % len(places)], left) if held_ahead else (left, right)
+                step = minimum(k + 1, steps - 1)
+                slot = ring.slot(step)
+            later = load(slot, step, places[(number + 1) % len(places)], left) if held_ahead else (left, right)
             if place != places[-1]:
                 first, end = (len(operands.copies) * n // (len(places) - 1) for n in (number, number + 1))
                 for copy in operands.copies[first:end]:
@@ -98,7 +99,7 @@ def sum_products(ring: Slots, operands: Operands, steps, state: Sequence[Int]) -
             left, right = later
         return jax.tree.leaves((sums, (left, right) if held_ahead else ([], []), state))
 
-    first = load(ring.slot(0), places[0], []) if held_ahead else ([], [])
+    first = load(ring.slot(0), Int(0), places[0], []) if held_ahead else ([], [])
     no_sums = [[[[Float(0.0)] * 4 for _ in range(4)] for _ in range(2)] for _ in range(ring.tile.warp_rows // 16)]
     flat, tree = jax.tree.flatten((no_sums, first, list(state)))
     return jax.tree.unflatten(tree, loop(0, steps, 1, turn, flat))[0]

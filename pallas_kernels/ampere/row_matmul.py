@@ -16,13 +16,25 @@ from jax import lax
 
 from pallas_kernels import simt
 from pallas_kernels.ampere import operands
-from pallas_kernels.ampere.operands import WARPGROUPS, Pieces, Steps, Sums, WarpOutput, WarpPart, abreast, tuned_tile
+from pallas_kernels.ampere.decoding import Codes, in_order, load_table, table
+from pallas_kernels.ampere.operands import (
+    WARPGROUPS,
+    Copy,
+    Pieces,
+    Steps,
+    Sums,
+    WarpOutput,
+    WarpPart,
+    abreast,
+    tuned_tile,
+)
 from pallas_kernels.ampere.pipeline import Operands, Slots, sweep_columns
+from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import Dispatch
 from pallas_kernels.mosaic.row_groups import TILE_ROWS, TileSchedule
 from pallas_kernels.simt.matrices import CHUNK, commit_copies, pack, unpack
-from pallas_kernels.simt.threads import shuffle_xor, when
-from pallas_kernels.simt.values import Float, Int, Long, Pointer, minimum, select
+from pallas_kernels.simt.threads import transposed_words, when
+from pallas_kernels.simt.values import Float, Int, Long, Pointer, minimum
 from pallas_kernels.tuning.parameters import MmaTuning
 
 
@@ -30,7 +42,7 @@ def row_matmul(
     kernel: str,
     groups: Dispatch[TileSchedule],
     lhs: Sequence[jax.Array],
-    weights: Sequence[jax.Array],
+    weights: Sequence[Any],
     *,
     gathered: bool = False,
     transposed: bool = False,
@@ -48,7 +60,8 @@ def row_matmul(
       kernel: the name by which tables know its parameters.
       groups: the rows by expert.
       lhs: one `(T, k)` if `gathered`, else `(R, k)`; k is a multiple of 8. Of float32, products round to tf32.
-      weights: one or two of `(E, k, columns)`, of any floating dtype; a tile has equal parts of each.
+      weights: one or two of `(E, k, columns)`, of any floating dtype, or those that `decodes` says; a tile has equal
+        parts of each.
       gathered: rows of `lhs` are found by token index, and are zero outside of it; else they are in order.
       transposed: weights are `(E, columns, k)`, as many as there are `lhs`, and the products of all pairs are summed.
       first_column: the first one of the columns wanted, a multiple of 8; None for 0.
@@ -63,14 +76,14 @@ def row_matmul(
     (num_lhs_rows, depth), dtype = lhs[0].shape, lhs[0].dtype
     axis = 1 if transposed else 2
     d, n = (depth, weights[0].shape[axis]) if gathered else (weights[0].shape[axis], depth)
-    tile = tuned_tile(kernel, tuning, dtype, d, n, groups)
+    tile, compressed = tuned_tile(kernel, tuning, dtype, d, n, groups), is_quantized(weights[0])
     if first_column is not None:
         first_column = jnp.asarray(first_column, jnp.int32)
-        if weights[0].dtype != dtype:  # others are converted for these columns alone
+        if not compressed and weights[0].dtype != dtype:  # others are converted for these columns alone
             weights = [lax.dynamic_slice_in_dim(w, first_column, num_columns, axis) for w in weights]
             first_column = jnp.zeros(1, jnp.int32)
         first_column = first_column.reshape(1)
-    weights = tuple(w.astype(dtype) for w in weights)
+    weights = tuple(weights) if compressed else tuple(w.astype(dtype) for w in weights)
     weight_columns = weights[0].shape[axis]
 
     copy_right, load_right = (
@@ -79,14 +92,20 @@ def row_matmul(
     width = tile.columns if transposed else tile.columns // len(weights)  # projections are side by side in a tile
     row_tiles, column_tiles = groups.tiles.num_tiles, -(-num_columns // width)
     sweeps = tile.sweeps(column_tiles)
+    words = jnp.asarray(table(weights[0].form)) if compressed else None
+    table_size = None if words is None else words.size
     k, pieces = Steps(tile, depth, len(lhs)), Pieces(tile, len(in_place), num_columns)
+    codes = Codes(tile, k, weights, transposed=transposed) if compressed else None
 
-    def body(schedule, lhs, token_indices, weights, first_column, extra, *others):
-        before, out, ring = others[: len(in_place)], others[len(in_place) : -1], Slots(others[-1], tile)
+    def body(schedule, lhs, token_indices, weights, words, first_column, extra, *others):
+        *others, looked_up, slots = others
+        before, out, ring = others[: len(in_place)], others[len(in_place) :], Slots(slots, tile)
+        if codes is not None:
+            load_table(looked_up, words, table_size)
         row_tile, sweep = abreast(simt.block(), row_tiles, sweeps, tile.abreast)
         expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in schedule)
         with when(valid_rows > 0):
-            wanted = weight_columns, expert, first_column[0] if first_column else Int(0)
+            offset = first_column[0] if first_column else Int(0)
             row_copies = operands.copy_rows(lhs, num_lhs_rows, token_indices, first_row, valid_rows, k)
             part = WarpPart(tile)
 
@@ -107,18 +126,30 @@ def row_matmul(
                     commit_copies()
                     yield partial(pieces.load, ring.slot(Int(k.number + piece)), part.lane)
 
+            def right_of(column_tile: Int) -> tuple[list[Copy], Callable]:
+                """What copies a step of the weights' columns, and what loads them from there."""
+                first = column_tile * width
+                if codes is None:
+                    copies = copy_right(weights, weight_columns, expert, offset, first, num_columns, k)
+                    return copies, partial(operands.load_half, load_right, part)
+                columns = [offset + column for _, column in part.halves(column_tile, width)]
+                loader = codes.loader(part, looked_up, weights, expert, columns)
+                return codes.copies(weights, expert, offset, first, num_columns), loader
+
             def of_column(column_tile: Int) -> tuple[Operands, Int]:
+                copies, load = right_of(column_tile)
                 multiplied = Operands(
-                    row_copies + copy_right(weights, *wanted, column_tile * width, num_columns, k),
+                    row_copies + copies,
                     left=partial(operands.load_rows, part),
-                    right=partial(operands.load_half, load_right, part),
+                    right=load,
                     behind=lambda step: start_piece(column_tile, step - k.number),
                 )
                 # A number that the assembler does not know: it would unroll a few steps whole, and registers run out.
                 return multiplied, (valid_rows + (TILE_ROWS - 1)) // TILE_ROWS * k.number
 
             def finish(column_tile: Int, sums: Sums):
-                end(extra, out, where(column_tile), sums, arriving(column_tile))
+                own = sums if codes is None else in_order(sums, part.lane)
+                end(extra, out, where(column_tile), own, arriving(column_tile))
 
             sweep_columns(ring, sweep, column_tiles, of_column, finish, ring_is_free=not in_place)
 
@@ -128,13 +159,14 @@ def row_matmul(
         outputs=results,
         blocks=row_tiles * sweeps,
         warpgroups=WARPGROUPS,
-        shared=[tile.stages * tile.slot_words],
+        shared=[table_size, tile.stages * tile.slot_words],
         updated=len(in_place),
     )(
         groups.tiles.arrays,
         tuple(lhs),
         groups.expert_token_indices if gathered else None,
         weights,
+        words,
         first_column,
         extra,
         *in_place,
@@ -245,7 +277,9 @@ def store_rows(
                     numbers = [x + y for x, y in zip(numbers, there, strict=True)]
                 output.store_words(index, [x.bits() for x in numbers])
         return
-    words = _transposed([pack(low, high, output.kind) for low, high in values], quad)  # 8 columns of one row, 16 bytes
+    words = transposed_words(
+        [pack(low, high, output.kind) for low, high in values], quad
+    )  # 8 columns of one row, 16 bytes
     own = column + quad * CHUNK
     with when((row < where.rows) & (own < num_columns)):
         index = Long(where.row + row) * num_columns + own
@@ -255,15 +289,3 @@ def store_rows(
             added = [x + y for x, y in zip(numbers, there, strict=True)]
             words = [pack(added[i], added[i + 1], output.kind) for i in range(0, CHUNK, 2)]
         output.store_words(index, words)
-
-
-def _transposed(words: list[Int], quad: Int) -> list[Int]:
-    """Word j of lane i of four neighbours becomes word i of lane j."""
-    for bit in (1, 2):
-        upper = (quad & bit).equals(bit)
-        for i in range(4):
-            if not i & bit:
-                low, high = words[i], words[i + bit]
-                other = shuffle_xor(select(upper, low, high), bit)
-                words[i], words[i + bit] = select(upper, other, low), select(upper, high, other)
-    return words

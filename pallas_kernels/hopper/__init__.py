@@ -14,9 +14,9 @@ from functools import cache, partial
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels import contract
 from pallas_kernels.fp8 import in_8_bits
 from pallas_kernels.hopper import fp8 as _fp8
-from pallas_kernels.hopper.decoding import decodes as decodes
 from pallas_kernels.hopper.down_backward import down_backward as down_backward
 from pallas_kernels.hopper.projections import column_block as column_block
 from pallas_kernels.hopper.projections import down_projection as down_projection
@@ -42,6 +42,7 @@ from pallas_kernels.xla.router import router_backward as router_backward
 in_fp8 = cache(partial(in_8_bits, sys.modules[__name__], _fp8.down_operands, _fp8.up_operands))
 fp8_multiple = _fp8.WIDTH_MULTIPLE
 down_operands = up_operands = None
+decodes = contract.one_form_in_16s
 transformable = False
 overlaps = True
 

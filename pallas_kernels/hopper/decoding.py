@@ -25,7 +25,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.codings import is_quantized
 from pallas_kernels.hopper import inline_interpreter as forms
 from pallas_kernels.hopper.codes import DECODE, powers_of_two, sum32
 from pallas_kernels.hopper.inline import (
@@ -51,9 +50,6 @@ BLOCK = 64
 BLOCKS = TILE_COLUMNS // BLOCK
 OWN_BLOCKS = BLOCKS // 2  # of a consumer
 
-OUTPUTS_MULTIPLE = 16
-"""Of weights that bulk copies can bring: rows of codes begin at multiples of 16 bytes."""
-
 CODES = (plgpu.SwizzleTransform(64),)
 """Shared-memory layout of codes: 64 bytes to a row, its 16-byte chunk c at place `c XOR (row / 2 mod 4)`."""
 
@@ -62,15 +58,6 @@ LEAST_COPY = 128
 
 REPEATS = 4
 """Of a scale of float8."""
-
-
-def decodes(weights: tuple[Any, ...], dtype) -> bool:
-    """Whether the kernels take these compressed weights of one product as they are."""
-    first = weights[0]
-    return dtype == jnp.bfloat16 and all(
-        is_quantized(weight) and weight.form == first.form and weight.shape[-1] % OUTPUTS_MULTIPLE == 0
-        for weight in weights
-    )
 
 
 class TileDecoder:

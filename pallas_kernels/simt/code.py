@@ -17,6 +17,9 @@ from pallas_kernels.mosaic import launches
 _ALL_LANES = -1
 _GLOBAL, _SHARED = 1, 3
 _KINDS = {"i32": "int32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_KINDS |= {"i8": "uint8", "ui8": "uint8", "f8E4M3FN": "float8_e4m3fn"}
+_NEGATIVE_ZEROS = -0x7FFF8000
+"""Two of them, of 16 bits: what changes no product, not even in its sign, when it is added."""
 _PTX_NAMES = {"bfloat16": "bf16", "float16": "f16"}
 _PRODUCTS = {
     "bfloat16": "m16n8k16.row.col.f32.bf16.bf16",
@@ -182,6 +185,9 @@ class Code:
         alignment = size * jnp.dtype(pointer.kind).itemsize
         return llvm.load(_vector(pointer.kind, size), _address(pointer, index), alignment=alignment)
 
+    def load_word(self, pointer, index):
+        return llvm.load(_type("int32"), _address(pointer, index), alignment=4)
+
     def store_vector(self, pointer, index, x, size):
         llvm.store(x, _address(pointer, index), alignment=size * jnp.dtype(pointer.kind).itemsize)
 
@@ -255,6 +261,10 @@ class Code:
         registers = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
         constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
         return _assembly(f"{text} {registers}", [*a, *b, *sums], constraints, [x.type for x in sums])
+
+    def multiply_pairs(self, a, b, kind):
+        text = f"fma.rn.{_PTX_NAMES[kind]}x2 $0, $1, $2, $3;"  # a product by itself exists since Hopper
+        return llvm.inline_asm(_type("int32"), [a, b, self.constant("int32", _NEGATIVE_ZEROS)], text, "=r,r,r,r")
 
     def pack(self, low, high, kind):
         text = f"cvt.rn.{_PTX_NAMES[kind]}x2.f32 $0, $1, $2;"

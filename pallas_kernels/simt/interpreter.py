@@ -271,6 +271,9 @@ class Numpy:
         out[active] = pointer.memory.array[words]
         return out
 
+    def load_word(self, pointer: _Pointer, index):
+        return self.load_vector(pointer, index, 4 // pointer.memory.array.itemsize).view(np.int32)[:, 0].copy()
+
     def store(self, pointer: _Pointer, index, x):
         self.store_vector(pointer, index, x[:, None], 1)
 
@@ -397,6 +400,10 @@ class Numpy:
         products = (left @ right.swapaxes(1, 2)).reshape(-1, 2, WARP, 2)  # warp, upper or lower, lane, column
         parts = [products[:, i // 2, :, i % 2].reshape(-1) for i in range(4)]
         return [np.asarray(s + p, np.float32) for s, p in zip(sums, parts, strict=True)]
+
+    def multiply_pairs(self, a, b, kind):
+        products = [self.unpack(x, kind) for x in (a, b)]
+        return self.pack(*(x * y for x, y in zip(*products, strict=True)), kind)
 
     def pack(self, low, high, kind):
         pair = np.stack(np.broadcast_arrays(low, high), 1).astype(kind)

@@ -62,6 +62,11 @@ def multiply(sums: Sequence[Float], a: Sequence[Int], b: Sequence[Int], kind: st
     return [Float(x) for x in machine().multiply(*([v.value for v in values] for values in (sums, a, b)), kind)]
 
 
+def multiply_pairs(a: Int, b: Int, kind: str) -> Int:
+    """The products of the two numbers of a 16-bit `kind` in each register, each rounded once."""
+    return Int(machine().multiply_pairs(a.value, b.value, kind))
+
+
 def unpack(word: Int, kind: str) -> list[Float]:
     """The two numbers of a 16-bit `kind` in a register."""
     return [Float(x) for x in machine().unpack(word.value, kind)]

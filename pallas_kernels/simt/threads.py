@@ -174,6 +174,19 @@ def shuffle_xor(x: Any, mask) -> Any:
     return Int(machine().shuffle_xor(x.value, Int(mask).value))
 
 
+def transposed_words(words: Sequence[Int], quad: Int) -> list[Int]:
+    """Word j of lane i of four neighbours becomes word i of lane j; `quad` is the lane's number among them."""
+    words = list(words)
+    for bit in (1, 2):
+        upper = (quad & bit).equals(bit)
+        for i in range(4):
+            if not i & bit:
+                low, high = words[i], words[i + bit]
+                other = shuffle_xor(select(upper, low, high), bit)
+                words[i], words[i + bit] = select(upper, other, low), select(upper, high, other)
+    return words
+
+
 def combine_lanes(operation: Callable, x, group: int, start: int = 1):
     """`x` combined by `operation` over each group of lanes, a power of two, the same in all of them.
 

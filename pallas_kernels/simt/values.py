@@ -178,6 +178,10 @@ class Pointer:
         """`size` elements from `index`, a multiple of `size`, on."""
         return Vector(machine().load_vector(self.pointer, _index(index), size), self.kind, size)
 
+    def load_word(self, index) -> Int:
+        """The 32 bits of the elements from `index`, a multiple of as many, on."""
+        return Int(machine().load_word(self.pointer, _index(index)))
+
     def store_vector(self, index, value: Vector) -> None:
         machine().store_vector(self.pointer, _index(index), value.value, value.size)
 

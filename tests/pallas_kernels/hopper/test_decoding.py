@@ -19,7 +19,7 @@ KERNELS = ("up_projection", "down_projection", "down_backward", "up_backward")
 of_forms = pytest.mark.parametrize("form", FORMS)
 
 
-def call(kernel, groups, x, rows, ups, w_down, columns, **options):
+def call(kernel, groups, x, rows, ups, w_down, columns, family=hopper, **options):
     """What a kernel gives for rows that stand for a pair. Biases are numbers of columns, and of experts."""
     first, number = columns
     biases = [jnp.linspace(-1, 1, w.shape[0] * w.shape[2]).reshape(w.shape[0], -1) for w in (*ups, w_down)]
@@ -32,7 +32,7 @@ def call(kernel, groups, x, rows, ups, w_down, columns, **options):
     }[kernel]
     if kernel in ("up_projection", "down_backward"):
         options["activation"] = ACTIVATIONS[2]
-    results = getattr(hopper, kernel)(*arguments, **options)
+    results = getattr(family, kernel)(*arguments, **options)
     owned = groups.expert_token_indices < x.shape[0]
     return jax.tree.map(lambda r: jnp.where(owned.reshape(-1, *(1 for _ in r.shape[1:])), r, 0), results)
 

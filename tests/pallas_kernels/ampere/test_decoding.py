@@ -1,0 +1,80 @@
+"""Kernels that decode their weights: the numbers that they give with decoded ones, whatever the form and the tile."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from blaze_jax import quantize
+from pallas_kernels import ampere
+from pallas_kernels.codings import CODINGS
+from pallas_kernels.compile_only import compile_for_gpu
+from pallas_kernels.tuning.parameters import MmaTuning
+from tests.numerics import assert_close, assert_same_bits
+from tests.pallas_kernels.hopper.test_decoding import KERNELS, call, compressed_and_not, operands
+from tests.pallas_kernels.programs import array
+from tests.pallas_kernels.rows import Rows, needs_interpreter
+
+TILES = MmaTuning(128, 64, 3), MmaTuning(256, 32, 2), MmaTuning(128, 32, 3, sweep=2)
+of_forms = pytest.mark.parametrize("form", list(CODINGS))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kernel", KERNELS)
+@of_forms
+@pytest.mark.parametrize("sizes", [(320, 192), (96, 224)], ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.default_cases(
+    f"{TILES[0]}-(320, 192)-nf4-up_projection",
+    f"{TILES[1]}-(96, 224)-mxfp4-down_projection",
+    f"{TILES[2]}-(320, 192)-mxfp4-down_backward",
+    f"{TILES[0]}-(96, 224)-float8-up_backward",
+)
+def test_the_numbers_of_decoded_weights(kernel, form, sizes, tile):
+    """With parts of tiles and of steps at the ends; numpy adds up in an order of its own, tensor cores in one."""
+    if form == "nf4" and sizes[0] % 64:
+        sizes = (128, 192)
+    with ampere.interpreted():
+        rows = Rows(ampere, "whole_tiles_and_a_tail")
+        x, of_rows, weights = operands(rows.rng, rows.num_experts, rows.num_rows, rows.num_tokens, *sizes)
+        found, expected = (
+            call(kernel, rows.groups, x, of_rows, *both, (64, 32), family=ampere, tuning=tile)
+            for both in compressed_and_not(weights, form)
+        )
+    assert_close(found, expected, 1e-6)
+
+
+@pytest.mark.gpu
+@of_forms
+@pytest.mark.parametrize("sizes", [(37, 2, 3, 192, 64), (300, 2, 5, 320, 192), (3000, 4, 16, 1024, 512)], ids=str)
+def test_the_bits_of_decoded_weights_on_a_gpu(sizes, form):
+    num_tokens, slots, num_experts, d, n = sizes
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, num_experts, (num_tokens, slots)), jnp.int32)
+    groups = jax.jit(ampere.dispatch, static_argnums=1)(ids, num_experts)
+    x, of_rows, weights = operands(rng, num_experts, groups.num_rows, num_tokens, d, n)
+    run = jax.jit(lambda *given: [call(kernel, *given, columns=(64, 128), family=ampere) for kernel in KERNELS])
+    found, expected = (run(groups, x, of_rows, *both) for both in compressed_and_not(weights, form))
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.compile_only
+@of_forms
+@pytest.mark.parametrize("gpu", ["a100", "rtx4090"])
+@pytest.mark.default_cases("a100-nf4")
+def test_decoding_spills_nothing(gpu, form):
+    """For Qwen3-30B-A3B's experts."""
+
+    def program(ids, x, rows, ups, w_down):
+        groups = ampere.dispatch(ids, 128)
+        rows = jnp.zeros((groups.num_rows, rows.shape[1]), rows.dtype)
+        return [call(kernel, groups, x, rows, ups, w_down, (0, 512), family=ampere) for kernel in KERNELS]
+
+    up, down = (
+        jax.eval_shape(lambda w: quantize(w, form), array(128, *shape, dtype="float32"))
+        for shape in ((2048, 768), (768, 2048))
+    )
+    given = array(4096, 8, dtype="int32"), array(4096, 2048), array(8, 768), (up, up), down
+    program = compile_for_gpu(program, *given, gpu=gpu)
+    assert {f"moe_{kernel}" for kernel in KERNELS} <= {kernel.name for kernel in program.kernels}
+    assert program.spill_bytes == {}
