@@ -5,8 +5,9 @@ whose interpreter runs them and finds races. `docs/performance.md` says why, and
 
 A block multiplies a tile, whose `operands` come through a ring of slots in shared memory, and the `pipeline` keeps
 copies under way and tensor cores at work. `row_matmul` is the kernel that finds rows and columns and stores products:
-`projections` end a product with a bias or an activation, and `down_backward` with more operands. `weight_gradients`
-contract over an expert's rows.
+`projections` end a product with a bias or an activation, and `down_backward` with more operands. Compressed weights
+arrive as codes, which `decoding` turns into what the tensor cores take. `weight_gradients` contract over an expert's
+rows.
 """
 
 import jax.numpy as jnp

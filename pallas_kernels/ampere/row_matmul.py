@@ -92,8 +92,10 @@ def row_matmul(
     width = tile.columns if transposed else tile.columns // len(weights)  # projections are side by side in a tile
     row_tiles, column_tiles = groups.tiles.num_tiles, -(-num_columns // width)
     sweeps = tile.sweeps(column_tiles)
-    words = jnp.asarray(table(weights[0].form)) if compressed else None
-    table_size = None if words is None else words.size
+    words, table_size = None, 0
+    if compressed:
+        words = jnp.asarray(table(weights[0].form))
+        table_size = words.size
     k, pieces = Steps(tile, depth, len(lhs)), Pieces(tile, len(in_place), num_columns)
     codes = Codes(tile, k, weights, transposed=transposed) if compressed else None
 
@@ -159,7 +161,7 @@ def row_matmul(
         outputs=results,
         blocks=row_tiles * sweeps,
         warpgroups=WARPGROUPS,
-        shared=[table_size, tile.stages * tile.slot_words],
+        shared=[table_size or None, tile.stages * tile.slot_words],
         updated=len(in_place),
     )(
         groups.tiles.arrays,

@@ -402,8 +402,8 @@ class Numpy:
         return [np.asarray(s + p, np.float32) for s, p in zip(sums, parts, strict=True)]
 
     def multiply_pairs(self, a, b, kind):
-        products = [self.unpack(x, kind) for x in (a, b)]
-        return self.pack(*(x * y for x, y in zip(*products, strict=True)), kind)
+        low, high = (x * y for x, y in zip(self.unpack(a, kind), self.unpack(b, kind), strict=True))
+        return self.pack(low, high, kind)
 
     def pack(self, low, high, kind):
         pair = np.stack(np.broadcast_arrays(low, high), 1).astype(kind)

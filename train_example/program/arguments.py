@@ -14,7 +14,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from blaze_jax.benchmark.mesh import parse_mesh
 from blaze_jax.quantized import inputs_multiple
-from train_example.config import TrainConfig, UserError
+from train_example.config import Base, TrainConfig, UserError
 from train_example.layers import GATES
 from train_example.program.adapters import adapter_of, parse_adapter
 from train_example.program.devices import Cluster
@@ -180,17 +180,18 @@ def check_base(config: TrainConfig) -> None:
     """Raises UserError unless the model's experts and attention can be kept in the forms of its base."""
     model = config.model
     heads = model.num_heads * (model.head_width or model.width // model.num_heads)
-    for option, base, of, size in (
-        ("base", config.base, "experts", model.expert_width),
-        ("base-attention", config.base_attention, "heads", heads),
-    ):
-        form = form_of(base)
-        multiple = 1 if form is None else inputs_multiple(form)
-        if model.width % multiple or size % multiple:
-            raise UserError(
-                f"--{option} {form} has scales of {multiple} inputs, must divide the model's width {model.width} and "
-                f"its {of}' {size}: choose float8 or bf16"
-            )
+    _check_form("base", config.base, model.width, "experts", model.expert_width)
+    _check_form("base-attention", config.base_attention, model.width, "heads", heads)
+
+
+def _check_form(option: str, base: Base, width: int, of: str, size: int) -> None:
+    form = form_of(base)
+    multiple = 1 if form is None else inputs_multiple(form)
+    if width % multiple or size % multiple:
+        raise UserError(
+            f"--{option} {form} has scales of {multiple} inputs, must divide the model's width {width} and its {of}' "
+            f"{size}: choose float8 or bf16"
+        )
 
 
 def _check_blocks(config: TrainConfig) -> None:
