@@ -17,7 +17,7 @@ from pallas_kernels.mosaic import launches
 _ALL_LANES = -1
 _GLOBAL, _SHARED = 1, 3
 _KINDS = {"i32": "int32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-_KINDS |= {"i8": "uint8", "ui8": "uint8", "f8E4M3FN": "float8_e4m3fn"}
+_KINDS |= {"i8": "uint8", "f8E4M3FN": "uint8"}  # bytes, which threads take as words
 _NEGATIVE_ZEROS = -0x7FFF8000
 """Two of them, of 16 bits: what changes no product, not even in its sign, when it is added."""
 _PTX_NAMES = {"bfloat16": "bf16", "float16": "f16"}
