@@ -24,12 +24,8 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 jax.config.update("jax_num_cpu_devices", 8)
 
 # XLA ends a process whose virtual devices do not all come to a collective in time, and a busy machine may run one late.
-# Its schedule for concurrency leaves the order of collectives in and beside a loop to each device: two may wait for
-# each other for ever.
-_VIRTUAL_DEVICES = (
-    "--xla_cpu_collective_call_terminate_timeout_seconds=300 --xla_cpu_enable_concurrency_optimized_scheduler=false"
-)
-os.environ["XLA_FLAGS"] = f"{_VIRTUAL_DEVICES} {os.environ.get('XLA_FLAGS', '')}".strip()  # a user's own comes last
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+os.environ["XLA_FLAGS"] = f"{_PATIENCE} {os.environ.get('XLA_FLAGS', '')}".strip()  # a user's own comes last
 
 # A program takes some 15 of the 65,530 mappings that Linux grants a process.
 MAPS = Path("/proc/self/maps")

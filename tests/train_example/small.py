@@ -55,13 +55,21 @@ def train_step(config, model):
     return jax.jit(make_train_step(config, model)), jit_once(partial(init_state, config, model))()
 
 
+_ONE_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+"""Otherwise XLA leaves the order of collectives in and beside a loop to each virtual device. Two may then wait for each
+other for ever, in one step of 1,500."""
+
+
 def start(out, *options, devices=None, alone=True):
     """The program, with the small model as its preset, in a process of its own; on that many virtual devices.
 
     One that is not alone compiles all that it runs: with a program that another run has kept, Gloo aborts a process.
     """
     command = [sys.executable, "-W", "error", "-m", "tests.train_example.small", "--out", str(out), *options]
-    virtual = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} if devices else {}
+    virtual = {}
+    if devices:
+        flags = f"{_ONE_ORDER} {os.environ.get('XLA_FLAGS', '')}"
+        virtual = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     virtual |= {} if alone else {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | virtual, stdout=pipe, stderr=pipe, text=True)
