@@ -11,10 +11,13 @@ import pytest
 
 from blaze_jax.activations import ACTIVATION_NAMES, get_activation
 from pallas_kernels import ampere
+from pallas_kernels.codings import CODINGS
 from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.compile_only.gpus import GPUS
 from pallas_kernels.contract import Rule
 from pallas_kernels.tuning.parameters import mma_heuristic
+from tests.pallas_kernels.hopper.test_decoding import KERNELS as DECODING
+from tests.pallas_kernels.hopper.test_decoding import kernels_of_qwen3
 from tests.pallas_kernels.programs import array, down_and_gradients, up_and_back
 
 T, D, N, E, K = 8192, 1024, 512, 64, 4
@@ -87,12 +90,15 @@ def compiled(gpu: str) -> dict[str, tuple[list[str], dict[str, int]]]:
         compile_(f"up_and_back {name} {dtype}", program, x, *up, *others)
         if (name, dtype) in EVERYWHERE:
             compile_(f"up_and_back {name} {dtype} quantized", partial(program, quantize=True), x, *up, *others)
+    for form in CODINGS:
+        compile_(f"decoding {form}", *kernels_of_qwen3(ampere, form))
     return reports
 
 
 KERNELS = {
     "choice": ["moe_dispatch_count", "moe_dispatch_place", "moe_experts_added", "moe_token_cutoffs"],
     "routing": ["moe_combine", "moe_dispatch_place", "moe_router"],
+    "decoding": ["moe_dispatch_count", "moe_dispatch_place", *sorted(f"moe_{kernel}" for kernel in DECODING)],
     "up_and_back": ["moe_down_backward", "moe_up_backward", "moe_up_projection"],
     "down_and_gradients": [
         "moe_down_bias_gradients",

@@ -361,9 +361,8 @@ def test_adapters_train_with_moments_in_8_bits():
     losses = {}
     for optimizer in ("adam", "adam8"):
         config = new_config({"preset": "tiny", "adapter": "rank=4", "optimizer": optimizer, "learning_rate": 1e-2})
-        config = replace(
-            config, model=replace(config.model, num_layers=2), batch_size=4, sequence_length=16, accumulate=2
-        )
+        sizes = replace(config.model, num_layers=1, width=64, num_experts=4, experts_per_token=2)
+        config = replace(config, model=sizes, batch_size=4, sequence_length=16, accumulate=2)
         model = make_model(config)
         state, step = first_state(config, model, None), jax.jit(make_train_step(config, model))
         found = []

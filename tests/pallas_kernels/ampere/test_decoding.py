@@ -5,14 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from blaze_jax import quantize
 from pallas_kernels import ampere
 from pallas_kernels.codings import CODINGS
-from pallas_kernels.compile_only import compile_for_gpu
 from pallas_kernels.tuning.parameters import MmaTuning
 from tests.numerics import assert_close, assert_same_bits
 from tests.pallas_kernels.hopper.test_decoding import KERNELS, call, compressed_and_not, operands
-from tests.pallas_kernels.programs import array
 from tests.pallas_kernels.rows import Rows, needs_interpreter
 
 TILES = MmaTuning(128, 64, 3), MmaTuning(256, 32, 2), MmaTuning(128, 32, 3, sweep=2)
@@ -56,25 +53,3 @@ def test_the_bits_of_decoded_weights_on_a_gpu(sizes, form):
     run = jax.jit(lambda *given: [call(kernel, *given, columns=(64, 128), family=ampere) for kernel in KERNELS])
     found, expected = (run(groups, x, of_rows, *both) for both in compressed_and_not(weights, form))
     assert_same_bits(found, expected)
-
-
-@pytest.mark.compile_only
-@of_forms
-@pytest.mark.parametrize("gpu", ["a100", "rtx4090"])
-@pytest.mark.default_cases("a100-nf4")
-def test_decoding_spills_nothing(gpu, form):
-    """For Qwen3-30B-A3B's experts."""
-
-    def program(ids, x, rows, ups, w_down):
-        groups = ampere.dispatch(ids, 128)
-        rows = jnp.zeros((groups.num_rows, rows.shape[1]), rows.dtype)
-        return [call(kernel, groups, x, rows, ups, w_down, (0, 512), family=ampere) for kernel in KERNELS]
-
-    up, down = (
-        jax.eval_shape(lambda w: quantize(w, form), array(128, *shape, dtype="float32"))
-        for shape in ((2048, 768), (768, 2048))
-    )
-    given = array(4096, 8, dtype="int32"), array(4096, 2048), array(8, 768), (up, up), down
-    program = compile_for_gpu(program, *given, gpu=gpu)
-    assert {f"moe_{kernel}" for kernel in KERNELS} <= {kernel.name for kernel in program.kernels}
-    assert program.spill_bytes == {}

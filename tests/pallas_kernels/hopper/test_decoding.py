@@ -48,6 +48,21 @@ def operands(rng, num_experts, num_rows, num_tokens, d, n):
     return normal(num_tokens, d), normal(num_rows, n), weights
 
 
+def kernels_of_qwen3(family, form):
+    """A program of all kernels for Qwen3-30B-A3B's experts, and its arguments."""
+
+    def program(ids, x, rows, ups, w_down):
+        groups = family.dispatch(ids, 128)
+        rows = jnp.zeros((groups.num_rows, rows.shape[1]), rows.dtype)
+        return [call(kernel, groups, x, rows, ups, w_down, (0, 512), family=family) for kernel in KERNELS]
+
+    up, down = (
+        jax.eval_shape(lambda w: quantize(w, form), array(128, *shape, dtype="float32"))
+        for shape in ((2048, 768), (768, 2048))
+    )
+    return program, array(4096, 8, dtype="int32"), array(4096, 2048), array(8, 768), (up, up), down
+
+
 def compressed_and_not(weights, form):
     codes = [quantize(weight, form) for weight in weights]
     for ups_and_down in codes, [weight.astype(jnp.bfloat16) for weight in codes]:
@@ -120,18 +135,7 @@ def test_the_bits_of_decoded_weights_on_a_gpu(sizes, form):
 @pytest.mark.default_cases("nf4")
 def test_decoding_spills_nothing(form):
     """For Qwen3-30B-A3B's experts."""
-
-    def program(ids, x, rows, ups, w_down):
-        groups = hopper.dispatch(ids, 128)
-        rows = jnp.zeros((groups.num_rows, rows.shape[1]), rows.dtype)
-        return [call(kernel, groups, x, rows, ups, w_down, (0, 512)) for kernel in KERNELS]
-
-    up, down = (
-        jax.eval_shape(lambda w: quantize(w, form), array(128, *shape, dtype="float32"))
-        for shape in ((2048, 768), (768, 2048))
-    )
-    given = array(4096, 8, dtype="int32"), array(4096, 2048), array(8, 768), (up, up), down
-    program = compile_for_gpu(program, *given)
+    program = compile_for_gpu(*kernels_of_qwen3(hopper, form))
     assert {f"moe_{kernel}" for kernel in KERNELS} <= {kernel.name for kernel in program.kernels}
     assert program.spill_bytes == {}
 
