@@ -57,7 +57,7 @@ def train_step(config, model):
 
 _ONE_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 """Otherwise XLA leaves the order of collectives in and beside a loop to each virtual device. Two may then wait for each
-other for ever, in one step of 1,500."""
+other for ever, in one step of some hundreds."""
 
 
 def start(out, *options, devices=None, alone=True):
