@@ -224,7 +224,7 @@ FAULTS = [Fault(*fault) for fault in [
     # compressed weights
     ("one_form_in_16s", "weight.form == form and", "", "decoding"),
     ("ampere.decoding.in_order", "divmod(2 * pair + last, 4)", "divmod(2 * last + pair, 4)", "decoding"),
-    ("Codes.copies", "own < self.outputs) & (first + row * self.of_byte < end", "own < self.outputs", "decoding"),
+    ("Codes.copies", "(index < self.outputs) & (first + row * self.of_byte < end)", "index < self.outputs", "decoding"),
     ("Codes._scales_of_columns", "+ k // self.of_scale", "+ k // 128", "decoding"),
     ("Codes._transposed", ">> quad % 2 * 16", ">> 0", "decoding"),
     ("TileDecoder.fetch", "place = k * rows, column", "place = rows, column", "decoding"),

@@ -44,12 +44,6 @@ def table(form: str) -> np.ndarray:
     return np.concatenate([words, bits | bits << 16])
 
 
-def load_table(shared: Pointer, words: Pointer, size: int) -> None:
-    """Brings the words to shared memory, where they are when the block's threads have met."""
-    for first in range(0, size, THREADS):
-        shared[simt.thread() + first] = words[simt.thread() + first]
-
-
 class Codes:
     """How the compressed weights `(E, in, out)` of a tile lie in a slot, are copied there, and are decoded.
 
@@ -70,11 +64,16 @@ class Codes:
         (self.of_byte, _), (self.of_scale, _) = weights[0].coding.steps
         self.scale_rows, self.scale_columns = weights[0].scales.shape[1:]
         self.projections = 1 if transposed else len(weights)
-        self.width = tile.columns // self.projections
         self.rows = (tile.columns if transposed else tile.depth) // self.of_byte
         self.row_words = (tile.depth if transposed else tile.columns) // 4
         self.chunks = self.row_words // 4
         self.together = 4 // self.of_byte  # rows of a thread's four columns, where transposed
+        self.table = table(self.form)
+
+    def load_table(self, shared: Pointer, words: Pointer) -> None:
+        """Brings the words of the table to shared memory, where they are when the block's threads have met."""
+        for first in range(0, self.table.size, THREADS):
+            shared[simt.thread() + first] = words[simt.thread() + first]
 
     def word(self, place: Int, chunk: Int) -> Int:
         """The word where 16 bytes of a row are. What lanes load together is in all 32 banks.
@@ -86,44 +85,33 @@ class Codes:
 
     def copies(self, weights: Sequence[Any], expert: Int, offset: Int, first: Int, end: int) -> list[Copy]:
         """This thread's copies of a step's codes; see `operands.copy_panels`."""
-        copies = []
         values = [weight.values for weight in weights]
         expert_bytes = Long(expert * (self.inputs // self.of_byte)) * self.outputs
-        if self.transposed:
-            number = self.rows * self.chunks
+        chunks = self.chunks // self.projections  # of a row of one weight
+        number = self.rows * chunks
 
-            def copy(i: int, step: Int, slot: Pointer):
-                item = simt.thread() + i * THREADS
-                row, chunk = item // self.chunks, item % self.chunks
+        def copy(side: int, i: int, step: Int, slot: Pointer):
+            item = simt.thread() + i * THREADS
+            row, chunk = item // chunks, item % chunks
+            if self.transposed:
                 codes, first_k = self.k.choose(values, step)
                 place = row // self.together + row % self.together * (self.rows // self.together)
-                own = first_k + chunk * CHUNK_BYTES
-                wanted = (own < self.outputs) & (first + row * self.of_byte < end)
+                index = first_k + chunk * CHUNK_BYTES
+                wanted = (index < self.outputs) & (first + row * self.of_byte < end)
                 source = codes.at(expert_bytes + Long((offset + first) // self.of_byte + row) * self.outputs)
-                self._start(number, i, slot, self.word(place, chunk), source, own, wanted, step)
+            else:
+                place, step_row, column = row, step * self.rows + row, first + chunk * CHUNK_BYTES
+                index = Long(step_row) * self.outputs
+                wanted = (step_row < self.inputs // self.of_byte) & (column < end)
+                source = values[side].at(expert_bytes + Long(offset + column))
+            there = step < self.k.number
+            if number < (i + 1) * THREADS:
+                there = there & (item < number)
+            word = self.word(place, chunk + side * chunks) + self.tile.lhs_words
+            start_copy(slot, word, source, index, wanted, there)
 
-            return [partial(copy, i) for i in range(-(-number // THREADS))]
-        of_weight = self.width // CHUNK_BYTES
-        number = self.rows * of_weight
-
-        def copy_side(side: int, i: int, step: Int, slot: Pointer):
-            item = simt.thread() + i * THREADS
-            row, chunk = item // of_weight, item % of_weight
-            step_row, column = step * self.rows + row, first + chunk * CHUNK_BYTES
-            wanted = (step_row < self.inputs // self.of_byte) & (column < end)
-            source = values[side].at(expert_bytes + Long(offset + column))
-            word = self.word(row, chunk + side * of_weight)
-            self._start(number, i, slot, word, source, Long(step_row) * self.outputs, wanted, step)
-
-        for side in range(self.projections):
-            copies += [partial(copy_side, side, i) for i in range(-(-number // THREADS))]
-        return copies
-
-    def _start(self, number, i, slot, word, source, index, wanted, step) -> None:
-        there = step < self.k.number
-        if number < (i + 1) * THREADS:
-            there = there & (simt.thread() + i * THREADS < number)
-        start_copy(slot, word + self.tile.lhs_words, source, index, wanted, there)
+        passes = -(-number // THREADS)
+        return [partial(copy, side, i) for side in range(self.projections) for i in range(passes)]
 
     def loader(self, part: WarpPart, table: Pointer, weights: Sequence[Any], expert: Int, columns: Sequence[Int]):
         """`(slot, step, product, half)` loads and decodes half a panel, as `operands.load_half` does.

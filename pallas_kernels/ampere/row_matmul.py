@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_kernels import simt
 from pallas_kernels.ampere import operands
-from pallas_kernels.ampere.decoding import Codes, in_order, load_table, table
+from pallas_kernels.ampere.decoding import Codes, in_order
 from pallas_kernels.ampere.operands import (
     WARPGROUPS,
     Copy,
@@ -92,18 +92,15 @@ def row_matmul(
     width = tile.columns if transposed else tile.columns // len(weights)  # projections are side by side in a tile
     row_tiles, column_tiles = groups.tiles.num_tiles, -(-num_columns // width)
     sweeps = tile.sweeps(column_tiles)
-    words, table_size = None, 0
-    if compressed:
-        words = jnp.asarray(table(weights[0].form))
-        table_size = words.size
     k, pieces = Steps(tile, depth, len(lhs)), Pieces(tile, len(in_place), num_columns)
     codes = Codes(tile, k, weights, transposed=transposed) if compressed else None
+    words = None if codes is None else jnp.asarray(codes.table)
 
     def body(schedule, lhs, token_indices, weights, words, first_column, extra, *others):
         *others, looked_up, slots = others
         before, out, ring = others[: len(in_place)], others[len(in_place) :], Slots(slots, tile)
         if codes is not None:
-            load_table(looked_up, words, table_size)
+            codes.load_table(looked_up, words)
         row_tile, sweep = abreast(simt.block(), row_tiles, sweeps, tile.abreast)
         expert, first_row, valid_rows = (of_tiles[row_tile] for of_tiles in schedule)
         with when(valid_rows > 0):
@@ -161,7 +158,7 @@ def row_matmul(
         outputs=results,
         blocks=row_tiles * sweeps,
         warpgroups=WARPGROUPS,
-        shared=[table_size or None, tile.stages * tile.slot_words],
+        shared=[None if words is None else words.size, tile.stages * tile.slot_words],
         updated=len(in_place),
     )(
         groups.tiles.arrays,

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from blaze_jax import checkpoints, merge
+from blaze_jax import MoEConfig, checkpoints, merge
 from blaze_jax.adapters import is_adapter
 from blaze_jax.checkpoints.folder import DTYPES, INDEX
 from blaze_jax.checkpoints.layouts import PLAIN, find_block
@@ -202,11 +202,13 @@ def save_model(out: Path, origin: str | Path, model: Decoder, params: Params) ->
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         write_tensors(unfinished, _new_tensors(files, "", _OF_MODEL, _flat(params)), "embedding")
+        like = params_like(model, None, jnp.bfloat16)
         for stack, layers in model.config.stacks().items():
+            kernels = {path[1:]: leaf.shape[1:] for path, leaf in like.items() if path[::3] == (stack, "kernel")}
             for at, layer in enumerate(layers):
                 of_stack = params[stack]
                 one = of_stack[at] if isinstance(of_stack, tuple) else jax.tree.map(itemgetter(at), of_stack)
-                one = _of_layer(files, model, layer, _flat(one))
+                one = _of_layer(files, model.moe, layer, _decoded_kernels(_flat(one), kernels))
                 write_tensors(unfinished, one, f"layer-{layer:05}")
         for path in origin.iterdir():
             weights = path.name == INDEX or path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -226,10 +228,9 @@ def _flat(params: Any) -> dict[Names, Array]:
     return flat
 
 
-def _of_layer(files: checkpoints.Folder, model: Decoder, layer: int, params: dict[Names, Array]) -> Iterator[NewTensor]:
-    moe = model.moe
+def _of_layer(files: checkpoints.Folder, moe: MoEConfig, layer: int, params: dict[Names, Array]) -> Iterator[NewTensor]:
     if moe.adapter is not None:
-        params = _merged_attention(_decoded_attention(params, model), moe.adapter.scale)
+        params = _merged_attention(params, moe.adapter.scale)
     yield from _new_tensors(files, _prefix(layer), _OF_LAYER, params)
     if experts := {name[1]: value for name, value in params.items() if name[0] == "moe"}:
         if moe.adapter is not None:
@@ -244,10 +245,8 @@ def _of_layer(files: checkpoints.Folder, model: Decoder, layer: int, params: dic
             yield in_dtype[dtype][number]
 
 
-def _decoded_attention(params: dict[Names, Any], model: Decoder) -> dict[Names, Array]:
-    """The parameters of a layer, with kernels in the place of those of its attention that are compressed."""
-    like = params_like(model.clone(unroll=False), None, jnp.bfloat16)
-    kernels = {path[1:]: leaf.shape[1:] for path, leaf in like.items() if path[-1] == "kernel" and "attention" in path}
+def _decoded_kernels(params: dict[Names, Any], kernels: dict[Names, tuple[int, ...]]) -> dict[Names, Array]:
+    """The parameters of a layer, with numbers in the place of compressed kernels, whose shapes are given."""
     return {
         path: param.astype(jnp.bfloat16).reshape(kernels[path]) if is_quantized(param) and path in kernels else param
         for path, param in params.items()

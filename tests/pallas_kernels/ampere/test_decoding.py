@@ -1,19 +1,22 @@
 """Kernels that decode their weights: the numbers that they give with decoded ones, whatever the form and the tile."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels import ampere
-from pallas_kernels.codings import CODINGS
 from pallas_kernels.tuning.parameters import MmaTuning
 from tests.numerics import assert_close, assert_same_bits
-from tests.pallas_kernels.hopper.test_decoding import KERNELS, call, compressed_and_not, operands
+from tests.pallas_kernels.hopper.test_decoding import (
+    KERNELS,
+    call,
+    compressed_and_not,
+    of_forms,
+    of_sizes,
+    on_a_gpu,
+    operands,
+)
 from tests.pallas_kernels.rows import Rows, needs_interpreter
 
 TILES = MmaTuning(128, 64, 3), MmaTuning(256, 32, 2), MmaTuning(128, 32, 3, sweep=2)
-of_forms = pytest.mark.parametrize("form", list(CODINGS))
 
 
 @needs_interpreter
@@ -43,13 +46,6 @@ def test_the_numbers_of_decoded_weights(kernel, form, sizes, tile):
 
 @pytest.mark.gpu
 @of_forms
-@pytest.mark.parametrize("sizes", [(37, 2, 3, 192, 64), (300, 2, 5, 320, 192), (3000, 4, 16, 1024, 512)], ids=str)
+@of_sizes
 def test_the_bits_of_decoded_weights_on_a_gpu(sizes, form):
-    num_tokens, slots, num_experts, d, n = sizes
-    rng = np.random.default_rng(0)
-    ids = jnp.asarray(rng.integers(0, num_experts, (num_tokens, slots)), jnp.int32)
-    groups = jax.jit(ampere.dispatch, static_argnums=1)(ids, num_experts)
-    x, of_rows, weights = operands(rng, num_experts, groups.num_rows, num_tokens, d, n)
-    run = jax.jit(lambda *given: [call(kernel, *given, columns=(64, 128), family=ampere) for kernel in KERNELS])
-    found, expected = (run(groups, x, of_rows, *both) for both in compressed_and_not(weights, form))
-    assert_same_bits(found, expected)
+    assert_same_bits(*on_a_gpu(ampere, sizes, form))

@@ -17,6 +17,9 @@ from tests.pallas_kernels.rows import ACTIVATIONS, Rows, needs_interpreter
 FORMS = list(CODINGS)
 KERNELS = ("up_projection", "down_projection", "down_backward", "up_backward")
 of_forms = pytest.mark.parametrize("form", FORMS)
+of_sizes = pytest.mark.parametrize(
+    "sizes", [(37, 2, 3, 192, 64), (300, 2, 5, 320, 192), (3000, 4, 16, 1024, 512)], ids=str
+)
 
 
 def call(kernel, groups, x, rows, ups, w_down, columns, family=hopper, **options):
@@ -115,18 +118,22 @@ def test_the_bits_of_other_up_projections(given):
     assert_same_bits(found, expected)
 
 
-@pytest.mark.gpu
-@of_forms
-@pytest.mark.parametrize("sizes", [(37, 2, 3, 192, 64), (300, 2, 5, 320, 192), (3000, 4, 16, 1024, 512)], ids=str)
-def test_the_bits_of_decoded_weights_on_a_gpu(sizes, form):
+def on_a_gpu(family, sizes, form):
+    """Results of all kernels with compressed weights, and with their numbers."""
     num_tokens, slots, num_experts, d, n = sizes
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(0, num_experts, (num_tokens, slots)), jnp.int32)
-    groups = jax.jit(hopper.dispatch, static_argnums=1)(ids, num_experts)
+    groups = jax.jit(family.dispatch, static_argnums=1)(ids, num_experts)
     x, of_rows, weights = operands(rng, num_experts, groups.num_rows, num_tokens, d, n)
-    run = jax.jit(lambda *given: [call(kernel, *given, columns=(64, 128)) for kernel in KERNELS])
-    found, expected = (run(groups, x, of_rows, *both) for both in compressed_and_not(weights, form))
-    for result, number in zip(found, expected, strict=True):
+    run = jax.jit(lambda *given: [call(kernel, *given, columns=(64, 128), family=family) for kernel in KERNELS])
+    return [run(groups, x, of_rows, *both) for both in compressed_and_not(weights, form)]
+
+
+@pytest.mark.gpu
+@of_forms
+@of_sizes
+def test_the_bits_of_decoded_weights_on_a_gpu(sizes, form):
+    for result, number in zip(*on_a_gpu(hopper, sizes, form), strict=True):
         assert_same(result, number)
 
 
