@@ -135,16 +135,20 @@ class DecodedPanelRowMatmul(PanelRowMatmul):
     def multiply_rows(self, refs, part: RowTile, held, take, step):
         end_panel = self.begin(refs, part)
         step, accumulators, _ = decoded_products(self, refs, step, self.stores(refs, None, held))
-        for panel in range(PANELS):
-            slot, own = refs.ring.slot(step), refs.warpgroup == panel % 2
+
+        def pass_on(step):
+            plgpu.barrier_wait(refs.ring.slot(step).full)
+            refs.ring.release(step)
+
+        # Of every two panels a consumer ends one. Code for each of four would not stay in the instruction cache.
+        for own in range(OWN_BLOCKS):
+            pl.when(refs.warpgroup == 1)(partial(pass_on, step))
+            mine = step + refs.warpgroup
+            slot = refs.ring.slot(mine)
             plgpu.barrier_wait(slot.full)
-            pl.when(own)(partial(end_panel, accumulators[panel // 2], panel, slot))
-
-            @pl.when(~own)
-            def _(panel=panel, step=step):
-                refs.ring.release(step)
-                if panel > 0:
-                    self.release(refs, step - 1)
-
-            step += 1
+            end_panel(accumulators[own], 2 * own + refs.warpgroup, slot)
+            pl.when(refs.warpgroup == 0)(partial(pass_on, step + 1))
+            last = own + 1 == OWN_BLOCKS
+            pl.when((refs.warpgroup == 0) | (not last))(partial(self.release, refs, mine))
+            step += 2
         return step, step, take()

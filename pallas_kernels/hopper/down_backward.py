@@ -118,12 +118,8 @@ def down_backward(
             ragged_copy(buffer, output, part, columns)
         plgpu.commit_smem_to_gmem_group()
 
-    def end_block(refs, part, row_weight, accumulator, panel, slot):
+    def end_block(refs, part, row_weights, accumulator, panel, slot):
         """What `end_panel` does, of compressed weights: of all rows of a block, the transpose."""
-        row_weights = refs.own_row_weights.at[refs.warpgroup]
-        if panel < 2:  # a consumer's first
-            row_weights[...] = row_weight
-            plgpu.commit_smem()
         own = [slot.rhs.at[pl.ds(i * TILE_ROWS, TILE_ROWS)] for i in range(num_pre)]
         leaving = (*own, slot.lhs)
         line = ((part.row_tile * column_tiles + part.column_tile) * PANELS + panel) * WARPS
@@ -142,7 +138,10 @@ def down_backward(
     def begin(refs, part):
         if decoder:
             every = refs.row_weights.at[pl.ds(part.row, TILE_ROWS)]
-            return partial(end_block, refs, part, plgpu.load(every, layout=A_ROW_EACH, optimized=False))
+            row_weights = refs.own_row_weights.at[refs.warpgroup]
+            row_weights[...] = plgpu.load(every, layout=A_ROW_EACH, optimized=False)
+            plgpu.commit_smem()
+            return partial(end_block, refs, part, row_weights)
         row_weight = plgpu.load(refs.row_weights.at[pl.ds(part.row, GROUP_ROWS)], layout=ROWS, optimized=False)
         scales = None
         if quantized:
