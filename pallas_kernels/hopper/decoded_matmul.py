@@ -4,7 +4,7 @@ A consumer has every other block of 64 of a tile's columns, and all of its rows:
 of such blocks. Tiles are stored at their end.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,15 +16,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.decoding import OWN_BLOCKS
 from pallas_kernels.hopper.inline import (
+    ACCUMULATOR,
     PANEL,
+    finish_wgmma,
     interleaved,
     store_buffers,
     store_interleaved,
     store_through,
     wgmma_of_values,
+    zeros,
 )
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, RowMatmul, RowTile, ragged_copy
-from pallas_kernels.hopper.tile_kernel import PANELS
 from pallas_kernels.mosaic.row_groups import TILE_ROWS
 from pallas_kernels.tuning.parameters import STORE_BYTES, most_stages
 
@@ -60,7 +62,7 @@ class DecodedRowMatmul(RowMatmul):
         return None
 
     def multiply_rows(self, refs, part: RowTile, held, take, step):
-        step, accumulators, taken = decoded_products(self, refs, step, (), take)
+        step, accumulators, taken = decoded_products(self, refs, step, last=take)
 
         def block(own: int, first: int, count: int):
             values = accumulators[own][:, first : first + count]
@@ -75,20 +77,48 @@ class DecodedRowMatmul(RowMatmul):
         return step, held, taken
 
 
-def decoded_products(kernel: RowMatmul, refs, step, under: Sequence[Callable], last: Callable = lambda: None):
-    """A tile's chain of products; see `Ring.multiply`. Its parts are a consumer's blocks, (64, 128), transposed."""
+def decoded_products(kernel: RowMatmul, refs, step, under: Callable = lambda: None, last: Callable = lambda: None):
+    """A tile's chain of products over the slots of its k steps, from `step` on.
 
-    def product(slot, carry, accumulators, first):
-        accumulators = [*accumulators]
+    A block is decoded under the product of the one before, and its codes are loaded one block earlier still: there are
+    too few warps to hide what a load takes. `under` is called under the first product, and `last` under the last.
+    Returns the step after the last, a consumer's blocks, (64, 128) in float32, transposed, and what `last` returned.
+    """
+    ring, decoder = refs.ring, kernel.decoder
+
+    def load_first(step):
+        slot = ring.slot(step)
+        plgpu.barrier_wait(slot.full)
+        return decoder.load(refs, slot, 0)
+
+    def multiply(step, loaded, accumulators, *, first: bool = False, final: bool = False):
+        slot, accumulators = ring.slot(step), [*accumulators]
         for own in range(OWN_BLOCKS):
-            weights = kernel.decoder.decode(refs, slot, own)
+            following = loaded
+            if own + 1 < OWN_BLOCKS:
+                following = decoder.load(refs, slot, own + 1)
+            elif not final:
+                following = load_first(step + 1)
+            weights, loaded = decoder.decode(refs, loaded), following
             if own == 0:
                 slot.wait_for_rows()
             accumulators[own] = wgmma_of_values(accumulators[own], weights, slot.lhs, first=first)
             plgpu.wgmma_wait(1)  # for the registers that are written next
-        return carry, tuple(accumulators)
+            if own == 0:
+                under() if first else ring.release(step - 1)
+        return step + 1, loaded, tuple(accumulators)
 
-    return refs.ring.multiply(step, kernel.k_steps, product, under=under, last=last, parts=OWN_BLOCKS)
+    steps = kernel.k_steps
+    products = step, load_first(step), (zeros(TILE_ROWS, layout=ACCUMULATOR),) * OWN_BLOCKS
+    products = multiply(*products, first=True, final=steps == 1)
+    if steps > 1:
+        products = lax.fori_loop(0, steps - 2, lambda _, p: multiply(*p), products)
+        products = multiply(*products, final=True)
+    step, _, accumulators = products
+    found = last()
+    accumulators = tuple(map(finish_wgmma, accumulators))
+    ring.release(step - 1)
+    return step, accumulators, found
 
 
 def of_blocks(values: jax.Array) -> jax.Array:
@@ -134,21 +164,25 @@ class DecodedPanelRowMatmul(PanelRowMatmul):
 
     def multiply_rows(self, refs, part: RowTile, held, take, step):
         end_panel = self.begin(refs, part)
-        step, accumulators, _ = decoded_products(self, refs, step, self.stores(refs, None, held))
+        (release_last,) = self.stores(refs, None, held)
+        step, accumulators, _ = decoded_products(self, refs, step, release_last)
 
         def pass_on(step):
             plgpu.barrier_wait(refs.ring.slot(step).full)
             refs.ring.release(step)
 
-        # Of every two panels a consumer ends one. Code for each of four would not stay in the instruction cache.
-        for own in range(OWN_BLOCKS):
+        def end_own(own, carry):
+            """Of every two panels a consumer ends one, of the first block that is left."""
+            step, (block, *others) = carry
             pl.when(refs.warpgroup == 1)(partial(pass_on, step))
             mine = step + refs.warpgroup
             slot = refs.ring.slot(mine)
             plgpu.barrier_wait(slot.full)
-            end_panel(accumulators[own], 2 * own + refs.warpgroup, slot)
+            end_panel(block, 2 * own + refs.warpgroup, slot)
             pl.when(refs.warpgroup == 0)(partial(pass_on, step + 1))
-            last = own + 1 == OWN_BLOCKS
-            pl.when((refs.warpgroup == 0) | (not last))(partial(self.release, refs, mine))
-            step += 2
+            pl.when((refs.warpgroup == 0) | (own + 1 < OWN_BLOCKS))(partial(self.release, refs, mine))
+            return step + 2, (*others, block)
+
+        # A loop, since code for each panel does not stay in the instruction cache from tile to tile.
+        step, _ = lax.fori_loop(0, OWN_BLOCKS, end_own, (step, accumulators))
         return step, step, take()

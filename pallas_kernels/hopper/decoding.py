@@ -12,7 +12,6 @@ So a thread loads 16 bits of 4-bit codes at once, four numbers, and stores two c
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,14 +22,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.hopper import inline_interpreter as forms
 from pallas_kernels.hopper.codes import DECODE, powers_of_two, sum32
 from pallas_kernels.hopper.inline import (
     K_STEP,
     SCALAR,
+    WARPGROUP,
     c32,
+    int_type,
     load,
     permuted_bytes,
     scalar,
@@ -38,10 +39,10 @@ from pallas_kernels.hopper.inline import (
     thread_index,
     value,
 )
-from pallas_kernels.mosaic.interpreter import in_interpreter
+from pallas_kernels.mosaic.interpreter import in_interpreter, is_interpreted
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS
 
-REGISTERS = (72, 216)
+REGISTERS = (56, 224)
 """Of a producer's thread, and of a consumer's."""
 
 BLOCK = 64
@@ -59,6 +60,9 @@ LEAST_COPY = 128
 REPEATS = 4
 """Of a scale of float8."""
 
+EIGHTS = K_STEP // 8
+"""Of a k step: what a thread's registers of a left operand come in."""
+
 
 class TileDecoder:
     """Brings compressed weights `(E, in, out)` to the ring, and decodes them, a k step of a tile at a time.
@@ -75,7 +79,9 @@ class TileDecoder:
         self.width = TILE_COLUMNS // side_by_side
         (self.code_inputs, _), (group, _) = self.coding.steps  # inputs of a byte of codes, and of a scale
         self.rows = K_STEP // self.code_inputs  # of a block's codes
-        self.copies = 2 if transposed else BLOCKS + side_by_side  # bulk copies of a k step
+        # One copy takes all of a weight's blocks, but in the interpreter, which has none to a reshaped part of memory.
+        self.in_blocks = not (transposed or is_interpreted() or weight.shape[-1] % BLOCK)
+        self.copies = 2 if transposed else (side_by_side if self.in_blocks else BLOCKS) + side_by_side  # of a k step
         if self.form == "float8":
             self.scales = 1, LEAST_COPY // 4
         else:
@@ -84,6 +90,10 @@ class TileDecoder:
         # Of the scales of one of the weights side by side.
         self.side_bytes = int(np.prod(self.scales)) * jnp.dtype(self.scale_dtype).itemsize
         self.slot_bytes = BLOCKS * self.rows * BLOCK + side_by_side * self.side_bytes
+        self.code_registers = EIGHTS * (2 if self.form == "float8" else 1)
+        self.scale_registers = 1 if self.form == "float8" else EIGHTS if transposed else self.scales[0]
+        self.registers = self.code_registers + self.scale_registers
+        self.layout = plgpu.Layout.WG_STRIDED((self.registers * WARPGROUP,), vec_size=1)
 
     def operands(self, weight: Any) -> tuple[jax.Array, jax.Array]:
         """Codes and scales as the kernel takes them.
@@ -95,6 +105,8 @@ class TileDecoder:
             scales = scales.swapaxes(1, 2) if self.transposed else scales
             scales = jnp.repeat(jnp.repeat(scales, 2, axis=1), 2 * REPEATS, axis=2)
             scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -scales.shape[2] % self.scales[1])))
+        if self.in_blocks:
+            codes = codes.reshape(*codes.shape[:2], -1, BLOCK)
         return codes, scales
 
     def memory(self, stages: int) -> dict:
@@ -119,10 +131,15 @@ class TileDecoder:
                 slot.fetch(part, own)
                 place = lax.div(column * rows, TILE_COLUMNS), k * K_STEP
             else:
-                of_each = BLOCKS // self.side_by_side
-                for block in range(of_each):
-                    part = codes.at[expert, pl.ds(k * self.rows, self.rows), pl.ds(column + block * BLOCK, BLOCK)]
-                    slot.fetch(part, own.at[pl.ds((i * of_each + block) * self.rows, self.rows)])
+                steps, of_each = pl.ds(k * self.rows, self.rows), BLOCKS // self.side_by_side
+                own = own.at[pl.ds(i * of_each * self.rows, of_each * self.rows)]
+                if self.in_blocks:
+                    part = codes.at[expert, steps, pl.ds(lax.div(column, BLOCK), of_each)]
+                    slot.fetch(part, own.reshape(of_each, self.rows, BLOCK).transpose((1, 0, 2)))
+                else:
+                    for block in range(of_each):
+                        part = codes.at[expert, steps, pl.ds(column + block * BLOCK, BLOCK)]
+                        slot.fetch(part, own.at[pl.ds(block * self.rows, self.rows)])
                 place = k * rows, column
             if self.form == "float8":
                 place = k, lax.div(column, BLOCK) * REPEATS
@@ -143,23 +160,54 @@ class TileDecoder:
             start = 0, block * BLOCK
         return self.coding.decode(codes, lax.dynamic_slice(scales, start, size), jnp.bfloat16)
 
-    @in_interpreter(forms.decode)
-    def decode(self, refs, slot, own: int) -> jax.Array:
-        """`(64, 64)` bfloat16: the `interleaved` columns of a consumer's own block, along k, as a slot has them."""
-        result = plgpu.ShapeDtypeStruct((BLOCK, K_STEP), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    @in_interpreter(forms.load_block)
+    def load(self, refs, slot, own: int) -> jax.Array:
+        """A thread's codes and scales of a consumer's own block, as registers, which `decode` takes."""
+        result = plgpu.ShapeDtypeStruct((self.registers * WARPGROUP,), jnp.int32, layout=self.layout)
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(CODES), plgpu.RefType(), SCALAR), return_type=result)
         def run(ctx, codes, scales, warpgroup):
-            pair = ir.VectorType.get((2,), ir.BF16Type.get())
-            numbers = Thread(self, codes, scales, scalar(warpgroup)).numbers(own)
-            registers = np.array([llvm.bitcast(pair, r) for r in numbers], dtype=object)
-            registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, K_STEP)))
-            return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+            one = ir.VectorType.get((1,), int_type(32))
+            loaded = ThreadLoads(self, codes, scales, scalar(warpgroup)).block(own)
+            registers = np.array([vector.broadcast(one, register) for register in loaded], dtype=object)
+            return mgpu.FragmentedArray(_registers=registers, _layout=self.layout.to_mgpu(), _is_signed=True)
 
         return run(refs.codes.at[slot.number], refs.code_scales.at[slot.number], refs.warpgroup)
 
+    @in_interpreter(forms.decode)
+    def decode(self, refs, loaded: jax.Array) -> jax.Array:
+        """`(64, 64)` bfloat16: the `interleaved` columns of a loaded block, along k, as a slot has them."""
+        result = plgpu.ShapeDtypeStruct((BLOCK, K_STEP), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
-class Thread:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(CODES), self.layout), return_type=result)
+        def run(ctx, codes, loaded):
+            # A zero of which the compiler does not know it: it would move constants to registers anew for each use.
+            zero = value("shr.u32 $0, $1, 31;", shared_address(codes, thread_index()), constraints="=r,r")
+            pair = ir.VectorType.get((2,), ir.BF16Type.get())
+            registers = [llvm.extractelement(register, c32(0)) for register in loaded.registers]
+            codes, scales = registers[: self.code_registers], self.scales_of_steps(registers[self.code_registers :])
+            decode = DECODE[self.form](zero, transposed=self.transposed)
+            of_steps = zip(*[iter(codes)] * (len(codes) // EIGHTS), strict=True)
+            numbers = [n for own, scales in zip(of_steps, scales, strict=True) for n in decode(*own, *scales)]
+            registers = np.array([llvm.bitcast(pair, number) for number in numbers], dtype=object)
+            registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, K_STEP)))
+            return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+        return run(refs.codes, loaded)
+
+    def scales_of_steps(self, scales: list) -> list:
+        """A thread's loaded scales as those of both its columns, for each 8 along k."""
+        if self.form == "float8":
+            return [scales * 2] * EIGHTS
+        if self.form == "mxfp4":
+            scales = [powers_of_two(pair) for pair in scales]
+        if self.transposed:
+            return [[pair] * 2 for pair in scales]
+        apart = [[permuted_bytes(pair, pair, order) for order in (0x1010, 0x3232)] for pair in scales]
+        return [apart[j * len(apart) // EIGHTS] for j in range(EIGHTS)]
+
+
+class ThreadLoads:
     """A thread's part of a slot's codes: lane `4 g + t` of warp w has columns `16 w + 2 g` and the next of each block.
 
     Along k it has `8 j + 2 t` and the next, for each j.
@@ -172,20 +220,15 @@ class Thread:
         self.columns = sum32((self.warp, 16), (self.g, 2))
         self.decoder, self.warpgroup = decoder, warpgroup
         self.codes, self.scales = shared_address(codes, c32(0)), shared_address(scales, c32(0))
-        # A zero of which the compiler does not know it: it would move constants to registers anew for each use.
-        zero = value("shr.u32 $0, $1, 31;", sum32((self.codes, 1), (self.columns, 1)), constraints="=r,r")
-        self.decode = DECODE[decoder.form](zero, transposed=decoder.transposed)
 
-    def numbers(self, own: int) -> list:
-        """The left operand's registers of a block: of each 8 along k, those of the first column, then of the second."""
+    def block(self, own: int) -> list:
+        """The codes of a consumer's own block, and then its scales."""
         block = sum32((self.warpgroup, 1), (c32(1), 2 * own))
         of_weights = (self.warpgroup, own) if self.decoder.side_by_side == 2 else (block, 0)
-        codes, scales = self.codes_of(block), self.scales_of(*of_weights)
-        loaded = [(codes(j), scales(j)) for j in range(K_STEP // 8)]
-        return [pair for codes, scales in loaded for pair in self.decode(*codes, *scales)]
+        return [*self.codes_of(block), *self.scales_of(*of_weights)]
 
-    def codes_of(self, block) -> Callable[[int], list]:
-        """Loads this thread's codes of a block, of each 8 along k: 16 bits of 4-bit codes, or twice as many of 8 bits.
+    def codes_of(self, block) -> list:
+        """Codes of a block, of each 8 along k: 16 bits of 4-bit codes, or twice as many of 8 bits.
 
         Those are of the first k of both columns, and of the second; or, transposed, of both k for each column.
         """
@@ -199,7 +242,7 @@ class Thread:
             first, chunk = sum32((block, 1), (row, BLOCK), (self.g, 2)), self.warp
         swizzle = arith.xori(chunk, arith.andi(arith.shrui(row, c32(1)), c32(3)))
 
-        def at(j: int, row: int = 0):
+        def at(j: int, row: int):
             """The halfword of a row after this thread's first one."""
             if decoder.transposed:
                 place, offset = arith.xori(swizzle, c32(j // 2)), row * BLOCK + j % 2 * 8
@@ -208,32 +251,25 @@ class Thread:
                 place, offset = arith.xori(swizzle, c32(row // 2 % 4)), row * BLOCK
             return load("u16", sum32((first, 1), (place, 16), (c32(1), offset)))
 
-        return lambda j: [at(j, row) for row in range(2 if of_8_bits else 1)]
+        return [at(j, row) for j in range(EIGHTS) for row in range(decoder.code_registers // EIGHTS)]
 
-    def scales_of(self, block, side: int) -> Callable[[int], list]:
-        """Loads this thread's scales of a block of one of the weights: for each 8 along k, those of both columns.
+    def scales_of(self, block, side: int) -> list:
+        """Scales of a block of one of the weights: of two neighbours, or one of float8.
 
-        They are bfloat16, two in a register, or one of float32.
+        Those are of both columns, for each group along k; or, transposed, where the columns have the same one, of two
+        neighbours along k.
         """
         decoder = self.decoder
         rows, columns = decoder.scales
         size = jnp.dtype(decoder.scale_dtype).itemsize
         scales = sum32((self.scales, 1), (c32(1), side * decoder.side_bytes))
         if decoder.form == "float8":
-            scale = load("b32", sum32((scales, 1), (block, REPEATS * size)))
-            return lambda j: [scale, scale]
-        if decoder.transposed:  # neighbours along k have different ones, and a thread's columns the same
+            return [load("b32", sum32((scales, 1), (block, REPEATS * size)))]
+        if decoder.transposed:
             of_block = rows // BLOCKS
             row = sum32((block, of_block), (arith.shrui(self.warp, c32(1)), of_block - 1))
-            first = sum32((scales, 1), (row, columns * size), (self.t, 2 * size))
-            return lambda j: [self.two_scales(sum32((first, 1), (c32(1), 8 * j * size)))] * 2
-        first = sum32((scales, 1), (block, BLOCK * size), (self.columns, size))
-        both = [self.two_scales(sum32((first, 1), (c32(1), row * columns * size))) for row in range(rows)]
-        apart = [[permuted_bytes(pair, pair, order) for order in (0x1010, 0x3232)] for pair in both]
-        return lambda j: apart[j * rows // (K_STEP // 8)]
-
-    def two_scales(self, address):
-        """Two scales that are neighbours, as bfloat16."""
-        if self.decoder.form == "nf4":
-            return load("b32", address)
-        return powers_of_two(load("u16", address))
+            first, apart = sum32((scales, 1), (row, columns * size), (self.t, 2 * size)), 8 * size
+        else:
+            first, apart = sum32((scales, 1), (block, BLOCK * size), (self.columns, size)), columns * size
+        kind = "b32" if size == 2 else "u16"
+        return [load(kind, sum32((first, 1), (c32(1), i * apart))) for i in range(decoder.scale_registers)]

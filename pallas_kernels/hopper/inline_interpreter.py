@@ -60,14 +60,18 @@ def interleaved(values):
     return values.reshape(4, 8, 2, -1).swapaxes(1, 2).reshape(values.shape)
 
 
-def decode(decoder, refs, slot, own):
-    """From plain loads, by the weights' coding."""
+def load_block(decoder, refs, slot, own):
+    """From plain loads, and already decoded, by the weights' coding."""
     codes, scales = refs.codes[slot.number].reshape(-1, decoder.rows, K_STEP), refs.code_scales[slot.number]
     plgpu.commit_smem()  # a bulk copy may overwrite them, as it may after a wgmma
     block = 2 * own + refs.warpgroup
     of_weights = (scales[own], refs.warpgroup) if decoder.side_by_side == 2 else (scales[0], block)
     numbers = decoder.numbers(codes[block], *of_weights)
     return interleaved(numbers if decoder.transposed else numbers.T)
+
+
+def decode(decoder, refs, loaded):
+    return loaded
 
 
 def load_columns(panel, first_column, byte=None):

@@ -153,13 +153,12 @@ class Ring(NamedTuple):
         carry=None,
         under: Sequence[Callable] = (),
         last: Callable = lambda: None,
-        parts: int = 1,
     ):
         """The consumers' loop: a tile's chain of products over the slots of `count` steps, one or more, from `step`.
 
         `product(slot, carry, accumulator, first) -> carry, accumulator` starts one. The functions `under` share out the
         time that the tensor cores take, and `last` has that of the last product. Returns the step after the last, the
-        tile's part (64, columns) in float32, or its `parts` in a tuple if they are more, and what `last` returned.
+        tile's part (64, columns) in float32, and what `last` returned.
         """
 
         def one(step, carry, accumulator, first=False):
@@ -174,8 +173,7 @@ class Ring(NamedTuple):
         def several(count, products):
             return lax.fori_loop(0, count, lambda _, p: one(*p), products)
 
-        start = tuple(zeros(self.columns // parts, layout=ACCUMULATOR) for _ in range(parts))
-        products = one(step, carry, start if parts > 1 else start[0], first=True)
+        products = one(step, carry, zeros(self.columns, layout=ACCUMULATOR), first=True)
         left = count - 1
         if under:
             least, most = (max, min) if isinstance(count, int) else (jnp.maximum, jnp.minimum)
@@ -186,7 +184,7 @@ class Ring(NamedTuple):
             left = least(count - 1 - len(under) * apart, 0)
         step, _, accumulator = several(left, products)
         found = last()
-        accumulator = jax.tree.map(finish_wgmma, accumulator)
+        accumulator = finish_wgmma(accumulator)
         self.release(step + self.stages - 1)
         return step, accumulator, found
 
