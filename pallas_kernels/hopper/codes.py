@@ -96,9 +96,9 @@ def powers_of_two(exponents):
 
 
 def float8_decoder(zero, *, transposed: bool) -> Callable:
-    """A function of the codes of two rows, and the scale of all; each product is rounded from float32.
+    """A function of four codes and the scale of all; each product is rounded from float32.
 
-    A row is of one k, two columns; or, transposed, of one column.
+    Codes that follow each other are of one k, those of two columns; or, transposed, of one column.
     """
     del zero
     text = (
@@ -107,8 +107,8 @@ def float8_decoder(zero, *, transposed: bool) -> Callable:
         "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2; cvt.rn.bf16x2.f32 $0, b, a; }}"
     )
 
-    def decode(first, second, scale, _):
-        codes = permuted_bytes(first, second, 0x5410 if transposed else 0x5140)
+    def decode(codes, scale, _):
+        codes = codes if transposed else permuted_bytes(codes, codes, 0x3120)
         return [value(text.format(half=half), codes, scale, constraints="=r,r,r") for half in ("low", "high")]
 
     return decode

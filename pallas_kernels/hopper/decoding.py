@@ -33,6 +33,7 @@ from pallas_kernels.hopper.inline import (
     c32,
     int_type,
     load,
+    load_matrices,
     permuted_bytes,
     scalar,
     shared_address,
@@ -90,7 +91,7 @@ class TileDecoder:
         # Of the scales of one of the weights side by side.
         self.side_bytes = int(np.prod(self.scales)) * jnp.dtype(self.scale_dtype).itemsize
         self.slot_bytes = BLOCKS * self.rows * BLOCK + side_by_side * self.side_bytes
-        self.code_registers = EIGHTS * (2 if self.form == "float8" else 1)
+        self.code_registers = EIGHTS if transposed or self.form == "float8" else EIGHTS // 2
         self.scale_registers = 1 if self.form == "float8" else EIGHTS if transposed else self.scales[0]
         self.registers = self.code_registers + self.scale_registers
         self.layout = plgpu.Layout.WG_STRIDED((self.registers * WARPGROUP,), vec_size=1)
@@ -187,13 +188,19 @@ class TileDecoder:
             registers = [llvm.extractelement(register, c32(0)) for register in loaded.registers]
             codes, scales = registers[: self.code_registers], self.scales_of_steps(registers[self.code_registers :])
             decode = DECODE[self.form](zero, transposed=self.transposed)
-            of_steps = zip(*[iter(codes)] * (len(codes) // EIGHTS), strict=True)
-            numbers = [n for own, scales in zip(of_steps, scales, strict=True) for n in decode(*own, *scales)]
+            steps = zip(self.codes_of_steps(codes), scales, strict=True)
+            numbers = [number for codes, scales in steps for number in decode(codes, *scales)]
             registers = np.array([llvm.bitcast(pair, number) for number in numbers], dtype=object)
             registers = registers.reshape(mgpu.WGMMA_LAYOUT.registers_shape((BLOCK, K_STEP)))
             return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
         return run(refs.codes, loaded)
+
+    def codes_of_steps(self, codes: list) -> list:
+        """A thread's loaded codes as registers for each 8 along k, of whose halves 4-bit codes are the lower one."""
+        if len(codes) == EIGHTS:
+            return codes
+        return [half for both in codes for half in (both, arith.shrui(both, c32(16)))]
 
     def scales_of_steps(self, scales: list) -> list:
         """A thread's loaded scales as those of both its columns, for each 8 along k."""
@@ -214,8 +221,8 @@ class ThreadLoads:
     """
 
     def __init__(self, decoder: TileDecoder, codes, scales, warpgroup):
-        lane = arith.andi(thread_index(), c32(31))
-        self.g, self.t = arith.shrui(lane, c32(2)), arith.andi(lane, c32(3))
+        self.lane = arith.andi(thread_index(), c32(31))
+        self.g, self.t = arith.shrui(self.lane, c32(2)), arith.andi(self.lane, c32(3))
         self.warp = arith.shrui(thread_index(), c32(5))
         self.columns = sum32((self.warp, 16), (self.g, 2))
         self.decoder, self.warpgroup = decoder, warpgroup
@@ -228,30 +235,38 @@ class ThreadLoads:
         return [*self.codes_of(block), *self.scales_of(*of_weights)]
 
     def codes_of(self, block) -> list:
-        """Codes of a block, of each 8 along k: 16 bits of 4-bit codes, or twice as many of 8 bits.
+        """Codes of a block, of each 8 along k: 16 bits, or 32 of float8; see `codes_of_steps`."""
+        block = sum32((self.codes, 1), (block, self.decoder.rows * BLOCK))
+        return self.along_columns(block) if self.decoder.transposed else self.along_k(block)
 
-        Those are of the first k of both columns, and of the second; or, transposed, of both k for each column.
+    def along_k(self, block) -> list:
+        """Rows of codes are along k: each matrix of `ldmatrix` is 8 of them, of the 16 columns of a warp.
+
+        It gives a thread its columns of two rows, the first that its group of lanes named and the second. Those follow
+        each other, or, of 4 bits, they are 8 apart along k.
         """
-        decoder, of_8_bits = self.decoder, self.decoder.form == "float8"
-        block = sum32((self.codes, 1), (block, decoder.rows * BLOCK))
-        if decoder.transposed:
-            row = self.columns if of_8_bits else sum32((self.warp, 8), (self.g, 1))
-            first, chunk = sum32((block, 1), (row, BLOCK), (self.t, 2)), c32(0)
-        else:
-            row = sum32((self.t, 2 if of_8_bits else 1))
-            first, chunk = sum32((block, 1), (row, BLOCK), (self.g, 2)), self.warp
-        swizzle = arith.xori(chunk, arith.andi(arith.shrui(row, c32(1)), c32(3)))
+        matrix, row = arith.shrui(self.lane, c32(3)), arith.andi(self.lane, c32(7))
+        if self.decoder.form != "float8":
+            row = sum32((arith.shrui(row, c32(1)), 1), (arith.andi(row, c32(1)), 4))
+        chunk = arith.xori(self.warp, arith.shrui(row, c32(1)))
+        first = sum32((block, 1), (matrix, 8 * BLOCK), (row, BLOCK), (chunk, 16))
+        loads = [load_matrices(sum32((first, 1), (c32(1), i * BLOCK))) for i in range(0, self.decoder.rows, 32)]
+        return [register for loaded in loads for register in loaded]
 
-        def at(j: int, row: int):
+    def along_columns(self, block) -> list:
+        """Rows of codes are along columns: a halfword has those of two k, of both columns, or of one of float8."""
+        of_8_bits = self.decoder.form == "float8"
+        row = self.columns if of_8_bits else sum32((self.warp, 8), (self.g, 1))
+        first, swizzle = sum32((block, 1), (row, BLOCK), (self.t, 2)), arith.andi(arith.shrui(row, c32(1)), c32(3))
+
+        def at(j: int, row: int = 0):
             """The halfword of a row after this thread's first one."""
-            if decoder.transposed:
-                place, offset = arith.xori(swizzle, c32(j // 2)), row * BLOCK + j % 2 * 8
-            else:
-                row += j * (8 if of_8_bits else 4)
-                place, offset = arith.xori(swizzle, c32(row // 2 % 4)), row * BLOCK
+            place, offset = arith.xori(swizzle, c32(j // 2)), row * BLOCK + j % 2 * 8
             return load("u16", sum32((first, 1), (place, 16), (c32(1), offset)))
 
-        return [at(j, row) for j in range(EIGHTS) for row in range(decoder.code_registers // EIGHTS)]
+        if of_8_bits:
+            return [permuted_bytes(at(j), at(j, 1), 0x5410) for j in range(EIGHTS)]
+        return [at(j) for j in range(EIGHTS)]
 
     def scales_of(self, block, side: int) -> list:
         """Scales of a block of one of the weights: of two neighbours, or one of float8.
