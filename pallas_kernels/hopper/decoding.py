@@ -7,7 +7,7 @@ before. It has every other block of 64 of a tile's columns; a k step of a block 
 
 A register of the left operand has two numbers of one column, neighbours along k, and a thread has those of two columns.
 These are neighbours, too: of every 16 columns of a block the even ones come first (`interleaved`), then the odd ones.
-So a thread loads 16 bits of 4-bit codes at once, four numbers, and stores two columns of a result at once.
+So four numbers of a thread are 16 bits of 4-bit codes side by side, and it stores two columns of a result at once.
 """
 
 # pyright: reportCallIssue=false, reportAbstractUsage=false, reportArgumentType=false
@@ -82,7 +82,7 @@ class TileDecoder:
         self.rows = K_STEP // self.code_inputs  # of a block's codes
         # One copy takes all of a weight's blocks, but in the interpreter, which has none to a reshaped part of memory.
         self.in_blocks = not (transposed or is_interpreted() or weight.shape[-1] % BLOCK)
-        self.copies = 2 if transposed else (side_by_side if self.in_blocks else BLOCKS) + side_by_side  # of a k step
+        self.copies = side_by_side + (side_by_side if transposed or self.in_blocks else BLOCKS)  # of a k step
         if self.form == "float8":
             self.scales = 1, LEAST_COPY // 4
         else:
@@ -240,10 +240,11 @@ class ThreadLoads:
         return self.along_columns(block) if self.decoder.transposed else self.along_k(block)
 
     def along_k(self, block) -> list:
-        """Rows of codes are along k: each matrix of `ldmatrix` is 8 of them, of the 16 columns of a warp.
+        """Rows of codes are along k: `ldmatrix` takes 8 of them at a time, of the 16 columns of a warp.
 
-        It gives a thread its columns of two rows, the first that its group of lanes named and the second. Those follow
-        each other, or, of 4 bits, they are 8 apart along k.
+        A thread gets its two columns of rows 2 t and 2 t + 1, in the order that lanes name rows in. Of 8 bits these are
+        neighbours along k. Of 4 bits a row has two k, and the order is such that they are rows t and t + 4 of the 8, of
+        which each belongs to another 8 along k.
         """
         matrix, row = arith.shrui(self.lane, c32(3)), arith.andi(self.lane, c32(7))
         if self.decoder.form != "float8":
@@ -254,7 +255,7 @@ class ThreadLoads:
         return [register for loaded in loads for register in loaded]
 
     def along_columns(self, block) -> list:
-        """Rows of codes are along columns: a halfword has those of two k, of both columns, or of one of float8."""
+        """Rows of codes are along columns: a halfword has those of two k, for both columns, or for one of float8."""
         of_8_bits = self.decoder.form == "float8"
         row = self.columns if of_8_bits else sum32((self.warp, 8), (self.g, 1))
         first, swizzle = sum32((block, 1), (row, BLOCK), (self.t, 2)), arith.andi(arith.shrui(row, c32(1)), c32(3))

@@ -110,7 +110,7 @@ def load(kind: str, address, offset: int = 0):
 def load_matrices(address) -> list:
     """Four registers, of four transposed matrices (8, 8) of 16 bits; lane `8 m + r` has the address of m's row r."""
     text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
-    return utils.inline_ptx(text, address, result_types=[int_type(32)] * 4, has_side_effects=True)
+    return [*utils.inline_ptx(text, address, result_types=[int_type(32)] * 4, has_side_effects=True)]
 
 
 def transposed(panel):
