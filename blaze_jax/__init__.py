@@ -7,6 +7,7 @@ from blaze_jax.activations import ACTIVATION_NAMES, Activation, clamped_swiglu
 from blaze_jax.active_experts import update_activity_weight
 from blaze_jax.adapters import LoRA, adapter_mask, join_adapters, merge, split_adapters
 from blaze_jax.atomic_experts import AtomicConfig, AtomicRouting, atomic_moe
+from blaze_jax.casts import cast_experts, with_casts
 from blaze_jax.config import DenseTwin, MoEConfig
 from blaze_jax.dispatch import build_dispatch
 from blaze_jax.experts import expert_ffn
@@ -20,6 +21,7 @@ from blaze_jax.routing import Routing, route, update_selection_bias
 from blaze_jax.version import __version__
 from pallas_kernels.codings import QuantizedWeight
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
+from pallas_kernels.fp8 import CastWeight
 
 # Without the modules, such as `nnx`: an import of all these names must not replace `flax.nnx`.
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "AtomicConfig",
     "AtomicMoE",
     "AtomicRouting",
+    "CastWeight",
     "DenseTwin",
     "Dispatch",
     "LoRA",
@@ -46,6 +49,7 @@ __all__ = [
     "atomic_moe",
     "auxiliary_losses",
     "build_dispatch",
+    "cast_experts",
     "clamped_swiglu",
     "expert_ffn",
     "init",
@@ -61,4 +65,5 @@ __all__ = [
     "transport_options",
     "update_activity_weight",
     "update_selection_bias",
+    "with_casts",
 ]

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.adapters import is_adapter
+from blaze_jax.casts import apart, check_casts, is_made
 from blaze_jax.checks import as_array, warn_once
 from blaze_jax.dispatch import Grouped, check_experts, group_by_expert, int32_experts
 from blaze_jax.exchange import HERE, Transport, gathered
@@ -40,7 +41,6 @@ from blaze_jax.plan import (
 from blaze_jax.precision import Precision, check_precision, kernels_in_fp8
 from blaze_jax.quantized import any_quantized, check_quantized, decoded
 from blaze_jax.transformations import REVERSE_MODE_ONLY, compiled_once
-from pallas_kernels.codings import is_quantized
 from pallas_kernels.compat import (
     has_symbolic_sizes,
     reverse_mode_token,
@@ -162,10 +162,11 @@ def compute_experts(
     given = {"x": x, "experts": experts, "weights": weights, **params}
     check_quantized(params, frozen)
     names = [name for name in _AXES if name in given]
-    arrays = {name: given[name] if is_quantized(given[name]) else as_array(name, given[name]) for name in names}
+    arrays = {name: given[name] if is_made(given[name]) else as_array(name, given[name]) for name in names}
     x, weights, experts = (arrays[name] for name in ("x", "weights", "experts"))
     adapters = {name: array for name, array in params.items() if is_adapter(name)}
-    shards = _in_order(act, arrays | adapters)
+    shards = apart(_in_order(act, arrays | adapters))
+    check_casts(shards, act, save)
     if save == "int8" and has_adapters((*shards.ups, shards.down)):
         raise ValueError(
             f"{save=} cannot keep pre-activations that adapters are added to: pre_activations or inputs can"
@@ -248,14 +249,17 @@ def _compute(
         mean_experts = row_budget = None  # on one device no more rows can come than there are slots
     expected = experts.shape[1] if mean_experts is None else mean_experts
     params = jax.eval_shape(lambda p: transport.parameters(decoded(p, x.dtype), x.dtype), shards)
-    weights_here, biases, *adapters = zip(*params.ups, params.down, strict=True)
+    weights_here, biases, adapters, *_ = zip(*params.ups, params.down, strict=True)
     biases = tuple(bias for bias in biases if bias is not None)
     implementation = choose_implementation(implementation, x, weights_here, biases)
     kernels = kernels_of(implementation, dtype=x.dtype)
     num_experts, width, model_width = weights_here[-1].shape
+    plain = kernels
     if precision == "fp8":
         expected_rows = x.shape[0] // chunks * expected * lax.axis_size(transport.tensor)
         kernels = kernels_in_fp8(kernels, x, weights_here, expected_rows)
+    if kernels is plain:
+        shards = shards.without("cast")
     if transport is HERE and any_quantized(shards):
         products = [tuple(projection.weight for projection in of) for of in (shards.ups, [shards.down])]
         few_pairs = not has_symbolic_sizes(experts) and experts.size < num_experts  # as in generation
@@ -273,7 +277,7 @@ def _compute(
         offered = sums_on_offer()
         experts = when_lowered_unsplit(_warn_of_unsplit, experts)
         ranges = token_ranges(experts.shape[0], math.ceil(expected), num_experts, width * x.dtype.itemsize)
-    if not any(a is not None for a in adapters[0]):  # adapters' products take all rows at once
+    if not any(a is not None for a in adapters):  # adapters' products take all rows at once
         transport = _as_they_arrive(transport, kernels, num_experts)
 
     def chunk(x, weights, experts) -> Tokens:

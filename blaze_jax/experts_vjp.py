@@ -93,7 +93,9 @@ def _backward(plan: Plan, residuals, gradients):
     if plan.quantized:  # as below, but for what is decoded anew in any case
         xs, d_outputs = lax.optimization_barrier((xs, d_outputs))
     elif kept is None or gathered is None:  # or XLA would see that what follows was computed before, and keep it
-        xs, shards, d_outputs = lax.optimization_barrier((xs, shards, d_outputs))
+        read = shards if shards.down.cast is None else shards.without("weight")  # which then need not even exist
+        xs, read, d_outputs = lax.optimization_barrier((xs, read, d_outputs))
+        shards = shards.map(lambda p, own: own if own.weight is not None else own._replace(weight=p.weight), read)
 
     def arrive(own):
         params = plan.parameters(with_frozen(own, shards), chunks[0].x.dtype)
@@ -172,12 +174,14 @@ def _up_projection(keep: bool, plan: Plan, xs: tuple[Array, ...], params: Parame
     options: dict[str, Any] = {"activation": plan.activation.function, "keep_pre_activations": keep}
     if low_rank.has_adapters(ups):
         in_turn = plan.decoded if plan.decodes_before(ups, xs[0].dtype) else None
+        ups = ups if in_turn else plan.decoded(ups, xs[0].dtype)
         pre_activations, hidden = low_rank.up_projection(plan.kernels, xs[0], ups, rows.all, **options, in_turn=in_turn)
         return pre_activations, (hidden, ())
     ups = plan.decoded(ups, xs[0].dtype, xs)
     options["quantize"] = keep and plan.save == "int8"
-    if plan.kernels.down_operands and not low_rank.has_adapters([params.down]) and plan.save != "int8":
-        options["bound"] = hidden_bound(plan.activation, xs[0].shape[1])  # with int8 the kernel would spill registers
+    if plan.kernels.down_operands:
+        adapted = low_rank.has_adapters([params.down])
+        options["bound"] = hidden_bound(plan.activation, xs[0].shape[1], plan.save, adapted)
     into: dict[str, Any] = {}
     for x, part in zip(xs, rows.parts, strict=True):
         for block, pieces in enumerate(plan.pieces(part, len(ups))):
@@ -412,7 +416,8 @@ def _weight_gradients(plan: Plan, params: Parameters, xs, dys, rows: Rows, opera
     `operands` are `dP` and `g · H`. Other devices' blocks come first: their gradients leave while others are computed.
     The kernels add the own matrices to those of `before`, which may have no biases.
     """
-    transport, kernels, journeys, dtypes = plan.transport, plan.kernels, down.journeys, _dtypes(plan, params)
+    transport, kernels, journeys = plan.transport, plan.kernels, down.journeys
+    dtypes = _dtypes(plan, plan.trained(params))
     known = None if before.arrays is None else in_place(before.arrays, 2)  # or XLA might hand over one of a stack
     x, dy = _joined(xs), _joined(dys)
 

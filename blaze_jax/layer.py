@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from blaze_jax.adapters import frozen, is_adapter, with_dropout
+from blaze_jax.casts import is_made
 from blaze_jax.checks import as_array, check_dtypes, shown, warn_once
 from blaze_jax.config import MoEConfig, Parameter, check_config
 from blaze_jax.exchange import own_part
@@ -19,10 +20,9 @@ from blaze_jax.experts import expert_ffn, layer_form
 from blaze_jax.given_routing import GivenRouting
 from blaze_jax.layer_program import auxiliary_losses, run_layer
 from blaze_jax.parallelism import Parallelism, is_inside_shard_map, mesh_of
-from blaze_jax.quantized import any_quantized, check_quantized
+from blaze_jax.quantized import check_quantized
 from blaze_jax.routing import AxisName, Routing
 from blaze_jax.transformations import compiled_once
-from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import EMPTY_SLOT, accumulator_dtype
 
 
@@ -189,10 +189,9 @@ def moe(
         raise ValueError("parallel takes the place of axis_name, and no other experts can be given with it")
     inside = parallel is not None and is_inside_shard_map(parallel)
     params = _checked_parameters(params, config, x, parallel if inside else None)
-    if parallel is not None and (parallel.group or parallel.fsdp) and any_quantized(params):
-        raise ValueError(
-            f"{parallel=} splits parameters, which a QuantizedWeight among them cannot be: leave data only"
-        )
+    made = [type(p).__name__ for p in params.values() if is_made(p)]
+    if made and parallel is not None and (parallel.group or parallel.fsdp):
+        raise ValueError(f"{parallel=} splits parameters, which a {made[0]} among them cannot be: leave data only")
     _check_selection_bias(selection_bias, config)
     if train and axis_name is None and parallel is None:
         warn_inside_shard_map()
@@ -326,8 +325,7 @@ def check_arrays(
             f"{argument}[{boxed[0]!r}] is boxed, as flax.linen's init returns it: give flax.linen.unbox({argument})"
         )
     arrays: dict[str, Any] = {
-        name: given[name] if is_quantized(given[name]) else as_array(f"{argument}[{name!r}]", given[name])
-        for name in shapes
+        name: given[name] if is_made(given[name]) else as_array(f"{argument}[{name!r}]", given[name]) for name in shapes
     }
     for name, shape in shapes.items():
         if not jnp.issubdtype(arrays[name].dtype, jnp.floating):

@@ -12,7 +12,7 @@ A plan is made once, from settings; with a dispatch it gives the rows of a turn,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from pallas_kernels.codings import is_quantized
 from pallas_kernels.compat import is_symbolic_dim, vary_over
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch
 from pallas_kernels.family import Kernels
+from pallas_kernels.fp8 import CastWeight
 
 ROW_MULTIPLE = 8
 """Budgets of rows are multiples of it, as groups of rows are in every family of kernels."""
@@ -62,12 +63,14 @@ class Projection(NamedTuple):
       bias: `(E, n)`; of the down projection `(E, d)`; or None.
       a, b: an adapter, whose product is added to the weight: `(E, d, r)` and `(E, r, n)`, of the down projection
         `(E, n, r)` and `(E, r, d)`; or None.
+      cast: the weight in 8 bits, without itself, see `casts`; or None.
     """
 
     weight: Array
     bias: Array | None
     a: Array | None = None
     b: Array | None = None
+    cast: CastWeight | None = None
 
     def with_bias_added(self, other: "Projection") -> "Projection":
         """The same weight, and the sum of the biases, if the other has one."""
@@ -80,21 +83,27 @@ class Parameters(NamedTuple):
     ups: tuple[Projection, ...]
     down: Projection
 
-    def without(self, field: Literal["weight", "bias"]) -> "Parameters":
-        """These with None in the place of all weights, or of all biases."""
-        return Parameters(tuple(up._replace(**{field: None}) for up in self.ups), self.down._replace(**{field: None}))
+    def map(self, change: Callable[..., Projection], *others: "Parameters") -> "Parameters":
+        """`change` of each projection, and of those of the others that stand in its place."""
+        *ups, down = map(change, *((*p.ups, p.down) for p in (self, *others)))
+        return Parameters(tuple(ups), down)
+
+    def without(self, *fields: Literal["weight", "bias", "cast"]) -> "Parameters":
+        """These with None in the place of all weights, biases or casts."""
+        return self.map(lambda p: p._replace(**dict.fromkeys(fields)))
 
     def with_biases_of(self, other: "Parameters") -> "Parameters":
         """These weights, and the other's biases."""
-        ups = (up._replace(bias=own.bias) for up, own in zip(self.ups, other.ups, strict=True))
-        return Parameters(tuple(ups), self.down._replace(bias=other.down.bias))
+        return self.map(lambda p, own: p._replace(bias=own.bias), other)
 
 
 def with_frozen(trained: Parameters, params: Parameters) -> Parameters:
     """The parameters again, of what `Plan.trained` leaves of them."""
-    ups = zip((*trained.ups, trained.down), (*params.ups, params.down), strict=True)
-    *ups, down = (p._replace(a=own.a, b=own.b) if own.weight is None else own for own, p in ups)
-    return Parameters(tuple(ups), down)
+
+    def whole(own: Projection, p: Projection) -> Projection:
+        return p._replace(a=own.a, b=own.b) if own.weight is None else own._replace(cast=p.cast)
+
+    return trained.map(whole, params)
 
 
 def weights_and_biases(projections: Sequence[Projection]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
@@ -229,6 +238,8 @@ class Plan:
 
     def decoded(self, projections: Sequence[Projection], dtype, *before: Any) -> Sequence[Projection]:
         """The projections as the kernels take them: numbers are made after `before` is computed, for one use alone."""
+        if projections[0].cast is not None:
+            return [p._replace(weight=cast(Any, p.cast)) for p in projections]
         if not self.decodes_before(projections, dtype):
             return projections
         return decoded(self.delayed(projections, *before), dtype)
@@ -249,10 +260,7 @@ class Plan:
 
     def trained(self, params: Parameters) -> Parameters:
         """What of the parameters has gradients."""
-        if not self.frozen:
-            return params
-        ups, down = (tuple(p._replace(weight=None, bias=None) for p in some) for some in (params.ups, (params.down,)))
-        return Parameters(ups, down[0])
+        return params.without("weight", "bias", "cast") if self.frozen else params.without("cast")
 
     def turns(self, tokens: Tokens) -> tuple[Rows, Int[Array, ""] | None]:
         """The rows of the first turn, and how many turns take the others; None if there are never others."""

@@ -81,9 +81,12 @@ def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...], expec
     return kernels.in_fp8()
 
 
-def hidden_bound(activation: Activation, model_width: int) -> Callable[..., Array] | None:
-    """The activation's bound, where the up projection writes 8 bits by it; None where a pass casts what it writes."""
-    return activation.bound if model_width <= MOST_BOUNDED_WIDTH else None
+def hidden_bound(activation: Activation, model_width: int, save: str, adapted: bool) -> Callable[..., Array] | None:
+    """The activation's bound, where the up projection writes 8 bits by it; None where a pass casts what it writes.
+
+    With int8 pre-activations the kernel would spill registers, and an adapter of the down projection takes 16 bits.
+    """
+    return None if save == "int8" or adapted or model_width > MOST_BOUNDED_WIDTH else activation.bound
 
 
 def why_fp8_loses(x: Array, width: int, model_width: int, num_experts: int, expected_rows: float) -> str | None:

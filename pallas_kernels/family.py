@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import xla
 from pallas_kernels.contract import Dispatch
+from pallas_kernels.fp8 import CastWeight
 
 
 class Kernels(Protocol):
@@ -76,6 +77,14 @@ class Kernels(Protocol):
         """The like for `up_backward`: `up_operands(d_pre_activations, weights, in_place)`.
 
         Only where `in_place` says so the rows are used for nothing else.
+        """
+        ...
+
+    @property
+    def cast_weights(self) -> Callable[..., tuple[tuple[CastWeight, ...], CastWeight]] | None:
+        """What the products take in the place of weights: `cast_weights(ups, down, dtype, bounded)`; None as above.
+
+        For rows of `dtype`; `bounded` says whether the up projection is passed a `bound`.
         """
         ...
 

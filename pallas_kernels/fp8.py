@@ -5,6 +5,7 @@ A scale is a power of two, so that a decoded number has no more digits than the 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.contract import INFINITY_BITS, nothing_compressed
+from pallas_kernels.codings import is_quantized
+from pallas_kernels.contract import INFINITY_BITS
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -38,6 +40,45 @@ class Scaled(NamedTuple):
 
     values: Float[Array, "..."]
     scales: Float[Array, "..."]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "forward", "backward", "norms"],
+    meta_fields=["rows_dtype", "bounded"],
+)
+@dataclass(frozen=True)
+class CastWeight:
+    """Matrices `(..., a, b)` of experts with what products of 8 bits take in their place, made once for many passes.
+
+    Attributes:
+      weight: the matrices, for their gradients; None where nobody asks for those.
+      forward: what is multiplied by rows with a columns, `(..., b, a)`, as the family that made it stores it.
+      backward: what is multiplied by rows with b columns, `(..., a, b)`, in the same way.
+      norms: those of the columns, `(..., b)`; None where nothing is bounded by them.
+      rows_dtype: that of the rows before they are cast.
+      bounded: whether activations are in 8 bits before they are known, see `bounded_scales`.
+    """
+
+    weight: Any
+    forward: Scaled
+    backward: Scaled
+    norms: Float[Array, "..."] | None
+    rows_dtype: Any
+    bounded: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        values = self.backward.values
+        return (*values.shape[:-1], values.shape[-1] * values.dtype.itemsize)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.rows_dtype if self.weight is None else self.weight.dtype
 
 
 def quantize(*arrays: Float[Array, "..."], axis: int = -1) -> list[Scaled]:
@@ -72,9 +113,27 @@ def token_norms(x: Float[Array, "T d"]) -> Float[Array, " T"]:
     return norms(jnp.square(x.astype(jnp.float32)).sum(-1), x.shape[-1])
 
 
-def column_norms(weight: Float[Array, "E d n"], dtype) -> Float[Array, "E n"]:
-    """The norms of the columns of weights that are multiplied in `dtype`."""
-    return norms(jnp.square(weight.astype(dtype).astype(jnp.float32)).sum(1), weight.shape[1])
+def column_norms(weight: Any, dtype) -> Float[Array, "E n"]:
+    """The norms of the columns of weights `(E, d, n)` that are multiplied in `dtype`."""
+    if isinstance(weight, CastWeight):
+        assert weight.norms is not None
+        return weight.norms
+    return norms(jnp.square(to_round(weight, dtype).astype(jnp.float32)).sum(1), weight.shape[1])
+
+
+def to_round(weight: Any, dtype) -> Float[Array, "E a b"]:
+    """The numbers that are rounded to 8 bits: those of float8 in float32, all others as they would be multiplied."""
+    return weight.astype(jnp.float32 if is_float8(weight) else dtype)
+
+
+def is_float8(weight: Any) -> bool:
+    """Whether the weight is compressed, in e4m3 with a scale for each block."""
+    return is_quantized(weight) and weight.form == "float8"
+
+
+def are_float8(weights: Sequence[Any], _) -> bool:
+    """`decodes` of kernels in 8 bits: of compressed weights they take those that have 8 bits themselves."""
+    return all(map(is_float8, weights))
 
 
 def largest_of_experts(
@@ -129,40 +188,63 @@ class _Family:
         vars(self).update(operations)
 
 
-def in_8_bits(kernels: Any, down_operands: Callable, up_operands: Callable) -> Any:
+def in_8_bits(kernels: Any, **operations: Callable) -> Any:
     """The family with its row products in 8 bits: up and down projection, and the gradients of rows.
 
-    Weight gradients take what is not rounded.
+    Weight gradients take what is not rounded. `operations` are `down_operands`, `up_operands` and `cast_weights`.
     """
     own: dict[str, Any] = {n: partial(getattr(kernels, n), fp8=True) for n in ("up_projection", "down_backward")}
-    own |= {"down_operands": down_operands, "up_operands": up_operands, "decodes": nothing_compressed}
-    return _Family(vars(kernels) | own)
+    return _Family(vars(kernels) | own | operations | {"decodes": are_float8})
 
 
 def rounding_operands(kernels: Any) -> Any:
     """`in_8_bits` for a family that has no such products: operands are rounded, and the arithmetic stays what it is."""
+
+    def forward(weight, dtype):
+        if isinstance(weight, CastWeight):
+            return decoded(weight.forward, dtype).swapaxes(1, 2)
+        return rounded(1, to_round(weight, dtype))[0].astype(dtype)
+
+    def backward(weights, dtype):
+        if isinstance(weights[0], CastWeight):
+            return tuple(decoded(weight.backward, dtype) for weight in weights)
+        return tuple(w.astype(dtype) for w in rounded(2, *(to_round(weight, dtype) for weight in weights)))
+
+    def decoded(scaled, dtype):
+        values, scales = lax.optimization_barrier(scaled)  # or XLA would take two conversions for none
+        return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+
+    def cast_weights(ups, down, dtype, bounded):
+        def cast(weight, backward, of_columns=None):
+            (forward,) = quantize(to_round(weight, dtype).swapaxes(1, 2))
+            return CastWeight(weight, forward, backward, of_columns, jnp.dtype(dtype), bounded)
+
+        shared = quantize(*(to_round(weight, dtype) for weight in ups))
+        of_columns = [column_norms(weight, dtype) if bounded else None for weight in ups]
+        return tuple(map(cast, ups, shared, of_columns)), cast(down, *quantize(to_round(down, dtype)))
 
     def up_projection(x, weights, biases, groups, *, bound=None, **options):
         scales = None
         if bound:
             largest = largest_of_experts([column_norms(w, x.dtype) for w in weights], biases)
             scales = partial(bounded_scales, bound), token_norms(x), largest
-        (x,), weights = rounded(-1, x), tuple(rounded(1, w)[0] for w in weights)
+        (x,), weights = rounded(-1, x), tuple(forward(w, x.dtype) for w in weights)
         return kernels.scaled_up_projection(x, weights, biases, groups, scales, **options)
 
     def down_operands(hidden, weights):
-        weights = [rounded(1, w)[0] for w in weights]
         if not isinstance(hidden, Scaled):
-            return rounded(-1, hidden)[0], weights
+            return rounded(-1, hidden)[0], [forward(w, hidden.dtype) for w in weights]
+        dtype = weights[0].dtype
         values, scales = lax.optimization_barrier(hidden)
-        return (values.astype(jnp.float32) * scales).astype(weights[0].dtype), weights
+        return (values.astype(jnp.float32) * scales).astype(dtype), [forward(w, dtype) for w in weights]
 
     def down_backward(dy, w_down, *args, **options):
-        return kernels.down_backward(*rounded(-1, dy), *rounded(2, w_down), *args, **options)
+        return kernels.down_backward(*rounded(-1, dy), *backward([w_down], dy.dtype), *args, **options)
 
     def up_operands(d_pre_activations, weights, in_place=False):
         del in_place
-        return rounded(-1, *d_pre_activations), [rounded(2, *of_block) for of_block in weights]
+        dtype = d_pre_activations[0].dtype
+        return rounded(-1, *d_pre_activations), [backward(of_block, dtype) for of_block in weights]
 
-    own = (up_projection, down_operands, down_backward, up_operands)
-    return _Family(vars(kernels) | {operation.__name__: operation for operation in own})
+    own = (up_projection, down_operands, down_backward, up_operands, cast_weights)
+    return _Family(vars(kernels) | {operation.__name__: operation for operation in own} | {"decodes": are_float8})

@@ -1,12 +1,14 @@
 """Experts that multiply 8 bits next to those that multiply 16, pass by pass and kernel by kernel, with the bounds."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array
 
 from blaze_jax.benchmark.back_to_back import take_turns
 from blaze_jax.benchmark.compiling import compile_together
@@ -15,11 +17,14 @@ from blaze_jax.benchmark.rates import DENSE, CeilingCalls, Ceilings, Work, kerne
 from blaze_jax.benchmark.results import Record, head
 from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, expert_inputs, forward_and_backward
 from blaze_jax.benchmark.timing import Call, KernelTotal, Timing, time_calls
+from blaze_jax.casts import cast_experts
 from blaze_jax.experts import expert_ffn
 from blaze_jax.precision import fp8_everywhere
-from pallas_kernels.fp8 import E4M3
+from blaze_jax.quantized import WEIGHTS
+from pallas_kernels.fp8 import E4M3, CastWeight
 
 DENSE_FP8 = "dense matmul, fp8"
+CAST_BEFORE = "fp8, weights cast before"
 OTHERS = "of XLA"
 """All kernels that are not ours, together."""
 
@@ -29,14 +34,18 @@ def measure_precision(
 ) -> Record:
     """Times both passes of the experts with products of 8 bits and without, in turns, and their kernels.
 
-    All sizes multiply 8 bits here, also those where `precision="fp8"` would not.
+    All sizes multiply 8 bits here, also those where `precision="fp8"` would not; once with weights cast before, which
+    a step of several microbatches does once, and is not in their time.
     """
     inputs = expert_inputs(sizes, dtype)
-    layers = {
-        jnp.dtype(dtype).name: partial(expert_ffn, implementation=implementation),
-        "fp8": partial(expert_ffn, implementation=implementation, precision="fp8"),
-    }
-    compiled = _compiled({name: (layer, inputs) for name, layer in layers.items()})
+    plain = partial(expert_ffn, implementation=implementation)
+    in_8_bits = partial(plain, precision="fp8")
+    with fp8_everywhere():
+        config = sizes.config(precision="fp8", implementation=implementation)
+        cast = jax.jit(partial(cast_experts, config=config))(dict(zip(WEIGHTS, inputs[1:4], strict=True)))
+    casts = [replace(cast[name], weight=None) for name in WEIGHTS]
+    layers = {jnp.dtype(dtype).name: (plain, []), "fp8": (in_8_bits, []), CAST_BEFORE: (in_8_bits, casts)}
+    compiled = _compiled(layers, inputs)
     calls: dict[Any, Call] = {key: partial(program, *arguments) for key, (program, arguments) in compiled.items()}
     ceiling_calls = CeilingCalls(dtype)
     dense_fp8 = {DENSE_FP8: _dense_fp8(ceiling_calls.width)}
@@ -54,7 +63,7 @@ def measure_precision(
             row[phase] = timed | {"sustained": runs[name, phase]}
         if (plan := plan_of(compiled[name, BOTH][0].memory_analysis())) is not None:
             row |= {"temporaries_mib": plan.temporaries / MIB, "peak_mib": plan.peak / MIB}
-        in_fp8 = name == "fp8"
+        in_fp8 = name.startswith("fp8")
         work = (fp8_work if in_fp8 else kernel_work)(sizes, jnp.dtype(dtype).itemsize)
         rates = ceilings, fp8_ceilings if in_fp8 else ceilings
         by_kernel[name] = {phase: _kernels(timings[name, phase].kernels, work, *rates) for phase in PASSES}
@@ -69,18 +78,30 @@ def measure_precision(
     return head("precision", sizes, dtype) | found
 
 
-def _compiled(layers: Mapping[str, tuple[Callable, tuple]]) -> dict[tuple[str, str], tuple[jax.stages.Compiled, tuple]]:
-    """Each layer's passes, compiled side by side, and their arguments."""
+def _compiled(
+    layers: Mapping[str, tuple[Callable, list[CastWeight]]], inputs: tuple
+) -> dict[tuple[str, str], tuple[jax.stages.Compiled, tuple]]:
+    """Each layer's passes with its casts of the weights, compiled side by side, and their arguments."""
     lowered, given = {}, {}
-    for name, (layer, inputs) in layers.items():
+    for name, (layer, casts) in layers.items():
         for phase in PASSES:
+            function = partial(_forward if phase == FORWARD else _both, layer)
+            arguments = (casts, *inputs) if phase == FORWARD else (casts, *inputs, inputs[0])
             with fp8_everywhere():
-                function, arguments = layer, inputs
-                if phase != FORWARD:
-                    function, arguments = forward_and_backward(layer), (*inputs, inputs[0])
                 lowered[name, phase] = jax.jit(function).lower(*arguments)
-                given[name, phase] = arguments
+            given[name, phase] = arguments
     return {key: (program, given[key]) for key, program in compile_together(lowered).items()}
+
+
+def _forward(layer: Callable, casts: list[CastWeight], x: Array, *others: Array) -> Array:
+    """The layer's output, with the weights, which are the first of the others, cast before if there are casts."""
+    weights = (replace(cast, weight=weight) for cast, weight in zip(casts, others, strict=False))
+    return layer(x, *weights, *others[len(casts) :])
+
+
+def _both(layer: Callable, casts: list[CastWeight], *arguments: Array) -> tuple:
+    """Both passes; the last argument is the gradient of the output."""
+    return forward_and_backward(partial(_forward, layer, casts))(*arguments)
 
 
 def _dense_fp8(width: int) -> Call:

@@ -321,13 +321,15 @@ def _precision(record: Record) -> Iterator[Row]:
 
 
 @_rows(
-    "precision_kernel", "kernel of forward+backward | 16 bits, µs | 8 bits, µs | faster by | least, µs | by | reached"
+    "precision_kernel",
+    "kernel of both passes | 16 bits, µs | 8 bits, µs | weights cast before | faster by | least, µs | by | reached",
 )
 def _precision_kernels(record: Record) -> Iterator[Row]:
     """What one launch or all of a kernel take in both precisions, and what it must take in 8 bits at least."""
-    wide, narrow, *_ = (of_layer["forward+backward"] for of_layer in record["by_kernel"].values())
+    layers = [of_layer["forward+backward"] for of_layer in record["by_kernel"].values()]
+    wide, narrow, *_ = layers
     for name in {**narrow, **wide}:
-        us = [kernels.get(name, {}).get("us") for kernels in (wide, narrow)]
+        us = [kernels.get(name, {}).get("us") for kernels in layers]
         faster = f"{us[0] / us[1]:.2f}×" if us[0] and us[1] else ""
         row = narrow.get(name, {})
         reached = f"{row['least_us'] / row['us']:.0%}" if row.get("least_us") and row["us"] else ""

@@ -39,9 +39,10 @@ from pallas_kernels.routing.token_selection import experts_added as experts_adde
 from pallas_kernels.routing.token_selection import token_cutoffs as token_cutoffs
 from pallas_kernels.xla.router import router_backward as router_backward
 
-in_fp8 = cache(partial(in_8_bits, sys.modules[__name__], _fp8.down_operands, _fp8.up_operands))
+_in_8_bits = {name: getattr(_fp8, name) for name in ("down_operands", "up_operands", "cast_weights")}
+in_fp8 = cache(partial(in_8_bits, sys.modules[__name__], **_in_8_bits))
 fp8_multiple = _fp8.WIDTH_MULTIPLE
-down_operands = up_operands = None
+down_operands = up_operands = cast_weights = None
 decodes = contract.one_form_in_16s
 transformable = False
 overlaps = True

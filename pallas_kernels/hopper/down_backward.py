@@ -17,7 +17,7 @@ from pallas_kernels.hopper.decoded_matmul import DecodedPanelRowMatmul
 from pallas_kernels.hopper.decoding import REGISTERS as DECODING
 from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value_and_gradients
-from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights
+from pallas_kernels.hopper.fp8 import backward_weights, quantize_tokens
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import (
     K_STEP,
@@ -83,7 +83,7 @@ def down_backward(
     tile_tuning = find_tuning("down_backward", tuning, num_rows, dtype, d=dy.shape[1], n=n, E=w_down.shape[0])
     tokens, decoding = dy, None
     if fp8:
-        (scaled,) = quantize_weights(w_down, axis=2, dtype=dtype)
+        (scaled,) = backward_weights([w_down], dtype)
         tokens, of_tokens = quantize_tokens(dy, groups)
         w_down, decoding = scaled.values, (of_tokens, by_tiles([scaled.scales], column_tiles))
     fetched: Any

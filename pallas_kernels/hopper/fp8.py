@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import simt
+from pallas_kernels import fp8, simt
 from pallas_kernels.contract import INFINITY_BITS, MAGNITUDE_BITS, Dispatch
-from pallas_kernels.fp8 import Scaled, column_norms, norms, scale_field
+from pallas_kernels.fp8 import CastWeight, Scaled, column_norms, is_float8, norms, scale_field, to_round
 from pallas_kernels.hopper.quantization import packed_width, unpaired_column
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.simt.matrices import commit_copies, pack_e4m3, start_copy, unpack, wait_for_copies
@@ -101,17 +102,17 @@ def quantize_tokens(tokens: Float[Array, "T k"], groups: Dispatch) -> tuple[Arra
 
 
 def down_operands(
-    hidden: Float[Array, "R n"] | Scaled, weights: Sequence[Float[Array, "E n d"]]
+    hidden: Float[Array, "R n"] | Scaled, weights: Sequence[Float[Array, "E n d"] | CastWeight]
 ) -> tuple[Scaled, list[Scaled]]:
     """The operands of `down_projection` in 8 bits; the rows take the memory of `hidden`, or are there already."""
-    if isinstance(hidden, Scaled):
-        return hidden, [paired_weights(weight.astype(hidden.values.dtype)) for weight in weights]
-    return quantize(hidden, in_place=True)[0], [quantize_weights(w, axis=1, dtype=hidden.dtype)[0] for w in weights]
+    bounded = isinstance(hidden, Scaled)
+    rows, dtype = (hidden, hidden.values.dtype) if bounded else (quantize(hidden, in_place=True)[0], hidden.dtype)
+    return rows, [down_weights(weight, dtype, bounded) for weight in weights]
 
 
 def up_operands(
     d_pre_activations: tuple[Float[Array, "R n"], ...],
-    weights: Sequence[tuple[Float[Array, "E d n"], ...]],
+    weights: Sequence[tuple[Float[Array, "E d n"] | CastWeight, ...]],
     in_place: bool = False,
 ) -> tuple[tuple[Scaled, ...], list[tuple[Scaled, ...]]]:
     """The operands of `up_backward` in 8 bits; projections share their scales, since one accumulator sums them.
@@ -119,35 +120,65 @@ def up_operands(
     With `in_place` the rows take the memory of `d_pre_activations`.
     """
     dtype = d_pre_activations[0].dtype
-    return tuple(quantize(*d_pre_activations, in_place=in_place)), [
-        tuple(quantize_weights(*w, axis=2, dtype=dtype)) for w in weights
-    ]
+    return tuple(quantize(*d_pre_activations, in_place=in_place)), [backward_weights(of, dtype) for of in weights]
 
 
-def quantize_weights(*weights: Float[Array, "E a b"], axis: int, dtype) -> list[Scaled]:
-    """Weights in 8 bits, with the contracted `axis` last."""
-    weights = tuple(w.astype(dtype) for w in weights)
-    if axis == 1 and len(weights) == 1 and (columns := slab_columns(weights[0].shape[1])):
-        return [quantize_columns(weights[0], columns=columns)]
-    return quantize(*(w.swapaxes(1, 2) if axis == 1 else w for w in weights))
+def cast_weights(
+    ups: Sequence[Float[Array, "E d n"]], down: Float[Array, "E n d"], dtype, bounded: bool
+) -> tuple[tuple[CastWeight, ...], CastWeight]:
+    """Weights as the products of both passes take them in 8 bits, for rows of `dtype`."""
+
+    def cast(weight, backward, forward, of_columns=None):
+        return CastWeight(weight, forward, backward, of_columns, jnp.dtype(dtype), bounded)
+
+    backward = backward_weights(ups, dtype)
+    cast_ups = (cast(w, b, *up_weights(w, dtype, bounded)) for w, b in zip(ups, backward, strict=True))
+    return tuple(cast_ups), cast(down, *backward_weights([down], dtype), down_weights(down, dtype, bounded))
 
 
-def paired_weights(weights: Float[Array, "E n d"]) -> Scaled:
-    """Weights of the down projection in 8 bits, with n last, in the pairs of `quantization`."""
-    places = 2 * packed_width(weights.shape[1])
-    if columns := slab_columns(places):
-        return quantize_columns(weights, columns=columns, paired=True)
-    order = unpaired_column(np.arange(places))
-    return quantize(weights.swapaxes(1, 2).at[..., order].get(mode="fill", fill_value=0))[0]
+def up_weights(weight: Any, dtype, bounded: bool) -> tuple[Scaled, Float[Array, "E n"] | None]:
+    """Weights `(E, d, n)` of an up projection with d last, and their columns' norms if activations are `bounded`."""
+    if isinstance(weight, CastWeight):
+        return weight.forward, weight.norms
+    if not bounded:
+        return _columns(weight, dtype), None
+    if not is_float8(weight) and (columns := slab_columns(weight.shape[1])):
+        scaled, squares = quantize_columns(weight.astype(dtype), columns=columns, squares=True)
+        return scaled, norms(squares, weight.shape[1])
+    return _columns(weight, dtype), column_norms(weight, dtype)
 
 
-def weights_and_norms(weights: Float[Array, "E d n"], dtype) -> tuple[Scaled, Float[Array, "E n"]]:
-    """Weights of an up projection in 8 bits, with d last, and the norms of their columns."""
-    weights = weights.astype(dtype)
-    if columns := slab_columns(weights.shape[1]):
-        scaled, squares = quantize_columns(weights, columns=columns, squares=True)
-        return scaled, norms(squares, weights.shape[1])
-    return quantize_weights(weights, axis=1, dtype=dtype)[0], column_norms(weights, dtype)
+def down_weights(weight: Any, dtype, bounded: bool) -> Scaled:
+    """Weights `(E, n, d)` of the down projection with n last, for activations that are `bounded` in their pairs."""
+    if isinstance(weight, CastWeight):
+        return weight.forward
+    return _columns(weight, dtype, paired=bounded)
+
+
+def backward_weights(weights: Sequence[Any], dtype) -> tuple[Scaled, ...]:
+    """Weights `(E, a, b)` as they lie, which share their scales, for rows with b columns."""
+    if isinstance(weights[0], CastWeight):
+        return tuple(weight.backward for weight in weights)
+    if is_float8(weights[0]):
+        return tuple(_packed(s, dtype) for s in fp8.quantize(*(to_round(weight, dtype) for weight in weights)))
+    return tuple(quantize(*(weight.astype(dtype) for weight in weights)))
+
+
+def _columns(weight: Any, dtype, *, paired: bool = False) -> Scaled:
+    """Weights `(E, a, b)` with a scale for each column, and a last; if `paired`, in the pairs of `quantization`."""
+    places = 2 * packed_width(weight.shape[1]) if paired else weight.shape[1]
+    if not is_float8(weight) and (columns := slab_columns(places)):
+        return quantize_columns(weight.astype(dtype), columns=columns, paired=paired)
+    numbers = to_round(weight, dtype).swapaxes(1, 2)
+    if paired:
+        numbers = numbers.at[..., unpaired_column(np.arange(places))].get(mode="fill", fill_value=0)
+    return _packed(*fp8.quantize(numbers), dtype) if is_float8(weight) else quantize(numbers)[0]
+
+
+def _packed(scaled: Scaled, dtype) -> Scaled:
+    """The same, two numbers in one of a 16-bit type."""
+    values = scaled.values.reshape(*scaled.values.shape[:-1], -1, 2)
+    return scaled._replace(values=lax.bitcast_convert_type(values, dtype))
 
 
 def slab_columns(num_rows: int) -> int | None:

@@ -22,7 +22,7 @@ from pallas_kernels.hopper.decoded_matmul import DecodedRowMatmul, of_blocks, st
 from pallas_kernels.hopper.decoding import REGISTERS as DECODING
 from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value
-from pallas_kernels.hopper.fp8 import quantize_tokens, quantize_weights, weights_and_norms
+from pallas_kernels.hopper.fp8 import quantize_tokens, up_weights
 from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, pack_e4m3, store_of_rows
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, packed_width, quantize_panels
@@ -66,10 +66,10 @@ def up_projection(
     quantized, at scales that are known before the products.
     """
     (num_experts, d, n), dtype = weights[0].shape, x.dtype
-    if quantize:  # what packs two panels of a projection as one decodes nothing
+    if quantize and not fp8:  # what packs two panels of a projection as one decodes nothing
         weights = tuple(weight.astype(dtype) if is_quantized(weight) else weight for weight in weights)
     decoder = None
-    if is_quantized(weights[0]):
+    if is_quantized(weights[0]) and not fp8:
         decoder = TileDecoder(weights[0], transposed=False, side_by_side=len(weights))
     found = find_tuning("up_projection", tuning, groups.num_rows, dtype, d=d, n=n, E=num_experts)
     narrow = not (quantize or fp8 or decoder)  # which pack two panels of a projection as one, or share out blocks
@@ -173,12 +173,10 @@ def up_projection(
     if decoder:
         fetched, copies = tuple(map(decoder.operands, weights)), decoder.copies
     elif fp8:
+        scaled, of_columns = zip(*(up_weights(weight, dtype, bool(bound)) for weight in weights), strict=True)
         if bound:
-            scaled, of_columns = zip(*(weights_and_norms(weight, dtype) for weight in weights), strict=True)
             row_norms = token_norms(x).at[groups.expert_token_indices].get(mode="fill", fill_value=0)
             bounds = row_norms, largest_of_experts(of_columns, biases)
-        else:
-            scaled = [quantize_weights(weight, axis=1, dtype=dtype)[0] for weight in weights]
         x, of_tokens = quantize_tokens(x, groups)
         scales = of_tokens, by_tiles([weight.scales for weight in scaled], column_tiles, columns)
         fetched = tuple(weight.values for weight in scaled)

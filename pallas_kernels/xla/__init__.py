@@ -30,7 +30,7 @@ from pallas_kernels.xla.router import token_cutoffs as token_cutoffs
 unsupported = router_unsupported = dispatch_unsupported = why_kernels_spill = contract.no_limit
 decodes = contract.anything_compressed
 fp8_multiple = 1
-down_operands = up_operands = None
+down_operands = up_operands = cast_weights = None
 in_fp8 = cache(partial(rounding_operands, sys.modules[__name__]))
 transformable = True
 overlaps = False

@@ -19,7 +19,7 @@ from blaze_jax.oracle import dense_expert_ffn
 from blaze_jax.precision import fp8_everywhere
 from pallas_kernels import fp8, hopper
 from pallas_kernels.compile_only import compile_for_gpu
-from pallas_kernels.hopper.fp8 import paired_weights, quantize, quantize_columns
+from pallas_kernels.hopper.fp8 import down_weights, quantize, quantize_columns
 from pallas_kernels.hopper.quantization import packed_width, unpaired_column
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits, scaled_error
@@ -194,7 +194,7 @@ def test_pairs_of_columns_and_sums_of_squares(n):
     (theirs,) = fp8.quantize(weights, axis=1)
     places = 2 * packed_width(n)
     with hopper.interpreted():
-        ours = paired_weights(weights)
+        ours = down_weights(weights, jnp.bfloat16, bounded=True)
         _, squares = quantize_columns(weights, columns=16, squares=True)
     assert_same_bits(ours.scales, theirs.scales)
     known = np.isfinite(theirs.scales)
