@@ -157,10 +157,8 @@ class MoEConfig:
             raise ValueError(f"adapter={shown(self.adapter)} must be a LoRA or None")
         if self.adapter:
             self.adapter.projections(get_activation(self.activation).gated)
-            if self.precision or self.save == "int8":
-                raise ValueError(
-                    f"precision={self.precision!r} and save={self.save!r} are not for adapters: leave them out"
-                )
+            if self.save == "int8":
+                raise ValueError(f"save={self.save!r} is not for adapters: leave it out")
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any] | str | Path) -> "MoEConfig":

@@ -215,8 +215,8 @@ def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weig
 
     sizes = {"w_down": downs[0].weight, "dtype": dtype}
     z, of_experts = low_rank.reduced_hidden(plan.kernels, hidden, downs[0], rows.all), [down.weight for down in downs]
-    if plan.kernels.down_operands:
-        hidden, of_experts = plan.kernels.down_operands(hidden, of_experts)
+    if plan.kernels.down_operands:  # which may write over the rows
+        hidden, of_experts = plan.kernels.down_operands(hidden if z is None else after(hidden, z), of_experts)
     operands = hidden, z
     return token_sums(plan, tokens, rows, weights, rows_of, operands, before, **sizes)[0]
 

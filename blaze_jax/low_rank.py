@@ -13,6 +13,8 @@ Each of these is a product that the layer has, with r in the place of a width: o
 (Z', dZ, and all that is added to a product with W), and over rows (the last four). Z, Z', V and dZ have r columns, and
 are computed again rather than kept. What is added to P, and to dH, exists as rows of width n, as P itself does; what is
 added to rows of y and dx, a block of columns at a time, as they do. Nothing is as large as T·K·d.
+
+With `precision="fp8"` products with W round to 8 bits, and those with A and B do not.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +70,8 @@ def reduced(kernels: Kernels, x: Float[Array, "T d"], ups: Sequence[Projection],
     own = tuple(up.a for up in ups if up.a is not None)
     if not own:
         return [None] * len(ups)
-    found, hidden = kernels.up_projection(x, own, (), groups, activation=_first, keep_pre_activations=len(own) > 1)
+    options: dict[str, Any] = {"activation": _first, "keep_pre_activations": len(own) > 1}
+    found, hidden = kernels.unrounded.up_projection(x, own, (), groups, **options)
     rows = iter(found or (hidden,))
     return [None if up.a is None else next(rows) for up in ups]
 
@@ -82,7 +85,8 @@ def reduced_gradient(kernels: Kernels, dy: Float[Array, "T d"], down: Projection
     """`V = dy · B_downᵀ` of every row; None without an adapter."""
     if down.b is None:
         return None
-    return kernels.up_projection(dy, (down.b.mT,), (), groups, activation=_first, keep_pre_activations=False)[1]
+    options: dict[str, Any] = {"activation": _first, "keep_pre_activations": False}
+    return kernels.unrounded.up_projection(dy, (down.b.mT,), (), groups, **options)[1]
 
 
 def reduced_gradients(

@@ -28,9 +28,9 @@ _everywhere: ContextVar[bool] = ContextVar("fp8_everywhere", default=False)
 
 
 @contextmanager
-def fp8_everywhere() -> Iterator[None]:
+def fp8_everywhere(is_so: bool = True) -> Iterator[None]:
     """What is traced inside multiplies 8 bits wherever `precision="fp8"` is asked for, whether it pays or not."""
-    token = _everywhere.set(True)
+    token = _everywhere.set(is_so)
     try:
         yield
     finally:

@@ -59,6 +59,11 @@ class Kernels(Protocol):
         ...
 
     @property
+    def unrounded(self) -> "Kernels":
+        """The family that does not round to 8 bits: itself, unless `in_fp8` gave it."""
+        ...
+
+    @property
     def fp8_multiple(self) -> int:
         """What both widths of the experts must be multiples of for products in 8 bits."""
         ...

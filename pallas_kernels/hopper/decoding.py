@@ -43,9 +43,6 @@ from pallas_kernels.hopper.inline import (
 from pallas_kernels.mosaic.interpreter import in_interpreter, is_interpreted
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS
 
-REGISTERS = (56, 224)
-"""Of a producer's thread, and of a consumer's."""
-
 BLOCK = 64
 """Columns that a wgmma multiplies, and their bytes of codes of a row."""
 

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.hopper.decoded_matmul import DecodedPanelRowMatmul
-from pallas_kernels.hopper.decoding import REGISTERS as DECODING
 from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.fp8 import backward_weights, quantize_tokens
@@ -30,7 +29,7 @@ from pallas_kernels.hopper.inline import (
 )
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, load_quantized
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, by_tiles, decoded, ragged_copy
-from pallas_kernels.hopper.tile_kernel import PANELS
+from pallas_kernels.hopper.tile_kernel import MOST_FOR_CONSUMERS, PANELS
 from pallas_kernels.mosaic.row_groups import (
     GROUP_ROWS,
     TILE_COLUMNS,
@@ -199,7 +198,7 @@ def down_backward(
         # A tile has read its pre-activations before it writes their gradients.
         in_place={"d_pre_into" if quantized else "pre": "d_pre", "into": "weighted_hidden"},
         copies=COPIES,
-        registers=DECODING if decoder else (88, 208),
+        registers=MOST_FOR_CONSUMERS if decoder else (88, 208),
     )
     d_row_weights = out.d_row_weights.reshape(-1, parts, TILE_ROWS).swapaxes(0, 1)
     d_row_weights = rows_of_tiles(sum_in_order(d_row_weights), groups.tiles, num_rows)

@@ -19,7 +19,6 @@ from pallas_kernels.codings import is_quantized
 from pallas_kernels.contract import Dispatch, Quantized
 from pallas_kernels.fp8 import Scaled, bounded_scales, largest_of_experts, token_norms
 from pallas_kernels.hopper.decoded_matmul import DecodedRowMatmul, of_blocks, store_block
-from pallas_kernels.hopper.decoding import REGISTERS as DECODING
 from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.fp8 import quantize_tokens, up_weights
@@ -27,7 +26,7 @@ from pallas_kernels.hopper.gather import row_chunks
 from pallas_kernels.hopper.inline import K_STEP, PANEL, pack_e4m3, store_of_rows
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, packed_width, quantize_panels
 from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, by_tiles, of_rows, store_rows, tile_panel
-from pallas_kernels.hopper.tile_kernel import in_panels
+from pallas_kernels.hopper.tile_kernel import MOST_FOR_CONSUMERS, in_panels
 from pallas_kernels.mosaic.device import num_sms
 from pallas_kernels.mosaic.interpreter import blocks
 from pallas_kernels.mosaic.row_groups import TILE_COLUMNS, TILE_ROWS, TileSchedule
@@ -211,7 +210,7 @@ def up_projection(
         results={"written": ((kept,) * len(weights) if keep_pre_activations else (), hidden)},
         in_place={"into": "written"},
         copies=copies,
-        registers=DECODING if decoder else (72, 216) if fp8 else (88, 208),
+        registers=MOST_FOR_CONSUMERS if decoder or fp8 else (88, 208),
     ).written
     if bound:
         hidden = hidden._replace(scales=hidden.scales[0])
@@ -341,7 +340,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     options: dict[str, Any] = {"copies": 2 if transposed else 1 + panels}
     if decoder:
         matmul = DecodedRowMatmul(**walk, store=store_blocks, decoder=decoder)
-        options = {"copies": 1 + decoder.copies, "registers": DECODING}
+        options = {"copies": 1 + decoder.copies, "registers": MOST_FOR_CONSUMERS}
     else:
         forms: dict[str, Any] = {"transposed_weights": transposed, "packed": packed, "held_columns": columns}
         matmul = HeldRowMatmul(**walk, columns=columns, finish=finish, store=store, **forms)

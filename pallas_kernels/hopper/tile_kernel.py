@@ -42,6 +42,9 @@ PANELS = TILE_COLUMNS // PANEL
 
 PRODUCER = 2  # the warpgroup
 
+MOST_FOR_CONSUMERS = (56, 224)
+"""Registers of a producer's and of a consumer's thread, where a producer does with few and consumers need many."""
+
 
 class Slot(NamedTuple):
     """Slot `number`: `lhs` (128, 64) and `rhs` (columns, 64), if there is one, in shared memory; its barrier `full`.

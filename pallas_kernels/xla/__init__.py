@@ -31,6 +31,7 @@ unsupported = router_unsupported = dispatch_unsupported = why_kernels_spill = co
 decodes = contract.anything_compressed
 fp8_multiple = 1
 down_operands = up_operands = cast_weights = None
+unrounded = sys.modules[__name__]
 in_fp8 = cache(partial(rounding_operands, sys.modules[__name__]))
 transformable = True
 overlaps = False

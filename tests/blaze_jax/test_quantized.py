@@ -84,5 +84,5 @@ def test_over_devices_as_on_one(way):
 
 
 def test_not_with_adapters():
-    with pytest.raises(ValueError, match="save='int8' are not for adapters"):
+    with pytest.raises(ValueError, match="save='int8' is not for adapters"):
         MoEConfig(num_experts=4, experts_per_token=2, expert_width=8, save="int8", adapter=LoRA(rank=2))

@@ -23,7 +23,7 @@ from pallas_kernels.hopper.fp8 import down_weights, quantize, quantize_columns
 from pallas_kernels.hopper.quantization import packed_width, unpaired_column
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits, scaled_error
-from tests.routings import random_experts
+from tests.routings import ROUTINGS, random_experts
 
 REFUSALS = [
     ({"precision": "fp4"}, ValueError, "precision='fp4' must be None or one of fp8"),
@@ -131,6 +131,21 @@ def test_hoppers_products_are_the_portable_ones(n, activation, save):
     with hopper.interpreted():
         found = results(partial(expert_ffn, implementation="mosaic_gpu"), problem, **options)
     assert_close(found, portable)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", ["pre_activations", "int8"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.default_cases("*")
+def test_every_routing_gives_the_portable_numbers_on_a_gpu(routing, save):
+    problem = make_problem(*ROUTINGS[routing], d=320, n=272, biases=save == "int8", dtype="bfloat16")
+    options = {"precision": "fp8", "save": save}
+    portable, found, again = (
+        results(partial(expert_ffn, implementation=name), problem, **options)
+        for name in ("xla", "mosaic_gpu", "mosaic_gpu")
+    )
+    assert_close(found, portable)
+    assert_same_bits(found, again)
 
 
 @pytest.mark.slow
