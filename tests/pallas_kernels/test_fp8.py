@@ -144,7 +144,8 @@ def test_every_routing_gives_the_portable_numbers_on_a_gpu(routing, save):
         results(partial(expert_ffn, implementation=name), problem, **options)
         for name in ("xla", "mosaic_gpu", "mosaic_gpu")
     )
-    assert_close(found, portable)
+    # An activation that is rounded to the next number of 16 bits, here or there, may be one to the next of 8 bits.
+    assert_close(found, portable, tolerance=4e-2)
     assert_same_bits(found, again)
 
 
