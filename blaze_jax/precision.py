@@ -48,7 +48,7 @@ def check_precision(precision: Precision | None) -> None:
         raise ValueError(f"{precision=} must be None or one of {', '.join(get_args(Precision))}")
 
 
-def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...], expected_rows: float) -> Kernels:
+def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...], expected_rows: float | None) -> Kernels:
     """The family with its row products in 8 bits; as it is where they would not pay.
 
     A warning says so once, except where there are fewer rows than experts.
@@ -57,7 +57,7 @@ def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...], expec
       kernels: the family.
       x: tokens.
       weights: `(E, d, n)`, the down weights last.
-      expected_rows: of all experts together.
+      expected_rows: of all experts together; None for as many as make it pay.
 
     Raises:
       NotImplementedError: the family has no such products, or not of these widths.
@@ -74,7 +74,9 @@ def kernels_in_fp8(kernels: Kernels, x: Array, weights: tuple[Array, ...], expec
             f"precision='fp8' needs widths that are multiples of {multiple}, got model width {model_width} and "
             f"expert width {width}; leave it out, or use implementation='xla'"
         )
-    if not is_fp8_everywhere() and (reason := why_fp8_loses(x, width, model_width, num_experts, expected_rows)):
+    if expected_rows is None or is_fp8_everywhere():
+        return kernels.in_fp8()
+    if reason := why_fp8_loses(x, width, model_width, num_experts, expected_rows):
         if has_symbolic_sizes(x) or expected_rows >= num_experts:  # fewer draw parameters, or a token after another
             warn_once(f"precision='fp8' is left out, and experts multiply {x.dtype}: {reason}")
         return kernels

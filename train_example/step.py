@@ -1,6 +1,6 @@
 """The optimizer, the training step and the evaluation, as functions of arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
-from blaze_jax import expert_ffn
+from blaze_jax import cast_experts, expert_ffn, with_casts
 from train_example.config import TrainConfig
 from train_example.model import Decoder, Tree, adapters_of, layers_apart, stacked, together
 
@@ -199,9 +199,11 @@ def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, t
     the experts' matrices are added to their sums where they are computed, on one device.
     """
     params, frozen = working_copy(state.params, model.dtype), state.frozen
+    casts = cast_experts(params, model.moe, model.dtype) if _trains_own_experts(model) else params
     if batch.shape[0] == 1:  # needs no second copy of the gradients to add to
 
         def of_all(params: Tree) -> tuple[Array, tuple[Tree, Report]]:
+            params = with_casts(params, casts)
             (loss, _), others = _loss_and_sums(model, params, frozen, state.router_state, batch[0], {})
             return loss, others
 
@@ -211,52 +213,53 @@ def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, t
         total, sums, router_state = carry
 
         def loss(others: Tree, unread: Tree) -> tuple[tuple[Array, Tree], tuple[Tree, Report]]:
-            return _loss_and_sums(model, _joined(others, params), frozen, router_state, windows, unread)
+            params = with_casts(_filled(others, of_experts), casts)
+            return _loss_and_sums(model, params, frozen, router_state, windows, unread)
 
         unread = jax.tree.map(lambda array: lax.empty(array.shape, array.dtype), sums)
-        (value, _), gradients, (router_state, report) = jax.vjp(loss, _without(params, sums), unread, has_aux=True)
+        (value, _), gradients, (router_state, report) = jax.vjp(loss, others, unread, has_aux=True)
         grads, sums = gradients((jnp.ones_like(value), sums))  # the sums come in as gradients, and go out as such
         return (jax.tree.map(jnp.add, total, grads), sums, router_state), report
 
     sums = _no_sums(model, state.params)
-    zeros = jax.tree.map(lambda param: jnp.zeros_like(param, jnp.float32), _without(state.params, sums))
+    others, of_experts = _apart(params) if sums else (params, [])
+    zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), others)
     (total, sums, router_state), reports = lax.scan(add, (zeros, sums, state.router_state), jnp.asarray(batch))
     sums = layers_apart(model.config, sums) if model.unroll else sums
-    grads = jax.tree.map(lambda gradient: gradient / batch.shape[0], _joined(total, sums))
+    grads = jax.tree.map(lambda gradient: gradient / batch.shape[0], _filled(total, jax.tree.leaves(sums)))
     loads = reports.pop("tokens_per_expert").sum(0)
     return grads, (router_state, jax.tree.map(jnp.mean, reports) | {"tokens_per_expert": loads})
+
+
+def _trains_own_experts(model: Decoder) -> bool:
+    """Whether the model's experts are those of `blaze_jax`, trained on one device."""
+    elsewhere = model.parallel is not None or model.dense_twin is not None or model.experts is not expert_ffn
+    return not elsewhere and model.moe.adapter is None
 
 
 def _no_sums(model: Decoder, params: Tree) -> Tree:
     """Zeros for the collection "gradient_sums" of `blaze_jax.MoE`; nothing where gradients are added up outside of it.
 
-    That is over a mesh, where other devices' gradients have to be added first, and for other experts.
+    That is over a mesh, where other devices' gradients have to be added first, for other experts, and for adapters,
+    which are small.
     """
-    elsewhere = model.parallel is not None or model.dense_twin is not None or model.experts is not expert_ffn
-    if elsewhere or model.moe.adapter is not None:  # adapters' are small
-        return {}
     stacks = jax.eval_shape(stacked, params)
-    names = [name for name in model.config.stacks() if name.startswith("moe")]
+    names = [name for name in model.config.stacks() if name.startswith("moe") and _trains_own_experts(model)]
     experts = {name: {"moe": {n: stacks[name]["moe"][n] for n in _EXPERT_MATRICES}} for name in names}
     return jax.tree.map(lambda stack: jnp.zeros(stack.shape, stack.dtype), experts)
 
 
-def _without(tree: Tree, part: Tree) -> Tree:
-    """The tree, of which each layer may be apart, with None in the place of what `part` has."""
-    if isinstance(tree, tuple):
-        return tuple(_without(layer, part) for layer in tree)
-    if not isinstance(tree, dict):
-        return None
-    return {name: _without(branch, part[name]) if name in part else branch for name, branch in tree.items()}
+def _apart(params: Tree) -> tuple[Tree, list[Array]]:
+    """The parameters with None in the places of the experts' matrices, and these one after the other."""
+    own, leaves = experts_only(params), jax.tree.leaves(params)
+    of_experts = [param for param, is_expert in zip(leaves, jax.tree.leaves(own), strict=True) if is_expert]
+    return jax.tree.map(lambda param, is_expert: None if is_expert else param, params, own), of_experts
 
 
-def _joined(tree: Tree, part: Tree) -> Tree:
-    """Undoes `_without`: None becomes what `part` has there."""
-    if isinstance(tree, tuple):
-        return tuple(_joined(layer, of_layer) for layer, of_layer in zip(tree, part, strict=True))
-    if not isinstance(tree, dict):
-        return part if tree is None else tree
-    return {name: _joined(branch, part[name]) if name in part else branch for name, branch in tree.items()}
+def _filled(tree: Tree, values: Iterable[Array]) -> Tree:
+    """The tree with the values, one after the other, in the places of None."""
+    following = iter(values)
+    return jax.tree.map(lambda leaf: next(following) if leaf is None else leaf, tree, is_leaf=lambda leaf: leaf is None)
 
 
 def working_copy(params: Tree, dtype: DTypeLike) -> Tree:
