@@ -378,7 +378,7 @@ def _in_order(activation: Activation, arrays: Mapping[str, Any]) -> Parameters:
         got = " and ".join(f"b_{name}" for name in biases)
         raise ValueError(f"biases must be given for every up projection of {activation.name!r} or for none, got {got}")
     names = (*weights, "down")
-    *ups, down = (Projection(*(cast(Array, arrays.get(part.format(name))) for part in _PARTS)) for name in names)
+    *ups, down = (Projection(*(cast(Any, arrays.get(part.format(name))) for part in _PARTS)) for name in names)
     return Parameters(tuple(ups), down)
 
 

@@ -11,6 +11,7 @@ rows.
 """
 
 import sys
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -38,7 +39,7 @@ from pallas_kernels.xla.router import router_backward as router_backward
 in_parts = of_experts = None  # these kernels compute all rows at once
 in_fp8, fp8_multiple = None, 1
 down_operands = up_operands = cast_weights = None
-unrounded = sys.modules[__name__]
+unrounded: Any = sys.modules[__name__]
 decodes = contract.one_form_in_16s
 why_kernels_spill = contract.no_limit
 transformable = False

@@ -10,6 +10,7 @@ machines without a GPU.
 
 import sys
 from functools import cache, partial
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -43,7 +44,7 @@ _in_8_bits = {name: getattr(_fp8, name) for name in ("down_operands", "up_operan
 in_fp8 = cache(partial(in_8_bits, sys.modules[__name__], **_in_8_bits))
 fp8_multiple = _fp8.WIDTH_MULTIPLE
 down_operands = up_operands = cast_weights = None
-unrounded = sys.modules[__name__]
+unrounded: Any = sys.modules[__name__]
 decodes = contract.one_form_in_16s
 transformable = False
 overlaps = True

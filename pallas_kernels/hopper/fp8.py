@@ -131,9 +131,9 @@ def cast_weights(
     def cast(weight, backward, forward, of_columns=None):
         return CastWeight(weight, forward, backward, of_columns, jnp.dtype(dtype), bounded)
 
-    backward = backward_weights(ups, dtype)
+    backward, (of_down,) = backward_weights(ups, dtype), backward_weights([down], dtype)
     cast_ups = (cast(w, b, *up_weights(w, dtype, bounded)) for w, b in zip(ups, backward, strict=True))
-    return tuple(cast_ups), cast(down, *backward_weights([down], dtype), down_weights(down, dtype, bounded))
+    return tuple(cast_ups), cast(down, of_down, down_weights(down, dtype, bounded))
 
 
 def up_weights(weight: Any, dtype, bounded: bool) -> tuple[Scaled, Float[Array, "E n"] | None]:
@@ -172,7 +172,7 @@ def _columns(weight: Any, dtype, *, paired: bool = False) -> Scaled:
     numbers = to_round(weight, dtype).swapaxes(1, 2)
     if paired:
         numbers = numbers.at[..., unpaired_column(np.arange(places))].get(mode="fill", fill_value=0)
-    return _packed(*fp8.quantize(numbers), dtype) if is_float8(weight) else quantize(numbers)[0]
+    return _packed(fp8.quantize(numbers)[0], dtype) if is_float8(weight) else quantize(numbers)[0]
 
 
 def _packed(scaled: Scaled, dtype) -> Scaled:

@@ -6,6 +6,7 @@ Their docstrings define what each operation computes, in every family. `experts`
 
 import sys
 from functools import cache, partial
+from typing import Any
 
 from pallas_kernels import contract
 from pallas_kernels.fp8 import rounding_operands
@@ -31,7 +32,7 @@ unsupported = router_unsupported = dispatch_unsupported = why_kernels_spill = co
 decodes = contract.anything_compressed
 fp8_multiple = 1
 down_operands = up_operands = cast_weights = None
-unrounded = sys.modules[__name__]
+unrounded: Any = sys.modules[__name__]
 in_fp8 = cache(partial(rounding_operands, sys.modules[__name__]))
 transformable = True
 overlaps = False

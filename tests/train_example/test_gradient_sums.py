@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from blaze_jax import MoE, MoEConfig
+from blaze_jax.precision import fp8_everywhere
 from tests.numerics import assert_close, assert_same_bits, scaled_error
 from tests.train_example.small import CONFIG, FULL_MODEL, decoder, windows
 from train_example import step
@@ -33,6 +34,21 @@ def test_the_same_gradients_as_added_up_outside(unroll, remat, monkeypatch):
     ours = mean_gradients(model, state, batch)
     monkeypatch.setattr(step, "_no_sums", lambda *_: {})
     assert_close(ours, mean_gradients(model, state, batch), 1e-6)
+
+
+@pytest.mark.parametrize(("unroll", "parts"), [(False, PARTS), (True, PARTS), (True, 1)])
+@pytest.mark.default_cases("True-3")
+def test_the_same_bits_as_with_weights_cast_in_every_pass(unroll, parts, monkeypatch):
+    model = decoder(FULL_MODEL, unroll=unroll)
+    model = model.clone(moe=replace(model.moe, precision="fp8"))
+    state = init_state(replace(CONFIG, model=FULL_MODEL), model)
+    batch = windows(parts, 4, 17)
+    with fp8_everywhere():
+        ours = mean_gradients(model, state, batch)
+        monkeypatch.setattr(step, "cast_experts", lambda params, *_: params)
+        assert_same_bits(ours, mean_gradients(model, state, batch))
+    plain = mean_gradients(model.clone(moe=replace(model.moe, precision=None)), state, batch)
+    assert scaled_error(*(tree["moe_blocks"]["moe"]["w_up"] for tree in (ours, plain))) > 0.01
 
 
 CONFIG_OF_LAYER = MoEConfig(num_experts=4, experts_per_token=2, expert_width=24)
