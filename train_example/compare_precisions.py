@@ -50,14 +50,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = options_parser("train_example.compare_precisions", __doc__)
     parser.add_argument("--against", choices=("fp8", "adam8"), default="fp8", help="the lower precision (fp8)")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs of each, from --seed on (5)")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers of the model (those of the preset)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results")
     arguments = parser.parse_args(argv)
     if arguments.seeds < 2:
         parser.error(f"--seeds {arguments.seeds} must be at least 2: fewer have no spread")
+    if arguments.layers is not None and arguments.layers < 1:
+        parser.error(f"--layers {arguments.layers} must be at least 1")
     allow_all_memory()
     about = environment()
     try:
         config = configuration(arguments, "blaze_jax")
+        if arguments.layers:
+            config = replace(config, model=replace(config.model, num_layers=arguments.layers))
         change = {"optimizer": "adam8"} if arguments.against == "adam8" else {"precision": "fp8"}
         other = checked(replace(config, **change))
         file = ResultsFile(arguments.json, about, command_line("train_example.compare_precisions", argv))
@@ -87,7 +92,8 @@ def compare(config: TrainConfig, other: TrainConfig, seeds: int) -> dict[str, An
             print(f"seed {seed}, {name}: {_final(losses[name][-1]):.4f} bits/byte", flush=True)
     return {
         "kind": "precision_training",
-        "title": f"{config.preset}, {config.steps} steps of {config.batch_size} x {config.sequence_length} tokens",
+        "title": f"{config.preset}, {config.model.num_layers} layers, {config.steps} steps of {config.batch_size} x "
+        f"{config.sequence_length} tokens, in {config.accumulate} microbatches",
         "compile_seconds": compile_seconds,
         "precisions": {
             name: summary(losses[name], losses[next(iter(programs))], step_seconds[name]) for name in programs
