@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from blaze_jax.activations import get_activation
 from blaze_jax.benchmark.back_to_back import take_turns
 from blaze_jax.benchmark.compiling import compile_together
 from blaze_jax.benchmark.memory import MIB, plan_of
@@ -19,7 +20,7 @@ from blaze_jax.benchmark.sizes import BOTH, FORWARD, PASSES, Sizes, expert_input
 from blaze_jax.benchmark.timing import Call, KernelTotal, Timing, time_calls
 from blaze_jax.casts import cast_experts
 from blaze_jax.experts import expert_ffn
-from blaze_jax.precision import fp8_everywhere
+from blaze_jax.precision import fp8_everywhere, hidden_bound
 from blaze_jax.quantized import WEIGHTS
 from pallas_kernels.fp8 import E4M3, CastWeight
 
@@ -120,16 +121,19 @@ def fp8_work(sizes: Sizes, itemsize: int) -> dict[str, Work]:
     tokens, d, n, experts, slots = sizes
     pairs = tokens * slots
     matrix, token, narrow, wide = experts * d * n, tokens * d, pairs * n, pairs * d
+    bounded = hidden_bound(get_activation("swiglu"), d, "pre_activations", adapted=False) is not None
+    hidden = narrow if bounded else narrow * itemsize  # bytes of the activation as the up projection writes it
     work = kernel_work(sizes, itemsize)
     bytes_of = {
-        "moe_up_projection": token + 2 * matrix + 3 * narrow * itemsize,
+        "moe_up_projection": token + 2 * matrix + 2 * narrow * itemsize + hidden,
         "moe_down_projection": narrow + matrix + wide * itemsize,
         "moe_down_backward": token + matrix + 5 * narrow * itemsize,
         "moe_up_backward": 2 * narrow + 2 * matrix + wide * itemsize,
     }
     work |= {name: Work(work[name].flops, float(num_bytes)) for name, num_bytes in bytes_of.items()}
-    # tokens and their gradients, the activation and the pre-activations' gradients; weights in both orientations
-    work["moe_quantize"] = Work(0.0, (2 * token + 3 * narrow + 3 * matrix) * (itemsize + 1.0))
+    # tokens and their gradients, the pre-activations' gradients, and the activation; weights in both orientations
+    cast = 2 * token + (2 if bounded else 3) * narrow + 3 * matrix
+    work["moe_quantize"] = Work(0.0, cast * (itemsize + 1.0))
     work["moe_quantize_columns"] = Work(0.0, 3 * matrix * (itemsize + 1.0))
     return work
 
