@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 
 from blaze_jax.activations import Activation, get_activation
 from blaze_jax.adapters import added, for_kernels
+from blaze_jax.casts import is_made
 from blaze_jax.checks import as_array
 from blaze_jax.config import MoEConfig
 from blaze_jax.dense import compute_all_experts, dense_ffn
@@ -118,6 +119,7 @@ def run_layer(
     if parallel is not None:
         sizes = parallel.sizes(devices.mesh)
         specs = parallel.specs(config, x.shape[-1], use_bias="b_down" in params, sizes=sizes)
+        specs = {name: P() if is_made(params[name]) else spec for name, spec in specs.items()}  # which nobody splits
     if given_all:
         devices = Devices(explicit=explicit)
         params = {name: placed(a, P(), explicit) if name.startswith(_DENSE) else a for name, a in params.items()}

@@ -133,6 +133,18 @@ def test_an_nnx_layer_takes_them():
     assert isinstance(nnx.state(module)["w_up"].get_value(), CastWeight)
 
 
+def test_tokens_may_be_split_over_devices():
+    params, x = random_parameters(CONFIG, width=32, dtype="bfloat16"), random_tokens(24, dtype="bfloat16", width=32)
+    casts = cast_experts(params, CONFIG)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradients(params, parallel):
+        return jax.value_and_grad(lambda p: total(moe(x, with_casts(p, casts), CONFIG, parallel=parallel)[0]))(params)
+
+    run = jax.jit(gradients, static_argnums=1)
+    assert_close(run(params, Parallelism(mesh, data="d")), run(params, None))
+
+
 def test_where_8_bits_do_not_pay_the_layer_multiplies_the_weights_themselves():
     params, x = random_parameters(CONFIG, width=32, dtype="bfloat16"), random_tokens(24, dtype="bfloat16", width=32)
     cast = cast_experts(params, CONFIG)
