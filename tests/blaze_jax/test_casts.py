@@ -205,6 +205,7 @@ def test_hoppers_kernels_cast_a_float8_base_to_the_same_numbers():
         (dict, {"save": "int8"}, "were cast for another layer than one with activation 'swiglu', save='int8'"),
     ],
 )
+@pytest.mark.default_cases("*")
 def test_casts_that_do_not_fit_are_refused(change, options, message):
     params, x = random_parameters(CONFIG, width=32, dtype="bfloat16"), random_tokens(24, dtype="bfloat16", width=32)
     with pytest.raises(ValueError, match=message):
