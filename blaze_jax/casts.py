@@ -74,8 +74,7 @@ def _cast(params: Mapping[str, Any], config: MoEConfig, dtype: DTypeLike | None)
     x: Any = jax.ShapeDtypeStruct((1, outputs), dtype)
     shapes: tuple[Any, ...] = tuple(jax.ShapeDtypeStruct(weight.shape, weight.dtype) for weight in plain)
     implementation = choose_implementation(config.implementation, x, shapes, ())
-    kernels = kernels_in_fp8(kernels_of(implementation, dtype=dtype), x, shapes, expected_rows=None)
-    assert kernels.cast_weights is not None
+    kernels: Any = kernels_in_fp8(kernels_of(implementation, dtype=dtype), x, shapes, expected_rows=None)
     activation, adapter = get_activation(config.activation), config.adapter
     adapted = adapter is not None and "down" in adapter.projections(activation.gated)
     bounded = hidden_bound(activation, outputs, config.save, adapted) is not None

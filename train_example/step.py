@@ -223,7 +223,7 @@ def _gradients(model: Decoder, state: TrainState, batch: Batch) -> tuple[Tree, t
 
     sums = _no_sums(model, state.params)
     others, of_experts = _apart(params) if sums else (params, [])
-    zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), others)
+    zeros = jax.tree.map(lambda param: jnp.zeros_like(param, jnp.float32), others)
     (total, sums, router_state), reports = lax.scan(add, (zeros, sums, state.router_state), jnp.asarray(batch))
     sums = layers_apart(model.config, sums) if model.unroll else sums
     grads = jax.tree.map(lambda gradient: gradient / batch.shape[0], _filled(total, jax.tree.leaves(sums)))
