@@ -163,21 +163,13 @@ def token_sums(
     block = block_width(width, kernels.column_block(rows.parts[0].num_rows, width, n, num_experts, dtype))
     if own and not away and before is None:
         num_rows = rows.parts[0].num_rows
-        # Where they take less memory than the gradients of the weights, 8-bit operands and a block of rows come first:
-        # afterwards those stay, and a block would have to find room beside them.
-        room = not plan.ranges and not plan.frozen and not is_symbolic_dim(num_rows)
-        sums_first = kernels.up_operands and room and num_rows * (n + block) <= 3 * num_experts * n * width
-        result = None
-        if not sums_first:
-            result, operands = meanwhile(operands)
-        operands = prepared(operands, not sums_first)
+        result, operands = meanwhile(operands)
+        operands = prepared(operands, True)
         narrow = plan.ranges and width <= n  # a range's rows are then no wider than its activation
         few = not is_symbolic_dim(num_rows) and num_rows * FEW_ROWS <= 3 * num_experts * n
         if narrow or few:
             block = None
         y = combine_columns(kernels, rows_of(operands, 0), width, block, rows.parts[0], factors[0], dtype)
-        if sums_first:
-            result, _ = meanwhile(after(operands, y))
         return y, result
 
     blocks = [(first, min(block, width - first)) for first in range(0, width, block)]

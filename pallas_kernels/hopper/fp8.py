@@ -34,23 +34,32 @@ UNIT = 8  # rows of a thread in a unit of `quantize_columns`
 SLAB_BYTES, RING_BYTES = 144 * 1024, 208 * 1024  # of `quantize_columns`, in shared memory
 
 
-@traced_once("in_place")
-def quantize_rows(arrays: tuple[Float[Array, "R k"], ...], *, in_place: bool = False) -> list[Scaled]:
+@traced_once("together", "in_place")
+def quantize_rows(
+    arrays: tuple[Float[Array, "R k"], ...], *, together: bool = False, in_place: bool = False
+) -> tuple[tuple[Float[Array, "R columns"], ...], Float[Array, " R"]]:
     """What `fp8.quantize` gives for 16-bit rows, a multiple of 16 wide, two values in each 16-bit number.
 
     A thread block takes a row of all arrays at a time, holds it in registers, and finds its largest number.
 
-    With `in_place`, for widths that are multiples of 128, the results take the memory of the arrays and are as wide:
-    the first half of a row holds its numbers, the second anything.
+    Args:
+      arrays: the rows.
+      together: whether a row's numbers lie side by side in one result.
+      in_place: whether that takes the memory of the last array and is as wide: what is not used there holds anything.
+
+    Returns:
+      The results, one or as many as there are arrays, and the scales, which all share.
     """
     (num_rows, width), dtype, count = arrays[0].shape, arrays[0].dtype, len(arrays)
     blocks = min(BLOCKS_PER_SM * num_sms(), num_rows)
-    pitch = width if in_place else width // 2
+    packed = width // 2
+    pitch = width if in_place else packed * (count if together else 1)
 
     def body(*refs):
         arrays, outputs, (scales, largest) = refs[:count], refs[count:-2], refs[-2:]
         thread, warp = simt.thread(), simt.warp()
         columns = [(thread + first) * COLUMNS for first in range(0, -(-width // COLUMNS), THREADS)]
+        parts = [(outputs[0], i * packed) for i in range(count)] if together else [(output, 0) for output in outputs]
 
         def load(row):
             """The thread's part of a row; past its end the last numbers once more, which change nothing."""
@@ -68,31 +77,40 @@ def quantize_rows(arrays: tuple[Float[Array, "R k"], ...], *, in_place: bool = F
             simt.block_barrier()
             most = reduce(maximum, (largest[turn + other] for other in range(WARPS)))
             scale, inverse = (bits.as_float() for bits in scale_field(most, maximum))
-            targets = [(output, column) for output in outputs for column in columns]
-            for (output, column), own in zip(targets, numbers, strict=True):
+            targets = [(*part, column) for part in parts for column in columns]
+            for (output, first, column), own in zip(targets, numbers, strict=True):
                 scaled = [number * inverse for number in own]
                 with when(column < width) if width % (THREADS * COLUMNS) else nullcontext():
                     words = [pack_e4m3(scaled[:4]), pack_e4m3(scaled[4:])]
-                    output.store_words(Long(row) * pitch + column // 2, words)
+                    output.store_words(Long(row) * pitch + first + column // 2, words)
             with when(thread.equals(0)):
                 scales[row] = select(most >= INFINITY_BITS, float("nan"), scale)
             return following
 
         loop(simt.block(), num_rows, blocks, quantize_row, load(simt.block()))
 
-    packed = [] if in_place else [jax.ShapeDtypeStruct((num_rows, pitch), dtype)] * count
-    outputs = [*packed, jax.ShapeDtypeStruct((num_rows,), jnp.float32)]
+    made = [] if in_place else [jax.ShapeDtypeStruct((num_rows, pitch), dtype)] * (1 if together else count)
+    outputs = [*made, jax.ShapeDtypeStruct((num_rows,), jnp.float32)]
     options = {"blocks": blocks, "warpgroups": 1, "outputs": outputs, "shared": [2 * WARPS]}
-    *values, scales = simt.kernel(body, name="moe_quantize", updated=count * in_place, **options)(*arrays)
-    return [Scaled(value, scales) for value in values]
+    *values, scales = simt.kernel(body, name="moe_quantize", updated=int(in_place), **options)(*arrays)
+    return tuple(values), scales
 
 
-def quantize(*arrays: Float[Array, "... k"], in_place: bool = False) -> list[Scaled]:
-    """`quantize_rows` of arrays with any axes before the last; `in_place` where it can be."""
+def quantize(*arrays: Float[Array, "... k"]) -> list[Scaled]:
+    """`quantize_rows` of arrays with any axes before the last, each by itself, with the scales that they share."""
     shape = arrays[0].shape
-    rows, in_place = tuple(array.reshape(-1, shape[-1]) for array in arrays), in_place and shape[-1] % 128 == 0
-    scaled = quantize_rows(rows, in_place=in_place)
-    return [Scaled(s.values.reshape(*shape[:-1], -1), s.scales.reshape(shape[:-1])) for s in scaled]
+    values, scales = quantize_rows(tuple(array.reshape(-1, shape[-1]) for array in arrays))
+    return [Scaled(v.reshape(*shape[:-1], -1), scales.reshape(shape[:-1])) for v in values]
+
+
+def quantize_together(*arrays: Float[Array, "R k"], in_place: bool) -> Scaled:
+    """`quantize_rows` of one or two arrays side by side, in the memory of the last, if `in_place`, where it can be.
+
+    Of one array half is not used then. What reads 128 numbers at a time must find none of it beside the row's own.
+    """
+    in_place = in_place and (len(arrays) == 2 or arrays[0].shape[1] % 128 == 0)
+    (values,), scales = quantize_rows(arrays, together=True, in_place=in_place)
+    return Scaled(values, scales)
 
 
 def quantize_tokens(tokens: Float[Array, "T k"], groups: Dispatch) -> tuple[Array, Float[Array, " R"]]:
@@ -106,7 +124,7 @@ def down_operands(
 ) -> tuple[Scaled, list[Scaled]]:
     """The operands of `down_projection` in 8 bits; the rows take the memory of `hidden`, or are there already."""
     bounded = isinstance(hidden, Scaled)
-    rows, dtype = (hidden, hidden.values.dtype) if bounded else (quantize(hidden, in_place=True)[0], hidden.dtype)
+    rows, dtype = (hidden, hidden.values.dtype) if bounded else (quantize_together(hidden, in_place=True), hidden.dtype)
     return rows, [down_weights(weight, dtype, bounded) for weight in weights]
 
 
@@ -117,10 +135,11 @@ def up_operands(
 ) -> tuple[tuple[Scaled, ...], list[tuple[Scaled, ...]]]:
     """The operands of `up_backward` in 8 bits; projections share their scales, since one accumulator sums them.
 
-    With `in_place` the rows take the memory of `d_pre_activations`.
+    All rows lie side by side in one array, which each of them is given with. With `in_place` it takes the memory of the
+    last of `d_pre_activations`.
     """
-    dtype = d_pre_activations[0].dtype
-    return tuple(quantize(*d_pre_activations, in_place=in_place)), [backward_weights(of, dtype) for of in weights]
+    rows, dtype = quantize_together(*d_pre_activations, in_place=in_place), d_pre_activations[0].dtype
+    return (rows,) * len(d_pre_activations), [backward_weights(of, dtype) for of in weights]
 
 
 def cast_weights(

@@ -297,10 +297,10 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
     def load(refs, tile, k, slot):
         column = refs.first_column[0] + tile.column_tile * columns
 
-        def fetch(pair, k):
+        def fetch(pair, k, first):
             rows, weights = pair
             steps = pl.ds(k * K_STEP, K_STEP)
-            slot.fetch(rows.at[pl.ds(tile.row, TILE_ROWS), steps], slot.lhs)
+            slot.fetch(rows.at[pl.ds(tile.row, TILE_ROWS), pl.ds(first + k * K_STEP, K_STEP)], slot.lhs)
             if decoder:
                 decoder.fetch(refs, slot, (weights,), tile.expert, column, k)
                 return
@@ -312,15 +312,18 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
         for_pair(refs, k, fetch)
 
     def for_pair(refs, k, work):
-        """Calls `work(pair, k)` for the pair that a k step belongs to, with its number among those of the pair."""
+        """Calls `work(pair, k, first)` for the pair that a k step belongs to, with its number among those of the pair.
+
+        `first` is the first column of the pair's rows, which in 8 bits lie side by side with those of the others.
+        """
         if len(pairs) == 1:
-            work(refs.pairs[0], k)
+            work(refs.pairs[0], k, 0)
             return
         for i, pair in enumerate(refs.pairs):
 
             @pl.when((k >= i * steps_each) & (k < (i + 1) * steps_each))
             def _(pair=pair, i=i):
-                work(pair, k - i * steps_each)
+                work(pair, k - i * steps_each, i * depth if packed else 0)
 
     def finish(refs, part: RowTile, accumulator):
         parts = [tile_panel(refs, part, accumulator, panel) for panel in range(panels)]

@@ -19,7 +19,7 @@ from blaze_jax.oracle import dense_expert_ffn
 from blaze_jax.precision import fp8_everywhere
 from pallas_kernels import fp8, hopper
 from pallas_kernels.compile_only import compile_for_gpu
-from pallas_kernels.hopper.fp8 import down_weights, quantize, quantize_columns
+from pallas_kernels.hopper.fp8 import down_weights, quantize, quantize_columns, quantize_together
 from pallas_kernels.hopper.quantization import packed_width, unpaired_column
 from tests.expert_problems import make_problem, results
 from tests.numerics import assert_close, assert_same_bits, scaled_error
@@ -57,20 +57,34 @@ def test_a_rows_numbers_have_the_four_digits_of_e4m3_at_its_scale():
     np.testing.assert_array_equal(gradient, np.full((2, 16), 3))
 
 
-@pytest.mark.parametrize(("width", "in_place"), [(16, False), (1040, False), (1040, True), (1152, True)])
-@pytest.mark.default_cases("16-False", "1152-True")
-def test_the_kernel_gives_the_same_bits_and_one_scale_for_several_arrays(width, in_place):
+@pytest.mark.parametrize("width", [16, 1040])
+def test_the_kernel_gives_the_same_bits_and_one_scale_for_several_arrays(width):
     arrays = rows(2, 30, width), rows(2, 30, width, seed=1)
     with hopper.interpreted():
-        found = quantize(*arrays, in_place=in_place)
-    wide = in_place and width % 128 == 0
+        found = quantize(*arrays)
     for ours, theirs in zip(found, fp8.quantize(*arrays), strict=True):
         assert_same_bits(ours.scales, theirs.scales)
         known = np.isfinite(theirs.scales)
         values = np.asarray(theirs.values).view(np.uint16)
-        assert ours.values.shape[-1] == (width if wide else width // 2)
-        own = np.asarray(ours.values).view(np.uint16)[..., : width // 2]
-        np.testing.assert_array_equal(own[known], values[known])
+        np.testing.assert_array_equal(np.asarray(ours.values).view(np.uint16)[known], values[known])
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "in_place", "columns"),
+    [(2, 48, False, 48), (2, 1040, True, 1040), (1, 1040, True, 520), (1, 1152, True, 1152)],
+)
+@pytest.mark.default_cases("2-48-*", "2-1040-*")
+def test_rows_of_several_arrays_lie_side_by_side(count, width, in_place, columns):
+    arrays = [rows(30, width, seed=seed) for seed in range(count)]
+    with hopper.interpreted():
+        found = quantize_together(*arrays, in_place=in_place)
+    theirs = fp8.quantize(*arrays)
+    assert found.values.shape == (30, columns)
+    assert_same_bits(found.scales, theirs[0].scales)
+    known = np.isfinite(found.scales)
+    expected = np.concatenate([np.asarray(scaled.values).view(np.uint16) for scaled in theirs], axis=1)
+    own = np.asarray(found.values).view(np.uint16)[:, : expected.shape[1]]
+    np.testing.assert_array_equal(own[known], expected[known])
 
 
 @pytest.mark.parametrize(
@@ -124,19 +138,10 @@ UNBOUNDED = replace(get_activation("swiglu"), bound=None)
     ],
 )
 def test_hoppers_products_are_the_portable_ones(n, activation, save):
-    check_products(random_experts(40, 2, range(3)), 3, n, activation, save)
-
-
-@pytest.mark.slow
-def test_of_many_rows_the_gradients_of_weights_come_first():
-    """Rows' gradients are cast in their own memory after that: with as many rows, a copy would be larger."""
-    check_products(np.zeros((130, 1), np.int32), 1, 128, "swiglu", "pre_activations")
-
-
-def check_products(experts, num_experts, n, activation, save):
     options: dict[str, Any] = {"activation": activation, "precision": "fp8", "save": save}
     gated = get_activation(activation).name
-    problem = make_problem(experts, num_experts, d=48, n=n, activation=gated, biases=False, dtype="bfloat16")
+    experts = random_experts(40, 2, range(3))
+    problem = make_problem(experts, 3, d=48, n=n, activation=gated, biases=False, dtype="bfloat16")
     portable = results(partial(expert_ffn, implementation="xla"), problem, **options)
     with hopper.interpreted():
         found = results(partial(expert_ffn, implementation="mosaic_gpu"), problem, **options)
