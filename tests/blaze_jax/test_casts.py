@@ -25,7 +25,7 @@ from blaze_jax.precision import fp8_everywhere
 from blaze_jax.quantized import decoded
 from pallas_kernels import hopper
 from pallas_kernels.compile_only import compile_for_gpu
-from tests.expert_problems import make_problem, results
+from tests.expert_problems import Problem, make_problem, results
 from tests.layers import nnx_module, random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits, scaled_error
 from tests.routings import random_experts
@@ -226,9 +226,13 @@ def test_what_cannot_be_cast_is_refused():
 
 
 @pytest.mark.compile_only
-def test_a_program_with_casts_reads_no_weights():
-    problem = make_problem(random_experts(256, 2, range(4)), 4, d=512, n=1024, biases=False, dtype="bfloat16")
-    config = replace(CONFIG, num_experts=4, expert_width=1024, implementation="mosaic_gpu")
+def test_a_program_with_casts_reads_no_weights_and_has_the_temporaries_of_16_bits():
+    T, d, n, E, K = 32768, 4096, 1024, 128, 8
+    array, tokens = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((T, d), jnp.bfloat16)
+    shapes = {"w_gate": (E, d, n), "w_up": (E, d, n), "w_down": (E, n, d)}
+    params = {name: array(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    problem = Problem(tokens, params, array((T, K), jnp.float32), array((T, K), jnp.int32), tokens)
+    config = replace(CONFIG, num_experts=E, expert_width=n, implementation="mosaic_gpu")
     casts = jax.eval_shape(partial(cast_experts, config=config), problem.params)
 
     def run(problem, casts):
@@ -242,9 +246,11 @@ def test_a_program_with_casts_reads_no_weights():
     assert "moe_quantize_columns" not in names
     assert "moe_quantize" in names
     assert compiled.spill_bytes == {}
+    kept = 2 * T * K * n * 2  # both pre-activations; beside them, with 16 bits, 23 MiB of numbers for each row
+    assert compiled.memory.temp_size_in_bytes <= kept + 32 * 2**20
     base = jax.eval_shape(partial(quantize_experts, form="float8"), problem.params)
     made = compile_for_gpu(partial(cast_experts, config=config, dtype=jnp.bfloat16), base)
     assert made.spill_bytes == {}
     text = made.executable.as_text()
     assert text
-    assert not [line for line in text.splitlines() if "bf16[4,512,1024]" in line or "bf16[4,1024,512]" in line]
+    assert not [line for line in text.splitlines() if f"bf16[{E},{d},{n}]" in line or f"bf16[{E},{n},{d}]" in line]
