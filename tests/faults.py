@@ -202,6 +202,8 @@ FAULTS = [Fault(*fault) for fault in [
     ("quantize_columns", "warp_barrier()", "None", "fp8"),
     ("quantize_columns", "wait_for_copies(slots - 1 - unit)", "wait_for_copies(slots - unit)", "fp8"),
     ("quantize_columns", "turn % 2 * (warps * columns)", "turn * 0", "fp8"),
+    ("quantize_rows", "[(outputs[0], i * packed)", "[(outputs[0], 0)", "fp8"),
+    ("quantize_rows", "pitch = width if in_place", "pitch = packed if in_place", "fp8"),
     ("with_casts", "replace(cast, weight=weight) if is_cast(cast) else weight", "cast if is_cast(cast) else weight", "casts"),
     ("check_casts", "given[0].bounded != bounded", "False", "casts"),
     ("rounding_operands", "return tuple(decoded(weight.backward, dtype) for weight in weights)", "return tuple(decoded(weights[0].backward, dtype) for weight in weights)", "casts"),
