@@ -163,7 +163,7 @@ def token_sums(
     block = block_width(width, kernels.column_block(rows.parts[0].num_rows, width, n, num_experts, dtype))
     if own and not away and before is None:
         num_rows = rows.parts[0].num_rows
-        result, operands = meanwhile(operands)
+        result, operands = meanwhile(operands)  # takes what `prepared` may write over then
         operands = prepared(operands, True)
         narrow = plan.ranges and width <= n  # a range's rows are then no wider than its activation
         few = not is_symbolic_dim(num_rows) and num_rows * FEW_ROWS <= 3 * num_experts * n

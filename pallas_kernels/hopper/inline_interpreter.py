@@ -144,16 +144,18 @@ def _as_panels(values, panels):
 
 
 def wgmma(accumulator, lhs, rhs, *, first=False, transpose_lhs=False, transpose_rhs=False, packed=False):
-    """From plain loads: the interpreter does not check what its own wgmma reads."""
+    """From plain loads: the interpreter does not check what its own wgmma reads.
+
+    In float32: of 16-bit operands, some CPUs add the products in an order that depends on the shapes.
+    """
     lhs, rhs = lhs[...], rhs[...]
     plgpu.commit_smem()  # a bulk copy may overwrite the operands, as it may after a wgmma
     if packed:
         lhs, rhs = (lax.bitcast_convert_type(o, E4M3).reshape(o.shape[0], -1) for o in (lhs, rhs))
-        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     lhs = lhs.T if transpose_lhs else lhs
     panels = rhs.reshape(-1, lhs.shape[1], rhs.shape[-1])
     rhs = rhs.T if transpose_rhs else jnp.concatenate(list(panels), axis=1)
-    return accumulator + jnp.dot(lhs, rhs, preferred_element_type=jnp.float32)
+    return accumulator + jnp.dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32))
 
 
 def finish_wgmma(accumulator):

@@ -273,7 +273,7 @@ def _rows_of_block(kernel, pairs, groups, first_column, num_columns, bias, into,
         pairs = tuple((rows.values, weights.values) for rows, weights in pairs)
     (num_rows, _), dtype, columns_at = pairs[0][0].shape, pairs[0][0].dtype, 1 if transposed else 2
     shape = pairs[0][1].shape
-    depth = shape[3 - columns_at]  # rows of 8 bits may be twice as wide, and their second halves of no meaning
+    depth = shape[3 - columns_at]  # rows of 8 bits may be wider, see `fp8.quantize_together`
     steps_each = -(-depth // K_STEP)
     sizes = {"d": shape[columns_at], "n": depth * (1 + packed), "E": shape[0]}
     decoder = TileDecoder(pairs[0][1], transposed=transposed) if is_quantized(pairs[0][1]) else None
