@@ -1,5 +1,6 @@
 """Whether experts multiply numbers of 8 bits: `precision="fp8"` does where it pays, by the rule that stands here."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +20,9 @@ LEAST_WIDTH = 1024
 
 LEAST_ROWS = 1024
 """Where an expert has fewer rows, casting its weights takes longer than all that it gains."""
+
+LEAST_PRODUCTS = 2**36
+"""Where a product of all rows takes fewer multiplications, launches and casts take as long as the products save."""
 
 MOST_BOUNDED_WIDTH = 2048
 """Wider tokens are bounded too loosely: the bound grows with the root of the width for each of two factors, and small
@@ -98,7 +102,15 @@ def why_fp8_loses(x: Array, width: int, model_width: int, num_experts: int, expe
             f"widths of less than {LEAST_WIDTH} are faster so, and these are model width {model_width} and expert "
             f"width {width}"
         )
-    if not has_symbolic_sizes(x) and expected_rows < LEAST_ROWS * num_experts:
+    if has_symbolic_sizes(x):
+        return None
+    if expected_rows < LEAST_ROWS * num_experts:
         rows = round(expected_rows / num_experts)
         return f"experts of less than {LEAST_ROWS} tokens are faster so, and these have {rows} on average"
+    if expected_rows * width * model_width < LEAST_PRODUCTS:
+        least = math.ceil(LEAST_PRODUCTS / (width * model_width))
+        return (
+            f"at model width {model_width} and expert width {width} less than {least} rows of all experts together are "
+            f"faster so, and these have {round(expected_rows)}"
+        )
     return None

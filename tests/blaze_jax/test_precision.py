@@ -25,7 +25,10 @@ X = jax.ShapeDtypeStruct((32768, 4096), jnp.bfloat16)
     ("sizes", "reason"),
     [
         ((1024, 4096, 128, 32768 * 8), None),
-        ((LEAST_WIDTH, LEAST_WIDTH, 16, 16 * LEAST_ROWS), None),
+        ((LEAST_WIDTH, LEAST_WIDTH, 64, 64 * LEAST_ROWS), None),
+        ((LEAST_WIDTH, LEAST_WIDTH, 16, 65536), None),
+        ((LEAST_WIDTH, LEAST_WIDTH, 16, 65535), "less than 65536 rows of all experts together are faster so"),
+        ((4096, LEAST_WIDTH, 2, 8192), "these have 8192"),
         ((256, 1536, 128, 32768 * 8), "model width 1536 and expert width 256"),
         ((4096, 512, 16, 65536), "model width 512 and expert width 4096"),
         ((1024, 4096, 128, 4096 * 8), "these have 256 on average"),

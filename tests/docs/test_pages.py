@@ -17,7 +17,7 @@ from tests.numerics import assert_close, assert_same_bits
 
 PAGES = {path.stem: path for path in (README, *DOCS.glob("*.md"))}
 WITH_CODE = {name for name, path in PAGES.items() if "```python" in path.read_text(encoding="utf-8")}
-WITH_OWN_TEST = {"README", "adapters", "checkpoints", "example", "memory", "routers", "sharding", "tutorial"}
+WITH_OWN_TEST = {"README", "adapters", "checkpoints", "example", "fp8", "memory", "routers", "sharding", "tutorial"}
 
 
 @cache
@@ -58,6 +58,13 @@ def test_adapters_are_trained(folder):
     assert_same_bits(names["again"], names["adapters"])
     frozen = [name for name in names["params"] if "lora" not in name]
     assert not any(jax.tree.leaves(names["linen_gradient"]["block"][name]) for name in frozen)
+
+
+def test_the_page_on_products_in_8_bits_says_that_its_layer_is_too_small_for_them(folder):
+    with pytest.warns(UserWarning, match="less than 65536 rows .* are faster so, and these have 2048"):
+        names = run("fp8", folder)
+    assert all(jnp.isfinite(gradient).all() for gradient in jax.tree.leaves(names["gradients"]))
+    assert names["y"].shape == (2048, 1024)
 
 
 def test_the_platforms_export_for_a_gpu_and_a_cpu(folder):
