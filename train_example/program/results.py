@@ -55,6 +55,7 @@ def _draw_loss(axes: Axes, records: list[Record], unigram_bits: float) -> None:
     axes.set_ylabel("bits per byte")
     axes.set_xlabel("step")
     axes.set_xlim(0, step[-1])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.25 * unigram_bits or None)  # the first few steps start above; a text of one byte has 0
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
