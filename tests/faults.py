@@ -207,6 +207,7 @@ FAULTS = [Fault(*fault) for fault in [
     ("with_casts", "replace(cast, weight=weight) if is_cast(cast) else weight", "cast if is_cast(cast) else weight", "casts"),
     ("check_casts", "given[0].bounded != bounded", "False", "casts"),
     ("rounding_operands", "return tuple(decoded(weight.backward, dtype) for weight in weights)", "return tuple(decoded(weights[0].backward, dtype) for weight in weights)", "casts"),
+    ("why_fp8_loses", "expected_rows * width * model_width < LEAST_PRODUCTS", "False", "precision"),
     ("down_weights", "paired=bounded", "paired=False", "fp8"),
     ("step._apart", "None if is_expert else param", "param", "gradient_sums"),
     ("_surroundings", "around = family_in_demand(), is_fp8_everywhere(), forced_turn()", "around = ()", "eager precision"),

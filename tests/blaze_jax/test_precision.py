@@ -34,7 +34,8 @@ X = jax.ShapeDtypeStruct((32768, 4096), jnp.bfloat16)
         ((1024, 4096, 128, 4096 * 8), "these have 256 on average"),
     ],
 )
-def test_the_rule_by_widths_and_tokens_of_an_expert(sizes, reason):
+@pytest.mark.default_cases("*")
+def test_the_rule_by_widths_and_rows(sizes, reason):
     found = why_fp8_loses(X, *sizes)
     assert found == reason if reason is None else reason in found
 
