@@ -32,7 +32,7 @@ from blaze_jax.transformations import REVERSE_MODE_ONLY, differentiated_once
 from pallas_kernels.compat import is_symbolic_dim, reverse_mode_token, vary_over, varying_axes
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, accumulator_dtype, place_values
 from pallas_kernels.family import Kernels
-from pallas_kernels.xla.loops import zeros
+from pallas_kernels.xla.loops import empty, zeros
 
 Form = Literal["dense", "grouped", "gathered"]
 
@@ -314,9 +314,9 @@ def _unchanged(pre_activation):
 
 def _sums_of_rows(kernels: Kernels, rows: Callable, pairs: Pairs, grid: _Grid) -> Float[Array, "T d"]:
     """The sums of each token's `rows(first_column, num_columns)`, a block of columns at a time."""
-    (side, _, d), dtype = grid.downs.shape, pairs.x.dtype
+    (side, _, d), dtype, index = grid.downs.shape, pairs.x.dtype, grid.groups.token_index_map
     block = block_width(d, kernels.column_block(grid.groups.num_rows, d, side, side, dtype))
-    return combine_columns(kernels, rows, d, block, grid.groups, None, dtype)
+    return combine_columns(kernels, rows, block, index, None, empty((index.shape[0], d), dtype, grid.groups))
 
 
 # Gathered

@@ -31,10 +31,11 @@ from blaze_jax import low_rank
 from blaze_jax.gradient_sums import NO_SUMS, GradientSums, one_example
 from blaze_jax.plan import Parameters, Plan, Projection, Rows, TokenRanges, Tokens, weights_and_biases, with_frozen
 from blaze_jax.precision import hidden_bound
-from blaze_jax.schedule import Journeys, after, in_place, one_by_one, to_come, token_sums, with_turns
+from blaze_jax.schedule import Journeys, after, in_place, to_come, token_sums, with_turns
 from blaze_jax.transformations import differentiated_once
 from pallas_kernels.codings import numbers_of
 from pallas_kernels.contract import EMPTY_SLOT, Dispatch, Quantized, Sums, accumulator_dtype, place_values
+from pallas_kernels.xla.loops import empty
 
 PRE_ACTIVATION_NAMES = ("moe_gate", "moe_up")
 """Names of the saved pre-activations, for `jax.checkpoint_policies.save_only_these_names`."""
@@ -63,10 +64,15 @@ def _forward(plan: Plan, _, chunks: tuple[Tokens, ...], shards: Parameters, sums
     outputs, pre_activations, gathered = zip(*_outputs(plan, chunks, shards, up_projection), strict=True)
     kept = None
     if plan.save != "inputs":
-        names = PRE_ACTIVATION_NAMES[-len(pre_activations[0]) :]
-        if plan.transport.keep and plan.transport.group:  # or both passes would mix where dy does not depend on y
+        names = PRE_ACTIVATION_NAMES[-len(shards.ups) :]
+        # Or both passes would mix where dy does not depend on y.
+        if plan.ranges or (plan.transport.keep and plan.transport.group):
             outputs, pre_activations = lax.optimization_barrier((outputs, pre_activations))
-        kept = tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)
+
+        def named(arrays):
+            return tuple(map(checkpoint_name, arrays, names))
+
+        kept = tuple(tuple(map(named, p)) if plan.ranges else named(p) for p in pre_activations)
     chunks = tuple(chunk._replace(experts=None) for chunk in chunks)  # pyright: ignore[reportArgumentType]  (of no use)
     residuals = chunks, shards, kept, gathered if plan.keep else None, sums.first
     return (outputs, sums.arrays), residuals
@@ -128,8 +134,11 @@ experts_output.defvjp(_forward, _backward)
 # Forward
 
 
-def _output(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tokens):
-    """The output of a chunk of tokens, the pre-activations of the first turn's rows, and the tokens as they arrived."""
+def _output(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tokens, out: Array | None = None):
+    """The output of a chunk of tokens, the pre-activations of the first turn's rows, and the tokens as they arrived.
+
+    The output is written to `out`, if there is one.
+    """
     transport, x = plan.transport, tokens.x
     rows, turns = plan.turns(tokens)
     if transport.own_first:  # or XLA would send few tokens together with their weights and ids
@@ -139,7 +148,7 @@ def _output(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tok
     weights = _weights_of_parts(tokens, params.down.weight.shape[0] * transport.blocks, len(rows.parts))
 
     def begin():
-        y = _down_projection(plan, hidden, (params.down, *downs), tokens, rows, weights)
+        y = _down_projection(plan, hidden, (params.down, *downs), tokens, rows, weights, out)
         return y, partial(further, y)
 
     def further(y):
@@ -148,7 +157,7 @@ def _output(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tok
         def turn(number, y):
             rows = plan.turn(tokens, number)
             _, (hidden, downs) = _hidden_only(plan, xs, params, rows)
-            return _down_projection(plan, hidden, (params.down, *downs), tokens, rows, weights, y)
+            return _down_projection(plan, hidden, (params.down, *downs), tokens, rows, weights, None, y)
 
         return turn
 
@@ -156,15 +165,13 @@ def _output(plan: Plan, params: Parameters, up_projection: Callable, tokens: Tok
 
 
 def _output_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, up_projection: Callable, tokens: Tokens):
-    """`_output`, a range of the tokens at a time; pre-activations are stacked."""
-
-    def step(start, sums, dispatch):
-        weights, experts = (ranges.of(array, start) for array in (tokens.weights, tokens.experts))
-        y, pre_activations, _ = _output(plan, params, up_projection, Tokens(tokens.x, weights, experts, dispatch))
-        return y, sums, pre_activations
-
-    y, _, pre_activations = one_by_one(ranges, step, (), tokens.dispatch)
-    return y, pre_activations, (tokens.x,)
+    """`_output`, a range of the tokens at a time; pre-activations are a tuple of each range's."""
+    y, kept = empty(tokens.x.shape, tokens.x.dtype, tokens), []
+    for own in ranges.tokens(tokens):
+        own = own._replace(x=after(own.x, y))  # or XLA would compute the activations of several ranges, and keep them
+        y, pre_activations, _ = _output(plan, params, up_projection, own, y)
+        kept.append(pre_activations)
+    return y, tuple(kept), (tokens.x,)
 
 
 def _up_projection(keep: bool, plan: Plan, xs: tuple[Array, ...], params: Parameters, rows: Rows):
@@ -200,8 +207,10 @@ _pre_activations_and_hidden = differentiated_once(partial(_up_projection, True),
 
 
 @differentiated_once
-def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weights: tuple[Array, ...], before=None):
-    """The output `y` of this device's tokens, a block of columns at a time, added to that of `before`."""
+def _down_projection(
+    plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weights: tuple[Array, ...], out, before=None
+):
+    """The output `y` of this device's tokens, a block of columns at a time, in `out` or added to that of `before`."""
     dtype = tokens.x.dtype
     downs = plan.decoded(downs, dtype, hidden)
 
@@ -218,7 +227,7 @@ def _down_projection(plan: Plan, hidden, downs, tokens: Tokens, rows: Rows, weig
     if plan.kernels.down_operands:  # which may write over the rows
         hidden, of_experts = plan.kernels.down_operands(hidden if z is None else after(hidden, z), of_experts)
     operands = hidden, z
-    return token_sums(plan, tokens, rows, weights, rows_of, operands, before, **sizes)[0]
+    return token_sums(plan, tokens, rows, weights, rows_of, operands, out, before, **sizes)[0]
 
 
 def _weights_of_parts(tokens: Tokens, num_experts: int, parts: int) -> tuple[Array, ...]:
@@ -235,33 +244,31 @@ def _weights_of_parts(tokens: Tokens, num_experts: int, parts: int) -> tuple[Arr
 # Backward
 
 
-def _gradients(plan: Plan, params: Parameters, tokens: Tokens, xs, dys, pre_activations, sums: GradientSums):
+def _gradients(plan: Plan, params: Parameters, tokens: Tokens, xs, dys, pre_activations, sums: GradientSums, out=None):
     """Gradients of a chunk of tokens, of the parameters, added to `sums`, and of the group's routing weights.
 
-    `xs` come in as many parts as `dys`, or are this device's tokens and have to travel again.
+    `xs` come in as many parts as `dys`, or are this device's tokens and have to travel again. The tokens' gradients are
+    written to `out`, if there is one.
     """
     rows, turns = plan.turns(tokens)
     if pre_activations is None:
         pre_activations, _ = _pre_activations_and_hidden(plan, xs, params, rows)
-    return _gradients_of_turns(plan, xs, params, tokens, rows, turns, pre_activations, dys, sums)
+    return _gradients_of_turns(plan, xs, params, tokens, rows, turns, pre_activations, dys, sums, out)
 
 
 def _gradients_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, tokens: Tokens, xs, dys, kept, given):
     """`_gradients`, a range of the tokens at a time. The sums of the parameters, unless `given`, are rounded once."""
-
-    def step(start, sums, dispatch, kept):
-        of_range = tokens._replace(weights=ranges.of(tokens.weights, start), dispatch=dispatch)
-        dx, sums, d_weights = _gradients(plan, params, of_range, xs, dys, kept, GradientSums(sums, given.first))
-        return (dx, d_weights), sums, ()
-
-    trained = plan.trained(params)
-    sums = jax.tree.map(lambda array, dtype: jnp.zeros(array.shape, dtype), trained, _dtypes(plan, trained))
-    if given.arrays is not None:
-        sums = given.arrays.with_biases_of(sums)
-    (dx, d_weights), sums, _ = one_by_one(ranges, step, sums, tokens.dispatch, kept)
-    if given.arrays is not None:
-        return dx, sums, d_weights
-    return dx, jax.tree.map(lambda total, array: total.astype(array.dtype), sums, trained), d_weights
+    dx, d_params, d_weights = empty(tokens.x.shape, tokens.x.dtype, (tokens, dys)), given.arrays, []
+    for i, own in enumerate(ranges.tokens(tokens)):
+        operands = after(
+            (xs, dys, kept and kept[i]), dx
+        )  # or XLA would compute several ranges, and keep what they make
+        sums = GradientSums(d_params, given.first)
+        dx, d_params, d_own = _gradients(plan, params, own, *operands, sums, dx)
+        d_weights.append(d_own)
+    if given.arrays is None:
+        d_params = jax.tree.map(lambda total, array: total.astype(array.dtype), d_params, plan.trained(params))
+    return dx, d_params, jnp.concatenate(d_weights)
 
 
 def _dtypes(plan: Plan, params: Parameters) -> Parameters:
@@ -271,7 +278,7 @@ def _dtypes(plan: Plan, params: Parameters) -> Parameters:
 
 @differentiated_once
 def _gradients_of_turns(
-    plan: Plan, xs, params: Parameters, tokens: Tokens, rows: Rows, turns, pre_activations, dys, sums: GradientSums
+    plan: Plan, xs, params: Parameters, tokens: Tokens, rows: Rows, turns, pre_activations, dys, sums: GradientSums, out
 ):
     down = _down_backward(plan, dys, params, tokens.weights, rows, pre_activations)
 
@@ -280,7 +287,7 @@ def _gradients_of_turns(
         if not isinstance(x, tuple):  # or x and dy would travel, and take memory, at once
             x = plan.transport.arrivals(tokens.trips, after(x, down.d_row_weights[-1]))
         before = None, sums, None
-        return _other_gradients(plan, x, params, tokens, rows, dys, down, before), partial(further, x)
+        return _other_gradients(plan, x, params, tokens, rows, dys, down, before, out), partial(further, x)
 
     def further(xs):
         def turn(number, gradients):
@@ -354,8 +361,10 @@ def _down_backward(
     return _Down(d_pre, hidden, row_weights, d_row_weights, journeys, v)
 
 
-def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: Rows, dys, down: _Down, before: tuple):
-    """Gradients of the tokens, the parameters and the routing weights, added to those of `before`."""
+def _other_gradients(
+    plan: Plan, xs, params: Parameters, tokens: Tokens, rows: Rows, dys, down: _Down, before: tuple, out=None
+):
+    """Gradients of the tokens, in `out`, the parameters and the routing weights, added to those of `before`."""
     dx, sums, d_weights = before
     token_index_map, blocks = rows.all.token_index_map, plan.transport.blocks
     of_slots = reduce(jnp.add, down.d_row_weights).at[token_index_map].get(mode="fill", fill_value=0)
@@ -406,7 +415,7 @@ def _other_gradients(plan: Plan, xs, params: Parameters, tokens: Tokens, rows: R
 
     operands = down.d_pre_activations, down.weighted_hidden, down.journeys.arrived[blocks - 1 :]
     options = {"w_down": params.down.weight, "dtype": xs[0].dtype, "meanwhile": weight_gradients, "prepared": prepared}
-    dx, d_params = token_sums(plan, tokens, rows, None, rows_of, operands, dx, **options)
+    dx, d_params = token_sums(plan, tokens, rows, None, rows_of, operands, out, dx, **options)
     return dx, d_params, d_weights
 
 

@@ -25,24 +25,24 @@ from blaze_jax.exchange import HERE, Transport, Trips
 from blaze_jax.quantized import decoded
 from pallas_kernels.codings import is_quantized
 from pallas_kernels.compat import is_symbolic_dim, vary_over
-from pallas_kernels.contract import EMPTY_SLOT, Dispatch
+from pallas_kernels.contract import Dispatch
 from pallas_kernels.family import Kernels
 from pallas_kernels.fp8 import CastWeight
 
 ROW_MULTIPLE = 8
 """Budgets of rows are multiples of it, as groups of rows are in every family of kernels."""
 
-RANGE_BYTES = 2**29
-"""The activation of a range has at least as many: its products take hundreds of times as long as their launches."""
+RANGE_BYTES = 2**28
+"""The activation of a range has at least as many: launching its kernels then takes about 1% of their time."""
 
-ROWS_PER_EXPERT = 2**15
+ROWS_PER_EXPERT = 2**14
 """Rows of a range, at least: adding to the gradients of the weights then takes about 1% of the time of its products."""
+
+MOST_RANGES = 16
+"""Each is a piece of the program, and more would save little."""
 
 ROW_BUDGET = 1.25
 """Rows of a buffer for every row that is expected: a quarter more, which no sane routing exceeds by chance."""
-
-FEWEST = 4
-"""Ranges, at least: fewer would save little."""
 
 Save = Literal["pre_activations", "int8", "inputs"]
 
@@ -119,9 +119,10 @@ class Tokens(NamedTuple):
       x: `(T, d)`, this device's.
       weights: `(T_group, K)`, the group's.
       experts: `(T_group, K)`, ids of experts of this device, -1 for those of others.
-      dispatch: the group's pairs with experts of this device; where tokens are in ranges, each one's, stacked.
+      dispatch: the group's pairs with experts of this device; where tokens are in ranges, a tuple of each one's.
       trips: which tokens travel where, for "all_to_all".
       most_pairs: pairs of the device of the group with the most, None if that is not known.
+      first: number of the first token of a range, whose weights, experts and dispatch these are; None for those of all.
     """
 
     x: Float[Array, "T d"]
@@ -130,6 +131,7 @@ class Tokens(NamedTuple):
     dispatch: Dispatch
     trips: Trips | None = None
     most_pairs: Int[Array, ""] | None = None
+    first: int | None = None
 
 
 class Rows(NamedTuple):
@@ -150,10 +152,9 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenRanges:
-    """As many ranges of `size` tokens each as cover `num_tokens`, which are at least `size`.
+    """Ranges of `size` tokens, the last one of those that are left, of `num_tokens`.
 
     A range has rows of all experts, so that the tiles of every kernel keep a GPU as busy as those of all tokens would.
-    Where the ranges do not divide the tokens, the first one overlaps with the second, and leaves the overlap to it.
     """
 
     num_tokens: int
@@ -163,46 +164,48 @@ class TokenRanges:
         if not 1 <= self.size <= self.num_tokens:
             raise ValueError(f"size={self.size} of a range must be from 1 to num_tokens={self.num_tokens}")
 
-    @property
-    def count(self) -> int:
-        """The fewest that cover the tokens: with one more, a token would be in three ranges, and count twice."""
-        return -(-self.num_tokens // self.size)
+    def cut(self, array: Shaped[Array, "T ..."]) -> tuple[Shaped[Array, "size ..."], ...]:
+        """Each range's entries."""
+        return tuple(array[first : first + self.size] for first in range(0, self.num_tokens, self.size))
 
-    def start(self, i: Int[Array, "..."]) -> Int[Array, "..."]:
-        """First token of range `i`: a function of the loop's count alone, so that XLA lets kernels write there."""
-        if self.num_tokens == self.count * self.size:
-            return i * self.size
-        return jnp.maximum(self.num_tokens - (self.count - i) * self.size, 0)
+    def dispatch(
+        self, group: Callable[[Int[Array, "size K"]], Dispatch], experts: Int[Array, "T K"]
+    ) -> tuple[Dispatch, ...]:
+        """Each range's pairs as `group` groups them; token ids are those of all T tokens."""
 
-    def of(self, array: Shaped[Array, "T ..."], start: Int[Array, ""]) -> Shaped[Array, "size ..."]:
-        """The entries of the tokens of the range that begins at `start`."""
-        return lax.dynamic_slice_in_dim(array, start, self.size)
-
-    def dispatch(self, group: Callable[[Int[Array, "size K"]], Dispatch], experts: Int[Array, "T K"]) -> Dispatch:
-        """Each range's pairs as `group` groups them, stacked; token ids are those of all T tokens."""
-        second = self.num_tokens - (self.count - 1) * self.size
-
-        def of_range(i):
-            start = self.start(i)
-            token = start + jnp.arange(self.size, dtype=jnp.int32)[:, None]
-            mine = (i > 0) | (token < second)
-            groups = group(jnp.where(mine, self.of(experts, start), EMPTY_SLOT))
+        def of_range(number: int, own: Int[Array, "size K"]) -> Dispatch:
+            groups = group(own)
             tokens = groups.expert_token_indices
-            return groups._replace(expert_token_indices=jnp.where(tokens < self.size, start + tokens, self.num_tokens))
+            ids = jnp.where(tokens < own.shape[0], number * self.size + tokens, self.num_tokens)
+            return groups._replace(expert_token_indices=ids)
 
-        return lax.map(of_range, jnp.arange(self.count, dtype=jnp.int32))
+        return tuple(of_range(number, own) for number, own in enumerate(self.cut(experts)))
+
+    def tokens(self, tokens: "Tokens") -> tuple["Tokens", ...]:
+        """Each range's, of those of all, whose dispatch is a tuple of each range's."""
+
+        def of_range(number: int, dispatch: Dispatch) -> Tokens:
+            first = number * self.size
+            pairs = tokens.weights, tokens.experts
+            weights, experts = jax.tree.map(lambda array: array[first : first + self.size], pairs)
+            return tokens._replace(weights=weights, experts=experts, dispatch=dispatch, first=first)
+
+        return tuple(
+            of_range(number, dispatch) for number, dispatch in enumerate(cast(tuple[Dispatch, ...], tokens.dispatch))
+        )
 
 
 def token_ranges(num_tokens: int, slots: int, num_experts: int, row_bytes: int) -> TokenRanges | None:
-    """The ranges of T tokens with K slots, whose activation has `row_bytes` a row; None where they would save little.
+    """The ranges of T tokens with K slots, whose activation has `row_bytes` a row; None for all at once.
 
-    Every range adds to float32 gradients of the weights. At 4 TB/s and 500 TFLOP/s this takes 333·E/R of the time of
-    its products, for R rows, whatever the widths.
+    The gradients of the weights are added up in float32. At 4 TB/s and 500 TFLOP/s this takes 167·E/R of the time of a
+    range's products, for its R rows, whatever the widths.
     """
-    rows = max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT * num_experts)
-    if is_symbolic_dim(num_tokens) or num_tokens * slots < FEWEST * rows:
+    if is_symbolic_dim(num_tokens):
         return None
-    return TokenRanges(num_tokens, -(-num_tokens // (num_tokens * slots // rows)))
+    least = max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT * num_experts)
+    number = min(num_tokens * slots // least, MOST_RANGES)
+    return TokenRanges(num_tokens, -(-num_tokens // number)) if number > 1 else None
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from blaze_jax.exchange import Transport
-from blaze_jax.plan import Plan, Projection, Rows, TokenRanges, Tokens
-from pallas_kernels.compat import is_symbolic_dim, vary_over, varying_axes
-from pallas_kernels.contract import Dispatch, accumulator_dtype
+from blaze_jax.plan import Plan, Projection, Rows, Tokens
+from pallas_kernels.compat import is_symbolic_dim
+from pallas_kernels.contract import accumulator_dtype
 from pallas_kernels.family import Kernels
 from pallas_kernels.xla.loops import empty
 
@@ -91,37 +90,6 @@ def with_turns(turns: Int[Array, ""] | None, begin: Callable):
     return run(False) if turns is None else lax.cond(turns == 0, partial(run, False), partial(run, True))
 
 
-def one_by_one(ranges: TokenRanges, step: Callable, sums, *stacks):
-    """`step(start, sums, *own) -> (by_token, sums, others)` for each range, where its first token is `start`.
-
-    Args:
-      ranges: cuts of the tokens.
-      step: a function of the range's entries `own` in `stacks`, which adds to the sums.
-      sums: those before the first range.
-      *stacks: pytrees of arrays `(count, ...)`, or None.
-
-    Returns:
-      What is by token as arrays `(T, ...)`, the sums, and the others stacked.
-    """
-    first = (jnp.int32(0), sums, *jax.tree.map(lambda array: array[0], stacks))
-    by_token, _, others = jax.eval_shape(step, *first)
-    like = sums, stacks
-    whole = jax.tree.map(lambda a: empty((ranges.num_tokens, *a.shape[1:]), a.dtype, like), by_token)
-    stacked = jax.tree.map(lambda a: empty((ranges.count, *a.shape), a.dtype, like), others)
-
-    def turn(i, carry):
-        whole, sums, stacked = carry
-        start = ranges.start(i)
-        own = jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, i, keepdims=False), stacks)
-        by_token, sums, others = step(start, sums, *own)
-        # XLA lets the kernels write there, if nothing is between the two.
-        whole = jax.tree.map(lambda a, own: lax.dynamic_update_slice_in_dim(a, own, start, 0), whole, by_token)
-        stacked = jax.tree.map(lambda a, own: lax.dynamic_update_index_in_dim(a, own, i, 0), stacked, others)
-        return whole, sums, stacked
-
-    return lax.fori_loop(0, ranges.count, turn, (whole, vary_over(sums, varying_axes(like)), stacked))
-
-
 def token_sums(
     plan: Plan,
     tokens: Tokens,
@@ -129,6 +97,7 @@ def token_sums(
     weights: tuple[Array, ...] | None,
     rows_of: Callable[[Any, int], Callable],
     operands,
+    out: Float[Array, "T d"] | None = None,
     before: Float[Array, "T d"] | None = None,
     *,
     w_down: Float[Array, "E n d"],
@@ -136,7 +105,7 @@ def token_sums(
     meanwhile: Callable = lambda operands: (None, operands),
     prepared: Callable = lambda operands, last_use: operands,
 ) -> tuple[Float[Array, "T d"], Any]:
-    """The sums of this device's tokens, added to those of `before`, and the result of `meanwhile`.
+    """The sums of this device's tokens, and the result of `meanwhile`.
 
     A block of columns of the others' tokens leaves; then the one before it, which has arrived from other devices by
     now, is the addend of this device's own. So two are under way at most, and nothing else is as wide as the sums.
@@ -148,7 +117,8 @@ def token_sums(
       weights: factors `(T_part, K)` of the rows of each part; None for ones.
       rows_of: makes of operands and a part's number the `rows(first_column, num_columns)` that are summed.
       operands: what it takes.
-      before: sums to add to.
+      out: where they are written to, beside those of other tokens; None for a new array.
+      before: what they are added to, in the place of `out`.
       w_down: whose shape says how wide sums and experts are.
       dtype: the dtype of the sums.
       meanwhile: `(result, operands)` of the operands, computed while the last block travels.
@@ -159,7 +129,7 @@ def token_sums(
     departures = plan.transport.departures(tokens.trips, len(rows.parts))
     factors = weights or (None,) * len(rows.parts)
     away = [(part, depart) for part, depart in enumerate(departures) if depart]
-    own = departures[0] is None  # the first part, if any
+    own, first_token = departures[0] is None, 0 if tokens.first is None else tokens.first  # of the first part, if any
     block = block_width(width, kernels.column_block(rows.parts[0].num_rows, width, n, num_experts, dtype))
     if own and not away and before is None:
         num_rows = rows.parts[0].num_rows
@@ -169,23 +139,25 @@ def token_sums(
         few = not is_symbolic_dim(num_rows) and num_rows * FEW_ROWS <= 3 * num_experts * n
         if narrow or few:
             block = None
-        y = combine_columns(kernels, rows_of(operands, 0), width, block, rows.parts[0], factors[0], dtype)
-        return y, result
+        index = rows.parts[0].token_index_map
+        out = empty((index.shape[0], width), dtype, rows.parts[0]) if out is None else out
+        return combine_columns(kernels, rows_of(operands, 0), block, index, factors[0], out, first_token), result
 
     blocks = [(first, min(block, width - first)) for first in range(0, width, block)]
-    y, arriving, done = before, [], ()
+    y, arriving, done = out if before is None else before, [], ()
     operands = prepared(operands, False)
 
     def sums(part: int, operands, columns: tuple[int, int], out, first_column: int, addend, width: int) -> Array:
         # Or XLA would compute the rows of many blocks, and keep them all.
         of_block = rows_of(operands, part)(after(jnp.int32(columns[0]), done), columns[1])
-        index = rows.parts[part].token_index_map
-        return kernels.combine(of_block, index, factors[part], out, first_column, addend, width=width)
+        index, to = rows.parts[part].token_index_map, {"first_token": first_token, "width": width}
+        return kernels.combine(of_block, index, factors[part], out, first_column, addend, **to)
 
     def finished(y, operands, number: int) -> Array:
         (first, columns), addend = blocks[number], arriving[number]
         if before is not None:
-            there = lax.dynamic_slice_in_dim(y, first, columns, axis=1)
+            there = lax.dynamic_slice_in_dim(y, first_token, rows.parts[0].token_index_map.shape[0])
+            there = lax.dynamic_slice_in_dim(there, first, columns, axis=1)
             addend = there if addend is None else addend + there
         if not own:
             y = empty((addend.shape[0], width), dtype, addend) if y is None else y
@@ -205,28 +177,30 @@ def token_sums(
 
 
 def combine_columns(
-    kernels: Kernels, rows: Callable, width: int, block: int | None, dispatch: Dispatch, weights: Array | None, dtype
-) -> Float[Array, "T d"]:
-    """The sums of `rows(first_column, num_columns)`, a block of all columns at a time, or all at once for None."""
-    y = _empty_columns(dispatch, width, dtype)
+    kernels: Kernels,
+    rows: Callable,
+    block: int | None,
+    index: Int[Array, "T K"],
+    weights: Array | None,
+    out: Float[Array, "T_all d"],
+    first_token: int = 0,
+) -> Float[Array, "T_all d"]:
+    """The sums of `rows(first_column, num_columns)` in `out`, a block of columns at a time, or all at once for None."""
+    width = out.shape[1]
     if block is None:
-        return kernels.combine(rows(0, width), dispatch.token_index_map, weights, y, 0)
-    weights = None if weights is None else weights.astype(accumulator_dtype(dtype))  # once, and not in each turn
+        return kernels.combine(rows(0, width), index, weights, out, 0, first_token=first_token)
+    weights = None if weights is None else weights.astype(accumulator_dtype(out.dtype))  # once, and not in each turn
 
     def turn(carry):
-        column, y = carry  # counted in columns, which saves a GPU a launch that would multiply
+        column, out = carry  # counted in columns, which saves a GPU a launch that would multiply
         # A last narrow block reaches back over columns that are done.
         first_column = jnp.minimum(column, width - block) if width % block else column
-        y = kernels.combine(rows(first_column, block), dispatch.token_index_map, weights, y, first_column)
-        return column + block, y
+        out = kernels.combine(rows(first_column, block), index, weights, out, first_column, first_token=first_token)
+        return column + block, out
 
-    return lax.while_loop(lambda carry: carry[0] < width, turn, (jnp.int32(0), y))[1]
+    return lax.while_loop(lambda carry: carry[0] < width, turn, (jnp.int32(0), out))[1]
 
 
 def block_width(width: int, most: int) -> int:
     """Columns of a block of `most` at most, where there are `width` in all: never all of them, if they are many."""
     return min(most, -(-width // 128) * 64, width)
-
-
-def _empty_columns(dispatch: Dispatch, columns: int, dtype) -> Float[Array, "T columns"]:
-    return empty((dispatch.token_index_map.shape[0], columns), dtype, dispatch)

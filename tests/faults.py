@@ -165,8 +165,9 @@ FAULTS = [Fault(*fault) for fault in [
     ("mma_heuristic", "block_kib(capability) > 99", "block_kib(capability) >= 99", "tuning"),
     ("launch", "memories[after].accesses = memories[after - updated].accesses", "pass", "language"),
     # tokens in ranges
-    ("dispatch", "second = self.num_tokens - (self.count - 1) * self.size", "second = self.size", "token_ranges"),
-    ("dispatch", "jnp.where(tokens < self.size, start + tokens, self.num_tokens)", "start + tokens", "token_ranges"),
+    ("dispatch", "jnp.where(tokens < own.shape[0], number * self.size + tokens, self.num_tokens)", "number * self.size + tokens", "token_ranges"),
+    ("token_sums", "0 if tokens.first is None else tokens.first", "0", "token_ranges"),
+    ("_gradients_in_ranges", "GradientSums(d_params, given.first)", "given", "token_ranges"),
     ("token_ranges", "max(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", "min(RANGE_BYTES // row_bytes, ROWS_PER_EXPERT", "token_ranges"),
     ("_dtypes", "accumulator_dtype(array.dtype) if plan.ranges else array.dtype", "array.dtype", "token_ranges"),
     # over devices

@@ -24,13 +24,14 @@ def combine(
     rows: Float[Array, "R columns"],
     token_index_map: Int[Array, "T K"],
     weights: Float[Array, "T K"] | None,
-    out: Float[Array, "T d"] | None,
+    out: Float[Array, "T_all d"] | None,
     first_column: Int[Array, ""] | int,
     addend: Float[Array, "T columns"] | None = None,
     *,
+    first_token: Int[Array, ""] | int = 0,
     width: int | None = None,
     blocks: int | None = None,
-) -> Float[Array, "T d"]:
+) -> Float[Array, "T_all d"]:
     """Sums each token's rows in float32, in slot order, into columns of `out`, in place; see the portable twin.
 
     A warp owns 256 columns of a token at a time. Its lanes find the slots that have a row, 32 of them at once, and load
@@ -38,8 +39,8 @@ def combine(
     widths are multiples of 8. No result depends on `blocks`, thread blocks of the launch.
     """
     (num_rows, columns), (num_tokens, slots) = rows.shape, token_index_map.shape
-    chunks, out_width = -(-columns // (WARP * COLUMNS)), (width or columns) if out is None else out.shape[1]
-    other_pieces = (out_width - columns) // COLUMNS
+    out_shape = (num_tokens, width or columns) if out is None else out.shape
+    chunks, out_width, pieces = -(-columns // (WARP * COLUMNS)), out_shape[1], out_shape[1] // COLUMNS
     blocks = blocks or BLOCKS_PER_SM * num_sms()
 
     def add_rows(count, rows, column, place, factor, mask, sums):
@@ -56,8 +57,8 @@ def combine(
             sums = sums + (values.wide() * weight if weight else values.wide())
         return [mask, sums]
 
-    def body(rows, token_index_map, first_column, weights, addend, before, out):
-        first_column, lane = first_column[0], simt.thread() % WARP
+    def body(rows, token_index_map, first, weights, addend, before, out):
+        first_token, first_column, lane = first[0], first[1], simt.thread() % WARP
         first_task = simt.block() * WARPS + simt.warp()
         for task in indices(first_task, num_tokens * chunks, blocks * WARPS):
             token, column = task // chunks, (task % chunks * WARP + lane) * COLUMNS
@@ -78,19 +79,22 @@ def combine(
                     added = partial(add_rows, count, rows, column, place, factor, mask, sums)
                     mask, sums = branch(~mask.equals(0), added, [mask, sums])
             with when(inside):
-                out.store_vector(Long(token) * out_width + (first_column + column), sums.to(out.kind))
-        if before is None or not other_pieces:
+                index = Long(first_token + token) * out_width + (first_column + column)
+                out.store_vector(index, sums.to(out.kind))
+        if before is None or out_shape == (num_tokens, columns):
             return
         with when(~out.is_same(before)):
-            for item in indices(simt.block() * THREADS + simt.thread(), num_tokens * other_pieces, blocks * THREADS):
-                token, column = item // other_pieces, item % other_pieces * COLUMNS
-                column = select(column < first_column, column, column + columns)
-                index = Long(token) * out_width + column
-                out.store_vector(index, before.load_vector(index, COLUMNS))
+            for item in indices(simt.block() * THREADS + simt.thread(), out_shape[0] * pieces, blocks * THREADS):
+                token, column = item // pieces, item % pieces * COLUMNS
+                is_other = (token < first_token) | (token >= first_token + num_tokens)
+                with when(is_other | (column < first_column) | (column >= first_column + columns)):
+                    index = Long(token) * out_width + column
+                    out.store_vector(index, before.load_vector(index, COLUMNS))
 
-    inputs = (rows, token_index_map, jnp.asarray(first_column, jnp.int32).reshape(1))
+    first = jnp.stack([jnp.asarray(first_token, jnp.int32), jnp.asarray(first_column, jnp.int32)])
+    inputs = (rows, token_index_map, first)
     weights = None if weights is None else weights.astype(jnp.float32)
-    outputs = [jax.ShapeDtypeStruct((num_tokens, out_width), rows.dtype)] if out is None else []
+    outputs = [jax.ShapeDtypeStruct(out_shape, rows.dtype)] if out is None else []
     options = {"blocks": blocks, "warpgroups": WARPGROUPS, "outputs": outputs, "updated": 1 - len(outputs)}
     combined = simt.kernel(body, name="moe_combine", **options)
     return combined(*inputs, weights, addend, out)[0]

@@ -168,13 +168,16 @@ def combine(
     rows: Float[Array, "R columns"],
     token_index_map: Int[Array, "T K"],
     weights: Float[Array, "T K"] | None,
-    out: Float[Array, "T d"] | None,
+    out: Float[Array, "T_all d"] | None,
     first_column: Int[Array, ""] | int,
     addend: Float[Array, "T columns"] | None = None,
     *,
+    first_token: Int[Array, ""] | int = 0,
     width: int | None = None,
-) -> Float[Array, "T d"]:
+) -> Float[Array, "T_all d"]:
     """`out` with columns from `first_column` on replaced by `addend + Σ_k weights[t, k] · rows[token_index_map[t, k]]`.
+
+    That is done for T of its tokens, from `first_token` on, and the others are as they were.
 
     Summed wide in this order, and rounded once. Positions past the last row (empty slots) contribute zero, unless their
     weight is NaN. Without `weights` all are one, without `addend` it is zero. Without `out` there is a new array of
@@ -196,4 +199,5 @@ def combine(
     else:
         total = reduce(lambda total, slot: add_slot(slot, total), range(slots), total)
     out = empty((shape[0], width or shape[1]), rows.dtype, rows) if out is None else out
-    return lax.dynamic_update_slice_in_dim(out, total.astype(out.dtype), first_column, axis=1)
+    first = jnp.asarray(first_token, jnp.int32), jnp.asarray(first_column, jnp.int32)  # also where ints have 64 bits
+    return lax.dynamic_update_slice(out, total.astype(out.dtype), first)

@@ -78,9 +78,9 @@ def test_matches_oracle_for_any_activation(kernels, activation, biases):
 def test_few_rows_beside_the_weights_are_summed_at_once(monkeypatch, traced_anew):
     widths = []
 
-    def summed(kernels, rows, width, block, *others):
+    def summed(kernels, rows, block, *others):
         widths.append(block)
-        return combine_columns(kernels, rows, width, block, *others)
+        return combine_columns(kernels, rows, block, *others)
 
     combine_columns = schedule.combine_columns
     monkeypatch.setattr(schedule, "combine_columns", summed)

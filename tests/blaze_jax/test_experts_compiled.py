@@ -62,6 +62,7 @@ FINE = Layer(24576, 1536, 256, 128, 8)
 WIDE = Layer(32768, 4096, 1024, 128, 8)
 NARROW = Layer(65536, 1024, 4096, 16, 4)
 LONG = Layer(2097152, 512, 2048, 4, 1)
+SHORTER = LONG._replace(T=131072)
 LONG_AGAIN = LONG._replace(save="inputs")
 NARROW_INT8, LONG_INT8 = (layer._replace(save="int8") for layer in (NARROW, LONG))
 SMALL = Layer(37, 320, 256, 6, 2)
@@ -75,7 +76,8 @@ TEMPORARIES = [
     (WIDE, BOTH, 2400),
     (NARROW, BOTH, 6700),
     (NARROW, FIRST_PASS, 2500),
-    (LONG, BOTH, 18600),
+    (LONG, BOTH, 17400),
+    (SHORTER, BOTH, 1400),
     (LONG_AGAIN, BOTH, 1600),
     (NARROW_INT8, BOTH, 8400),  # of one layer: P and dP do not share their memory
     (LONG_INT8, BOTH, 10400),

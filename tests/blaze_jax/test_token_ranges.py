@@ -32,23 +32,12 @@ def test_a_range_has_a_budget_of_rows_and_further_turns(in_ranges):
 @pytest.mark.parametrize("num_tokens", [12, 37, 38])
 @pytest.mark.default_cases("*")
 def test_ranges_cover_every_token_once(num_tokens):
-    ranges = TokenRanges(num_tokens, -(-num_tokens // 3))
-    first, *others = np.asarray(ranges.start(np.arange(3)))
-    assert first == 0
-    assert np.diff(others).tolist() == [ranges.size]
-    assert others[0] <= ranges.size
-    assert others[-1] + ranges.size == num_tokens
-
-
-def test_no_token_is_in_more_than_two_ranges():
-    """The first two may overlap, and no others: their number follows from the tokens and the size."""
-    for num_tokens in range(1, 40):
-        for size in range(1, num_tokens + 1):
-            ranges = TokenRanges(num_tokens, size)
-            assert 0 <= ranges.count * size - num_tokens < size
-    for size in (0, 18):
-        with pytest.raises(ValueError, match=rf"size={size} of a range must be from 1 to num_tokens=17"):
-            TokenRanges(17, size)
+    own = TokenRanges(num_tokens, -(-num_tokens // 3)).cut(np.arange(num_tokens))
+    assert len(own) == 3
+    assert np.concatenate(own).tolist() == [*range(num_tokens)]
+    for size in (0, num_tokens + 1):
+        with pytest.raises(ValueError, match=rf"size={size} of a range must be from 1 to num_tokens={num_tokens}"):
+            TokenRanges(num_tokens, size)
 
 
 def test_rows_that_align_a_group_are_of_no_token():
@@ -56,22 +45,23 @@ def test_rows_that_align_a_group_are_of_no_token():
     experts, num_experts = ROUTINGS["random"]
     ranges = TokenRanges(37, 13)
     groups = ranges.dispatch(lambda own: portable_dispatch(own, num_experts, row_alignment=8), jnp.asarray(experts))
-    for i, own in enumerate(([0, 11], [11, 24], [24, 37])):
-        tokens, pairs = np.unique(groups.expert_token_indices[i], return_counts=True)
+    for of_range, own in zip(groups, ([0, 13], [13, 26], [26, 37]), strict=True):
+        tokens, pairs = np.unique(of_range.expert_token_indices, return_counts=True)
         assert tokens.tolist() == [*range(*own), len(experts)]
         assert (pairs[:-1] == 2).all()
 
 
 def test_ranges_where_many_rows_meet_few_experts():
-    assert token_ranges(2_097_152, 1, 4, 4096) == TokenRanges(2_097_152, 131_072)
-    assert token_ranges(2_000_001, 1, 4, 4096) == TokenRanges(2_000_001, 133_334)
+    assert token_ranges(2_000_001, 1, 4, 4096) == TokenRanges(2_000_001, 125_001)
+    assert token_ranges(524_288, 1, 4, 4096) == TokenRanges(524_288, 65_536)
+    assert token_ranges(131_072, 1, 4, 4096) == TokenRanges(131_072, 65_536)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "slots", "num_experts", "n"), [(131_072, 1, 4, 2048), (32_768, 8, 128, 1024), (65_536, 4, 16, 4096)]
+    ("num_tokens", "slots", "num_experts", "n"), [(65_536, 1, 4, 2048), (32_768, 8, 128, 1024), (65_536, 4, 16, 4096)]
 )
 @pytest.mark.default_cases("*")
-def test_no_ranges_where_they_would_save_little_or_cost_much(num_tokens, slots, num_experts, n):
+def test_no_ranges_where_they_would_cost_much(num_tokens, slots, num_experts, n):
     assert token_ranges(num_tokens, slots, num_experts, 2 * n) is None
 
 
@@ -137,10 +127,10 @@ def test_under_transformations(in_ranges, transformed):
 def test_first_pass_under_checkpoint_keeps_no_pre_activations(in_ranges):
     *arguments, _ = make_problem(*ROUTINGS["random"], biases=False)
 
-    def first_pass(ffn):
-        run = jax.jit(lambda x, *others: jax.vjp(lambda x: apply(ffn, x, *others), x))
-        return run.lower(*arguments).as_text()
+    def kept(ffn):
+        _, residuals = jax.eval_shape(lambda x, *others: jax.vjp(lambda x: apply(ffn, x, *others), x), *arguments)
+        return [a.shape for a in jax.tree.leaves(residuals)]
 
-    of_all_ranges = "tensor<3x26x12xf32>"
-    assert of_all_ranges in first_pass(in_ranges)
-    assert of_all_ranges not in first_pass(jax.checkpoint(in_ranges))
+    of_a_range = 26, 12
+    assert of_a_range in kept(in_ranges)
+    assert of_a_range not in kept(jax.checkpoint(in_ranges))

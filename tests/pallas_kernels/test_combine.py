@@ -77,6 +77,14 @@ def test_makes_an_array_where_it_gets_none(combine):
 
 
 @both_forms
+def test_writes_some_of_the_tokens(combine):
+    values, positions, weights, before = problem("bfloat16")
+    out = combine(values, positions[5:20], weights[5:20], before, 8, first_token=5)
+    assert_same_bits(out[5:20], combine(values, positions, weights, before, 8)[5:20])
+    assert_same_bits((out[:5], out[20:]), (before[:5], before[20:]))
+
+
+@both_forms
 def test_slots_that_are_mostly_empty(combine):
     values, positions, weights, before = problem("bfloat16", slots=16)
     late = np.arange(16) >= 8
