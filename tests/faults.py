@@ -112,7 +112,7 @@ FAULTS = [Fault(*fault) for fault in [
     # pre-activations in 8 bits
     ("quantization_scales", "jnp.where(largest < jnp.inf, scales, jnp.full_like(scales, jnp.nan))", "scales", "quantized"),
     ("_up_projection", 'keep and plan.save == "int8"', "False", "experts_memory"),
-    ("_forward", "tuple(tuple(map(checkpoint_name, p, names)) for p in pre_activations)", "tuple(pre_activations)", "experts_memory"),
+    ("_forward", "return tuple(map(checkpoint_name, arrays, names))", "return arrays", "experts_memory"),
     ("_compute", "checkpoint_name((dispatch, most_pairs), INDEX_NAME)", "(dispatch, most_pairs)", "experts_memory"),
     # the Hopper kernels, interpreted
     ("slot", "gather.wait_landed(self.refs.landed, number, turn & 1)", "pass", "products interpreter"),
