@@ -156,8 +156,9 @@ def token_sums(
     def finished(y, operands, number: int) -> Array:
         (first, columns), addend = blocks[number], arriving[number]
         if before is not None:
-            there = lax.dynamic_slice_in_dim(y, first_token, rows.parts[0].token_index_map.shape[0])
-            there = lax.dynamic_slice_in_dim(there, first, columns, axis=1)
+            there = lax.dynamic_slice_in_dim(y, first, columns, axis=1)
+            if tokens.first is not None:
+                there = lax.dynamic_slice_in_dim(there, tokens.first, rows.parts[0].token_index_map.shape[0])
             addend = there if addend is None else addend + there
         if not own:
             y = empty((addend.shape[0], width), dtype, addend) if y is None else y
