@@ -20,7 +20,7 @@ from tests.routings import ROUTINGS
 @pytest.fixture
 def in_ranges(monkeypatch, traced_anew):
     """`expert_ffn` of few tokens, in ranges: a function of its own, so that jax compiles it."""
-    monkeypatch.setattr(experts, "token_ranges", lambda num_tokens, *_: TokenRanges(num_tokens, -(-num_tokens // 3)))
+    monkeypatch.setattr(experts, "token_ranges", lambda num_tokens, *_: TokenRanges(num_tokens, -(-num_tokens // 2)))
     return partial(expert_ffn)
 
 
@@ -131,6 +131,6 @@ def test_first_pass_under_checkpoint_keeps_no_pre_activations(in_ranges):
         _, residuals = jax.eval_shape(lambda x, *others: jax.vjp(lambda x: apply(ffn, x, *others), x), *arguments)
         return [a.shape for a in jax.tree.leaves(residuals)]
 
-    of_a_range = 26, 12
+    of_a_range = 38, 12
     assert of_a_range in kept(in_ranges)
     assert of_a_range not in kept(jax.checkpoint(in_ranges))
