@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from blaze_jax import MoE, MoEConfig
+from blaze_jax.plan import TokenRanges
 from blaze_jax.precision import fp8_everywhere
 from tests.numerics import assert_close, assert_same_bits, scaled_error
 from tests.train_example.small import CONFIG, FULL_MODEL, decoder, windows
@@ -61,9 +62,9 @@ def parameters_of(layer, dtype):
     return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape) / 4, dtype), shapes)
 
 
-def layer_and_sums(dtype, number, layers):
+def layer_and_sums(dtype, number, layers, **options):
     """A layer's loss and what flows on of the sums, as functions of them and the tokens; and zeros for them."""
-    layer = MoE(CONFIG_OF_LAYER, dtype=dtype, train=False)
+    layer = MoE(CONFIG_OF_LAYER, dtype=dtype, train=False, **options)
     params = parameters_of(layer, jnp.bfloat16)
     zeros = {n: jnp.zeros((layers, *params[n].shape), jnp.float32) for n in ("w_gate", "w_up", "w_down")}
 
@@ -127,3 +128,22 @@ def test_experts_that_know_no_sums_are_refused():
     variables = {"params": params, "gradient_sums": sums}
     with pytest.raises(NotImplementedError, match="on one device: add the gradients of others up outside"):
         jax.eval_shape(partial(layer.apply, mutable=["gradient_sums"]), variables, jnp.zeros((1, 16)))
+
+
+def test_ranges_of_tokens_add_to_the_sums(monkeypatch):
+    monkeypatch.setattr("blaze_jax.transformations.are_observers", lambda: True)  # calls of the layer are traced anew
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 37, 16)), jnp.bfloat16)
+
+    def gradients():
+        loss, params, sums = layer_and_sums(jnp.bfloat16, 1, 2, use_bias=True)
+        (value, _), vjp = jax.vjp(loss, params, sums, x)
+        return vjp((jnp.ones_like(value), jax.tree.map(lambda array: array + 1, sums)))
+
+    at_once = gradients()
+    monkeypatch.setattr(
+        "blaze_jax.experts.token_ranges", lambda num_tokens, *_: TokenRanges(num_tokens, -(-num_tokens // 2))
+    )
+    of_params, of_sums, of_tokens = gradients()
+    assert_same_bits(of_tokens, at_once[2])
+    assert_close(of_sums, at_once[1], 1e-6)
+    assert_close(of_params, at_once[0], 1e-2)
