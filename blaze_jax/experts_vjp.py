@@ -260,9 +260,8 @@ def _gradients_in_ranges(ranges: TokenRanges, plan: Plan, params: Parameters, to
     """`_gradients`, a range of the tokens at a time. The sums of the parameters, unless `given`, are rounded once."""
     dx, d_params, d_weights = empty(tokens.x.shape, tokens.x.dtype, (tokens, dys)), given.arrays, []
     for i, own in enumerate(ranges.tokens(tokens)):
-        operands = after(
-            (xs, dys, kept and kept[i]), dx
-        )  # or XLA would compute several ranges, and keep what they make
+        # Or XLA would compute several ranges, and keep what they make.
+        operands = after((xs, dys, kept and kept[i]), dx)
         sums = GradientSums(d_params, given.first)
         dx, d_params, d_own = _gradients(plan, params, own, *operands, sums, dx)
         d_weights.append(d_own)
