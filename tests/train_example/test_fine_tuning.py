@@ -332,6 +332,7 @@ def test_gpt_oss_trains_on_its_compressed_files_and_is_saved_in_full(tmp_path, c
         assert capsys.readouterr().out.startswith("lists")
 
 
+@pytest.mark.slow
 def test_a_compressed_attention_computes_with_the_numbers_of_its_kernels():
     options = {"adapter": "rank=4,targets=gate+q+o", "base": "float8", "base_attention": "nf4"}
     config = new_config({"preset": "tiny"} | options)
@@ -357,6 +358,7 @@ def test_a_compressed_attention_computes_with_the_numbers_of_its_kernels():
     assert_same_bits((after.params, metrics), (of_plain.params, others))
 
 
+@pytest.mark.slow
 def test_adapters_train_with_moments_in_8_bits():
     losses = {}
     for optimizer in ("adam", "adam8"):
@@ -381,6 +383,7 @@ def test_adapters_train_with_moments_in_8_bits():
     assert abs(before[-3:].mean() - after[-3:].mean()) < 0.05 * fell
 
 
+@pytest.mark.slow
 def test_an_embedding_on_the_host_changes_no_bit():
     found = []
     for where in ("device", "host"):
