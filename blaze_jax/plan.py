@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from blaze_jax.activations import Activation
 from blaze_jax.checks import check_numbers
@@ -92,10 +92,6 @@ class Parameters(NamedTuple):
         """These with None in the place of all weights, biases or casts."""
         return self.map(lambda p: p._replace(**dict.fromkeys(fields)))
 
-    def with_biases_of(self, other: "Parameters") -> "Parameters":
-        """These weights, and the other's biases."""
-        return self.map(lambda p, own: p._replace(bias=own.bias), other)
-
 
 def with_frozen(trained: Parameters, params: Parameters) -> Parameters:
     """The parameters again, of what `Plan.trained` leaves of them."""
@@ -164,9 +160,13 @@ class TokenRanges:
         if not 1 <= self.size <= self.num_tokens:
             raise ValueError(f"size={self.size} of a range must be from 1 to num_tokens={self.num_tokens}")
 
-    def cut(self, array: Shaped[Array, "T ..."]) -> tuple[Shaped[Array, "size ..."], ...]:
-        """Each range's entries."""
-        return tuple(array[first : first + self.size] for first in range(0, self.num_tokens, self.size))
+    def cut[A](self, arrays: A) -> tuple[A, ...]:
+        """Each range's entries of arrays `(T, ...)`."""
+
+        def entries(first: int) -> A:
+            return jax.tree.map(lambda array: array[first : first + self.size], arrays)
+
+        return tuple(map(entries, range(0, self.num_tokens, self.size)))
 
     def dispatch(
         self, group: Callable[[Int[Array, "size K"]], Dispatch], experts: Int[Array, "T K"]
@@ -183,15 +183,11 @@ class TokenRanges:
 
     def tokens(self, tokens: "Tokens") -> tuple["Tokens", ...]:
         """Each range's, of those of all, whose dispatch is a tuple of each range's."""
-
-        def of_range(number: int, dispatch: Dispatch) -> Tokens:
-            first = number * self.size
-            pairs = tokens.weights, tokens.experts
-            weights, experts = jax.tree.map(lambda array: array[first : first + self.size], pairs)
-            return tokens._replace(weights=weights, experts=experts, dispatch=dispatch, first=first)
-
+        dispatches = cast(tuple[Dispatch, ...], tokens.dispatch)
+        pairs = zip(self.cut((tokens.weights, tokens.experts)), dispatches, strict=True)
         return tuple(
-            of_range(number, dispatch) for number, dispatch in enumerate(cast(tuple[Dispatch, ...], tokens.dispatch))
+            tokens._replace(weights=weights, experts=experts, dispatch=dispatch, first=number * self.size)
+            for number, ((weights, experts), dispatch) in enumerate(pairs)
         )
 
 

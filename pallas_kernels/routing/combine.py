@@ -57,8 +57,8 @@ def combine(
             sums = sums + (values.wide() * weight if weight else values.wide())
         return [mask, sums]
 
-    def body(rows, token_index_map, first, weights, addend, before, out):
-        first_token, first_column, lane = first[0], first[1], simt.thread() % WARP
+    def body(rows, token_index_map, first_token, first_column, weights, addend, before, out):
+        first_token, first_column, lane = first_token[0], first_column[0], simt.thread() % WARP
         first_task = simt.block() * WARPS + simt.warp()
         for task in indices(first_task, num_tokens * chunks, blocks * WARPS):
             token, column = task // chunks, (task % chunks * WARP + lane) * COLUMNS
@@ -91,8 +91,9 @@ def combine(
                     index = Long(token) * out_width + column
                     out.store_vector(index, before.load_vector(index, COLUMNS))
 
-    first = jnp.stack([jnp.asarray(first_token, jnp.int32), jnp.asarray(first_column, jnp.int32)])
-    inputs = (rows, token_index_map, first)
+    # Two arrays: one of both would be a launch more for each block of columns.
+    first = (jnp.asarray(number, jnp.int32).reshape(1) for number in (first_token, first_column))
+    inputs = (rows, token_index_map, *first)
     weights = None if weights is None else weights.astype(jnp.float32)
     outputs = [jax.ShapeDtypeStruct(out_shape, rows.dtype)] if out is None else []
     options = {"blocks": blocks, "warpgroups": WARPGROUPS, "outputs": outputs, "updated": 1 - len(outputs)}

@@ -40,6 +40,15 @@ def test_ranges_cover_every_token_once(num_tokens):
             TokenRanges(num_tokens, size)
 
 
+def test_all_ranges_but_the_last_have_their_size():
+    for num_tokens in range(1, 40):
+        for size in range(1, num_tokens + 1):
+            *others, last = map(len, TokenRanges(num_tokens, size).cut(np.arange(num_tokens)))
+            assert set(others) <= {size}
+            assert 0 < last <= size
+            assert sum(others) + last == num_tokens
+
+
 def test_rows_that_align_a_group_are_of_no_token():
     """Not of one of the next range, which kernels would read."""
     experts, num_experts = ROUTINGS["random"]
@@ -52,6 +61,7 @@ def test_rows_that_align_a_group_are_of_no_token():
 
 
 def test_ranges_where_many_rows_meet_few_experts():
+    assert token_ranges(2_097_152, 1, 4, 4096) == TokenRanges(2_097_152, 131_072)
     assert token_ranges(2_000_001, 1, 4, 4096) == TokenRanges(2_000_001, 125_001)
     assert token_ranges(524_288, 1, 4, 4096) == TokenRanges(524_288, 65_536)
     assert token_ranges(131_072, 1, 4, 4096) == TokenRanges(131_072, 65_536)
