@@ -83,32 +83,41 @@ def pytest_pycollect_makeitem():
     """Marks as slow what `default_cases` leaves out of a test's cases; where it names none, all but the first.
 
     Each family of kernels then has a first case. What needs a GPU or a compiler for it, or is skipped, always has one.
-    Of the slow cases all but a few, which `some_more` chooses, are marked as `beyond_some`.
+    Of the slow cases all are marked as `beyond_some` but those that `ci_cases` names, or else what `some_more` chooses.
     """
     cases = yield
     if not isinstance(cases, list) or not cases or not hasattr(cases[0], "callspec"):
         return cases
-    kinds, named = defaultdict(list), set()
+    kinds = defaultdict(list)
     for case in cases:
         if not case.get_closest_marker("slow"):
             kinds[kind_of(case)].append(case)
-    for marker in cases[0].iter_markers("default_cases"):
-        for pattern in marker.args:
-            if not (found := {case for case in cases if fnmatchcase(case.callspec.id, pattern)}):
-                raise pytest.Collector.CollectError(f"{cases[0].originalname} has no default case {pattern!r}")
-            named |= found
+    named = named_by("default_cases", cases)
     for (_, *marks), alike in kinds.items():
         first = {alike[0]} if marks or not named else set()
         for case in set(alike) - (named.intersection(alike) or first):
             case.add_marker("slow")
+    in_ci = named_by("ci_cases", cases)
     together = defaultdict(list)
     for case in cases:
         together[kind_of(case)[1:]].append(case)
     for alike in together.values():
         slow = [case for case in alike if case.get_closest_marker("slow")]
-        for case in set(slow) - some_more(slow, set(alike) - set(slow)):
+        for case in set(slow) - (in_ci.intersection(slow) or some_more(slow, set(alike) - set(slow))):
             case.add_marker("beyond_some")
     return cases
+
+
+def named_by(marker: str, cases: list) -> set:
+    """The cases of a test whose ids a marker's patterns name."""
+    named = set()
+    for pattern in (pattern for mark in cases[0].iter_markers(marker) for pattern in mark.args):
+        if not (found := {case for case in cases if fnmatchcase(case.callspec.id, pattern)}):
+            raise pytest.Collector.CollectError(
+                f"{cases[0].originalname} has no case {pattern!r}, which {marker} names"
+            )
+        named |= found
+    return named
 
 
 def some_more(slow: list, others: set) -> set:

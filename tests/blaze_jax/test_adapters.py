@@ -108,7 +108,7 @@ def test_output_and_gradients_are_those_of_summed_weights(config):
     ],
     indirect=["kernels"],
 )
-@pytest.mark.default_cases("ampere-8-*", "*_on_gpu-*-bfloat16")
+@pytest.mark.default_cases("*_on_gpu-*-bfloat16")
 def test_every_family_of_kernels_computes_them(kernels, rank, dtype):
     """Beside weights of its own dtype, adapters in float32. Rows of the experts are ragged, and one has none."""
     num_experts, sizes = 5, {"d": 24, "n": 40, "biases": True} | kernels.suits
@@ -143,6 +143,7 @@ def test_every_family_of_kernels_computes_them(kernels, rank, dtype):
 TOGETHER = {"fsdp": 2, "expert": 2, "tensor": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "config"),
     [
@@ -156,7 +157,7 @@ TOGETHER = {"fsdp": 2, "expert": 2, "tensor": 2}
         (Way({"fsdp": 2, "expert": 2}, "auto", {}), "dense"),
     ],
 )
-@pytest.mark.default_cases("way6-*")
+@pytest.mark.ci_cases("way6-*")
 def test_over_devices_as_on_one(way, config):
     """Experts are split with their adapters; the gradients of frozen parameters are zeros on both sides."""
     assert_as_one_device(way, replace(CONFIGS[config], num_experts=4 if way.axes == {"fsdp": 4} else 6), 40)
@@ -238,6 +239,7 @@ def test_linen_trains_adapters_alone():
     assert changed == set(config.adapter_names)
 
 
+@pytest.mark.slow
 def test_nnx_trains_adapters_alone():
     config, x = replace(BASE, adapter=LoRA(rank=4)), random_tokens(30)
     model = blaze_jax.nnx.MoE(WIDTH, config, train=False, rngs=nnx.Rngs(0))
@@ -275,6 +277,7 @@ def test_frozen_weights_have_no_gradients_on_an_h200(implementation):
     assert not compiled.spill_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIGS["rank16"], CONFIGS["shared"]], ids=["rank16", "shared"])
 def test_merged_parameters_are_those_of_a_layer_without_adapters(config):
     plain, x = replace(config, adapter=None), random_tokens(30)
@@ -290,6 +293,7 @@ def test_merged_parameters_are_those_of_a_layer_without_adapters(config):
     assert_close(layer(x, base | init_adapters(jax.random.key(0), config, WIDTH), config)[0], layer(x, base, plain)[0])
 
 
+@pytest.mark.slow
 def test_dropout_leaves_out_inputs_of_adapters_in_training():
     config, x = replace(BASE, adapter=LoRA(rank=4, dropout=0.25)), random_tokens(30)
     params, whole = random_parameters(config), replace(config, adapter=LoRA(rank=4))
@@ -310,8 +314,9 @@ def test_dropout_leaves_out_inputs_of_adapters_in_training():
     assert np.any(module.apply(variables, x, rngs={"dropout": key}, mutable=["losses"])[0] != y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [None, "nf4"])
-@pytest.mark.default_cases("*")
+@pytest.mark.ci_cases("*")
 def test_a_layer_without_targets_is_frozen_and_computes_as_it_did(form):
     plain = MoEConfig(num_experts=4, experts_per_token=2, expert_width=64)
     config, x = replace(plain, adapter=LoRA(targets=())), random_tokens(20, width=64)

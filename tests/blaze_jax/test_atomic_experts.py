@@ -129,6 +129,7 @@ def test_an_expert_with_all_pairs_gets_them_all(monkeypatch):
     assert_close((up, down), (expected + 1, 2 * expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["grouped", "gathered"])
 def test_no_sum_depends_on_the_order_and_no_array_has_every_pair(form, monkeypatch):
     monkeypatch.setattr(atomic_forms, "_BLOCK_NUMBERS", 2**16)
@@ -144,6 +145,7 @@ def test_no_sum_depends_on_the_order_and_no_array_has_every_pair(form, monkeypat
     assert lowered.compile().memory_analysis().temp_size_in_bytes < all_pairs
 
 
+@pytest.mark.slow
 def test_a_masked_token_is_as_if_it_were_not_there():
     params, x, statistics = problem(CONFIG)
     (d_params, dx), (y, routing) = ours(params, jnp.where(MASK[:, None], x, jnp.nan), statistics, CONFIG, mask=MASK)
@@ -226,6 +228,7 @@ def test_the_modules_are_the_function():
     assert 0.8 < float(drawn["w_up"].std()) * WIDTH**0.5 < 1.2
 
 
+@pytest.mark.slow
 def test_it_is_transformed_as_the_layer_is():
     config = replace(CONFIG, form="gathered")
     params, x, statistics = problem(config)

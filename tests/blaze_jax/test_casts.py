@@ -58,7 +58,7 @@ def on_cast_weights(x, weights, experts, **options):
         pytest.param({"activation": "gelu", "save": "int8"}, True, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.default_cases("*")
+@pytest.mark.default_cases("options0-False")
 def test_no_bit_changes(options, interpreted):
     activation = options.get("activation", "swiglu")
     experts = random_experts(40, 2, range(3))
@@ -83,6 +83,7 @@ def total(y):
     return (y.astype(jnp.float32) ** 2).sum()
 
 
+@pytest.mark.slow
 def test_casts_of_a_stack_serve_all_microbatches_of_a_linen_layer():
     """Casts of two layers are made at once, and one layer's are used by two microbatches."""
     module = MoE(CONFIG, dtype=jnp.bfloat16)
@@ -108,6 +109,7 @@ def test_casts_of_a_stack_serve_all_microbatches_of_a_linen_layer():
     assert_same_bits(cast_once(stack), expected)
 
 
+@pytest.mark.slow
 def test_of_float32_masters_the_working_copy_is_what_has_gradients():
     masters = random_parameters(CONFIG, width=32)
     copy = jax.tree.map(lambda array: array.astype(jnp.bfloat16), masters)
@@ -123,6 +125,7 @@ def test_of_float32_masters_the_working_copy_is_what_has_gradients():
     assert {array.dtype for array in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 def test_an_nnx_layer_takes_them():
     params, x = random_parameters(CONFIG, width=32, dtype="bfloat16"), random_tokens(24, dtype="bfloat16", width=32)
     module = nnx_module(params, CONFIG)
@@ -179,6 +182,7 @@ def frozen_problem(interpreted: bool):
     return quantize_experts(plain, "float8"), jax.jit(run, static_argnums=1)
 
 
+@pytest.mark.slow
 def test_a_float8_base_is_cast_as_the_numbers_that_it_holds():
     base, run = frozen_problem(False)
     found, exact = run(base), run(decoded(base), None)

@@ -138,6 +138,7 @@ def test_every_form_has_the_same_numbers(door):
     assert_same_bits(out, ref)
 
 
+@pytest.mark.slow
 def test_under_transformations():
     params, x = random_parameters(DENSE), random_tokens(2, TOKENS)
     run = partial(moe, params=params, config=DENSE, train=True)

@@ -75,6 +75,7 @@ def test_matches_oracle_for_any_activation(kernels, activation, biases):
     kernels.assert_matches_oracle(problem, activation=activation)
 
 
+@pytest.mark.slow
 def test_few_rows_beside_the_weights_are_summed_at_once(monkeypatch, traced_anew):
     widths = []
 
@@ -125,6 +126,7 @@ def test_matches_oracle_for_any_turn(turn, activation, biases):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [RAGGED, WHOLE], ids=str)
 @pytest.mark.parametrize("routing", ["empty_slots", "more_experts_than_rows", "whole_tiles_and_a_tail"])
 def test_what_buffers_hold_at_first_does_not_matter(monkeypatch, traced_anew, routing, turn):

@@ -26,8 +26,9 @@ def gradients(function, problem):
     return jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2)))(*problem)
 
 
+@pytest.mark.slow
 @on("xla", "xla_batched")
-@pytest.mark.default_cases("xla_batched")
+@pytest.mark.ci_cases("xla_batched")
 def test_vmap_and_scan_over_tokens_and_weights(kernels):
     problems = [make_problem(random_experts(9, 2, range(4), seed), 4, seed=seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *problems)
@@ -54,6 +55,7 @@ def problem(kernels):
     return make_problem(random_experts(36, 2, range(5)), 5, **kernels.suits)
 
 
+@pytest.mark.slow
 @on("xla", "xla_batched", "ampere")
 @pytest.mark.parametrize(
     ("check_vma", "save", "split"),
@@ -64,7 +66,7 @@ def problem(kernels):
         (False, "pre_activations", True),
     ],
 )
-@pytest.mark.default_cases("True-pre_activations-True-xla")
+@pytest.mark.ci_cases("True-pre_activations-True-xla")
 def test_gradient_of_sharded_tokens(mesh, kernels, problem, check_vma, save, split):
     data, run = P("devices") if split else P(), partial(loss, function=kernels.function)
 

@@ -94,6 +94,7 @@ def test_float64_tokens(layer, config, param_dtype):
     assert_close(out, numbers(layer, config, "float32", "float32", None), TOLERANCE["float32"])
 
 
+@pytest.mark.slow
 def test_checkify():
     params, x = random_parameters(CONFIGS["plain"]), random_tokens(13)
 

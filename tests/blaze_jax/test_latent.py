@@ -66,6 +66,7 @@ def test_every_form_has_the_same_numbers(door):
     assert_close(remat(params), plain(params))
 
 
+@pytest.mark.slow
 def test_narrow_types():
     x, params = random_tokens(30, dtype="bfloat16"), random_parameters(LATENT)
     y, _ = layer(x, params, LATENT)
@@ -76,6 +77,7 @@ def test_narrow_types():
 TOGETHER, FSDP = {"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 2, "expert": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
@@ -87,7 +89,7 @@ TOGETHER, FSDP = {"fsdp": 2, "expert": 2, "tensor": 2}, {"fsdp": 2, "expert": 4}
     ],
     ids=["auto", "explicit", "roles", "roles, explicit", "roles in shard_map"],
 )
-@pytest.mark.default_cases("roles in shard_map")
+@pytest.mark.ci_cases("roles in shard_map")
 def test_over_devices_as_on_one(way):
     config = replace(LATENT, num_experts=4) if way.axes == FSDP else LATENT
     assert_as_one_device(way, config, 8 if way.options is None else 40)

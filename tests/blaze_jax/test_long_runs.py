@@ -62,8 +62,9 @@ def training_step(params, x, state):
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.default_cases("training_step-50-2000")
+@pytest.mark.ci_cases("training_step-50-2000")
 @pytest.mark.parametrize(("call", "warm", "calls"), [(eager_call, 5, 50), (training_step, 50, 2000)])
 def test_nothing_grows(call, warm, calls):
     params, x = random_parameters(CONFIG, use_bias=True), random_tokens(16)

@@ -87,6 +87,7 @@ def test_layers_without_a_gate_are_not_compared(inputs):
     assert "conventional: not compared" in profiler.summary()
 
 
+@pytest.mark.slow
 def test_what_is_not_known_is_said(inputs):
     profiler = MemoryProfiler()
     with pytest.raises(ValueError, match="nothing was profiled yet"):

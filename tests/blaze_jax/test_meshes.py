@@ -102,14 +102,16 @@ WITH_ROLES = {  # or inside of jax.shard_map: ways of parallelism and of meshes,
 
 
 @pytest.mark.parametrize("name", PLACED)
-@pytest.mark.default_cases("automatic", "explicit", "by batch and sequence")
+@pytest.mark.default_cases("explicit")
+@pytest.mark.ci_cases("automatic", "by batch and sequence")
 def test_placed_arrays_give_the_numbers_of_one_device(name):
     way, config, per_device = PLACED[name]
     assert_as_one_device(way, config, 4, 8, per_device=per_device)
 
 
 @pytest.mark.parametrize("name", WITH_ROLES)
-@pytest.mark.default_cases("all, permuted", "axis_name of 1, check_vma")
+@pytest.mark.default_cases("all, permuted")
+@pytest.mark.ci_cases("axis_name of 1, check_vma")
 def test_roles_and_axis_names_give_the_numbers_of_one_device(name):
     assert_as_one_device(*WITH_ROLES[name])
 
@@ -254,6 +256,7 @@ def test_hopper_kernels_lower_on_each_devices_tokens(kind):
     assert "moe_up_projection" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [SPLIT, WHOLE])
 def test_router_and_dispatch_by_themselves(spec):
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6)), jnp.float32)

@@ -106,6 +106,7 @@ def loss_and_gradients(x, params, given, **options):
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, params, given))
 
 
+@pytest.mark.slow
 def test_the_layer_weighs_them(problem):
     x, params, given, ((_, weighted), _) = problem
     logits = jnp.dot(x, params["w_router"], precision="highest")
@@ -121,8 +122,9 @@ def test_the_layer_weighs_them(problem):
     assert_close(one, moe(x[:, :1], params, CONFIG)[0][:, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["automatic", "explicit", "explicit sequence", "parallel", "inside"])
-@pytest.mark.default_cases("explicit sequence")
+@pytest.mark.ci_cases("explicit sequence")
 def test_over_a_mesh_as_on_one_device(problem, kind):
     x, params, given, expected = problem
     types = (jax.sharding.AxisType.Explicit if "explicit" in kind else jax.sharding.AxisType.Auto,)

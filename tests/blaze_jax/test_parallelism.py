@@ -91,10 +91,11 @@ def of_nnx(parallel, _, steps=0):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param)), nnx.to_pure_dict(nnx.state(optimizer.opt_state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("of", [of_linen, of_nnx])
-@pytest.mark.default_cases("of_linen-AxisType.Auto-*")
+@pytest.mark.ci_cases("of_linen-AxisType.Auto-*")
 def test_each_device_keeps_a_part(of, kind, steps):
     mesh = make_mesh(AXES, kind)
     with jax.set_mesh(mesh):

@@ -79,8 +79,9 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.default_cases("permute")
+@pytest.mark.ci_cases("permute")
 def test_over_devices_as_on_one(way):
     config = MoEConfig(num_experts=8, experts_per_token=2, expert_width=24, precision="fp8", mean_experts=2)
     params, x = random_parameters(config, use_bias=True), random_tokens(64)

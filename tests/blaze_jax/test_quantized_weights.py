@@ -61,9 +61,10 @@ def loss(adapters, x, others, config, door="function"):
 run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=(3, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(("form", "save"), [(form, "inputs") for form in FORMS] + [("nf4", "pre_activations")])
-@pytest.mark.default_cases("nf4-inputs-function")
+@pytest.mark.ci_cases("nf4-inputs-function")
 def test_a_layer_computes_as_with_decoded_weights(form, door, save):
     """To the bit: output, and gradients of adapters and tokens, of which nothing of the base has any."""
     config, x = replace(ADAPTED, save=save, implementation="xla"), tokens()
@@ -135,9 +136,10 @@ def test_every_family_of_kernels_takes_them(kernels, form):
         assert_close(of(ranks, x, base), jax.jit(of.__wrapped__)(ranks, x.astype("float32"), decoded(base)), 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_kernels", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.default_cases("nf4-True", "nf4-False")
+@pytest.mark.ci_cases("nf4-True", "nf4-False")
 def test_of_few_tokens_the_experts_are_decoded_that_they_use(form, by_kernels, monkeypatch):
     """By kernels that take compressed weights, or before; ids out of range still make NaN, and empty slots nothing."""
     if not by_kernels:
@@ -182,6 +184,7 @@ def test_the_portable_form_decodes_no_layer(form):
     assert re.search(rf"f32\[40,{D},{N}\]", str(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_merged_parameters_are_decoded(form):
     params = quantize_experts(parameters(dtype="bfloat16"), form)

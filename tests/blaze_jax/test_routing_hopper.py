@@ -63,6 +63,7 @@ def gradient_of(function, *arguments):
         return jax.jit(jax.grad(function))(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "vmapped"),
     [*((o, False) for o in (*OPTIONS, OPTIONS[2] | BIAS, OPTIONS[4] | BIAS)), ({}, True), (OPTIONS[4] | BIAS, True)],

@@ -24,6 +24,7 @@ def in_ranges(monkeypatch, traced_anew):
     return partial(expert_ffn)
 
 
+@pytest.mark.slow
 def test_a_range_has_a_budget_of_rows_and_further_turns(in_ranges):
     problem = make_problem(*ROUTINGS["many_tiles"])
     assert_close(results(in_ranges, problem, mean_experts=0.8), results(expert_ffn, problem))
@@ -78,12 +79,14 @@ def test_no_ranges_where_they_would_cost_much(num_tokens, slots, num_experts, n)
 @pytest.mark.parametrize("save", ["pre_activations", "int8", "inputs"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("routing", ["random", "empty_slots", "all_slots_empty"])
-@pytest.mark.default_cases("random-swiglu-int8", "random-gelu-inputs")
+@pytest.mark.default_cases("random-swiglu-int8")
+@pytest.mark.ci_cases("random-gelu-inputs")
 def test_results_are_those_of_all_tokens(in_ranges, routing, activation, save):
     problem = make_problem(*ROUTINGS[routing], activation=activation)
     compare(problem, in_ranges, activation=activation, save=save)
 
 
+@pytest.mark.slow
 def test_rows_wider_than_an_expert_come_in_blocks_of_columns(in_ranges):
     compare(make_problem(*ROUTINGS["random"], d=136, n=24), in_ranges)
 
@@ -115,8 +118,9 @@ def compare(problem, in_ranges, **options):
         assert_close(ours[name], expected[name], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transformed", ["checkpoint", "vmap", "shard_map"])
-@pytest.mark.default_cases("shard_map")
+@pytest.mark.ci_cases("shard_map")
 def test_under_transformations(in_ranges, transformed):
     problem, other = (make_problem(*ROUTINGS["random"], biases=False, seed=seed) for seed in (0, 1))
     run = partial(results, in_ranges)

@@ -60,6 +60,7 @@ def test_adapters_are_trained(folder):
     assert not any(jax.tree.leaves(names["linen_gradient"]["block"][name]) for name in frozen)
 
 
+@pytest.mark.slow
 def test_the_page_on_products_in_8_bits_says_that_its_layer_is_too_small_for_them(folder):
     with pytest.warns(UserWarning, match="less than 65536 rows .* are faster so, and these have 2048"):
         names = run("fp8", folder)

@@ -39,7 +39,8 @@ def test_float8_of_ragged_blocks(dtype):
     np.testing.assert_array_equal(decode_float8(values, scales, dtype), wanted.astype(dtype))
 
 
-@pytest.mark.default_cases("*")
+@pytest.mark.slow
+@pytest.mark.ci_cases("*")
 def test_encoding_finds_the_nearest_numbers_of_mxfp4():
     """And numbers that a block of MXFP4 holds already come back as they were, whatever the power of two."""
     rng = np.random.default_rng(1)

@@ -50,6 +50,7 @@ def test_loss_curves_lie_on_top_of_each_other_and_can_be_drawn(tmp_path, capsys,
         assert ours["planned_gib"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the devices here are virtual ones of the CPU")
 @pytest.mark.parametrize("mesh", [[], ["--mesh", "fsdp=2,expert=2"]], ids=["one device", "a mesh"])
 def test_a_dense_twin_trains_for_the_same_time(tmp_path, capsys, monkeypatch, mesh):

@@ -44,9 +44,10 @@ def drawn(tree, seed=0):
     return jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape) / 4, a.dtype), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "tolerance"), [(None, 1e-5), ("float8", 2e-2)])
 @pytest.mark.parametrize(("family", "shared"), [("qwen3_moe", True), ("olmoe", False), ("gpt_oss-model", True)])
-@pytest.mark.default_cases("qwen3_moe-True-float8-0.02")
+@pytest.mark.ci_cases("qwen3_moe-True-float8-0.02")
 def test_a_model_with_adapters_computes_as_the_merged_one_that_is_saved(tmp_path, family, shared, base, tolerance):
     config, ids = public_config(FIXTURES / family), expected(family)["ids"]
     targets = ("gate", "up", "down", "router")
@@ -69,8 +70,9 @@ def test_a_model_with_adapters_computes_as_the_merged_one_that_is_saved(tmp_path
     assert np.abs(logits - before).max() > 0.1 * np.abs(before).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["bf16", "float8", "mxfp4", "nf4"])
-@pytest.mark.default_cases("nf4")
+@pytest.mark.ci_cases("nf4")
 def test_a_step_trains_adapters_alone(base):
     """And its loss and gradients, in parts and with recomputation, are those of decoded weights without either."""
     config = new_config({"preset": "tiny", "adapter": "rank=4,targets=gate+down,shared", "base": base})
@@ -114,6 +116,7 @@ def test_the_loss_in_parts_is_the_loss(monkeypatch):
     assert_close(in_parts, whole, 1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_of_attention_begin_as_nothing_and_have_the_gradients_of_their_definition():
     """That is, of a model whose projections are `W + scale · A · B`; dense layers' attention has them, too."""
     config = public_config(FIXTURES / "qwen3_moe")
@@ -146,8 +149,7 @@ def test_adapters_of_attention_begin_as_nothing_and_have_the_gradients_of_their_
     assert_close(ours, theirs, 1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss-model"])
-@pytest.mark.default_cases("*")
+@pytest.mark.parametrize("family", ["gpt_oss-model", "qwen3_moe"])
 def test_a_model_with_what_peft_has_trained_computes_what_peft_computes(family):
     """Of all of Qwen3-MoE's blocks, and of gpt-oss' attention alone; `make_peft_fixtures.py` has made them."""
     folder = FIXTURES / f"{family.removesuffix('-model')}-model-peft"

@@ -65,7 +65,8 @@ def whole_context(model, variables, tokens):
     return jax.jit(model.apply)(variables, np.pad(tokens, (0, 32 - len(tokens)))[None])[0, : len(tokens)]
 
 
-@pytest.mark.default_cases("own", "gpt_oss-model")
+@pytest.mark.slow
+@pytest.mark.ci_cases("own", "gpt_oss-model")
 @pytest.mark.parametrize("name", ["own", "qwen3_moe", "olmoe", "gpt_oss-model"])
 def test_what_comes_is_what_the_whole_context_gives(name):
     model, variables = model_and_variables(name)
@@ -81,6 +82,7 @@ def test_what_comes_is_what_the_whole_context_gives(name):
         np.testing.assert_allclose(score, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_later_tokens_logits_are_those_of_the_whole_context_and_a_stopped_sequence_changes_nothing():
     model, variables = model_and_variables("own")
     generating = generator()
@@ -106,6 +108,7 @@ def test_each_later_tokens_logits_are_those_of_the_whole_context_and_a_stopped_s
             assert_same_bits(stopping.logits[at], state.logits[at])
 
 
+@pytest.mark.slow
 def test_one_sequence_alone_up_to_the_last_slot_is_that_among_others():
     model, variables = model_and_variables("own")
     alone = Generator(model, apart(model, variables), 1, 32, GREEDY, NOTHING, record=True)
@@ -211,6 +214,7 @@ def test_a_prompt_goes_on_at_the_terminal(folder, capsys):
     assert capsys.readouterr().out == said.out
 
 
+@pytest.mark.slow
 def test_a_stopped_file_of_prompts_goes_on_with_the_same_bits(folder, tmp_path, monkeypatch, capsys):
     prompts, whole, stopped = tmp_path / "prompts.jsonl", tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
     texts = ["The list", "A dictionary of", "x", "for one in two: pass", "\n"]
@@ -244,6 +248,7 @@ def test_a_stopped_file_of_prompts_goes_on_with_the_same_bits(folder, tmp_path, 
     assert sum(calls) == 4
 
 
+@pytest.mark.slow
 def test_texts_are_scored_behind_their_prompts(folder, tmp_path, capsys):
     texts, plain, out = tmp_path / "texts.jsonl", tmp_path / "plain", tmp_path / "out.jsonl"
     texts.write_text(json.dumps({"prompt": "A list", "text": " of"}) + "\n" + json.dumps({"text": "A list of"}) + "\n")

@@ -24,10 +24,11 @@ def mean_gradients(model, state, batch):
     return stacked(jax.jit(lambda state, batch: step._gradients(model, state, batch)[0])(state, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unroll", "remat"), [(False, "none"), (True, "none"), (False, "full"), (True, "except-experts")]
 )
-@pytest.mark.default_cases("False-none")
+@pytest.mark.ci_cases("False-none")
 def test_the_same_gradients_as_added_up_outside(unroll, remat, monkeypatch):
     model = decoder(FULL_MODEL, unroll=unroll, remat=remat)
     state = init_state(replace(CONFIG, model=FULL_MODEL), model)
@@ -37,8 +38,9 @@ def test_the_same_gradients_as_added_up_outside(unroll, remat, monkeypatch):
     assert_close(ours, mean_gradients(model, state, batch), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unroll", "parts"), [(False, PARTS), (True, PARTS), (True, 1)])
-@pytest.mark.default_cases("True-3")
+@pytest.mark.ci_cases("True-3")
 def test_the_same_bits_as_with_weights_cast_in_every_pass(unroll, parts, monkeypatch):
     model = decoder(FULL_MODEL, unroll=unroll)
     model = model.clone(moe=replace(model.moe, precision="fp8"))
@@ -130,6 +132,7 @@ def test_experts_that_know_no_sums_are_refused():
         jax.eval_shape(partial(layer.apply, mutable=["gradient_sums"]), variables, jnp.zeros((1, 16)))
 
 
+@pytest.mark.slow
 def test_ranges_of_tokens_add_to_the_sums(monkeypatch):
     monkeypatch.setattr("blaze_jax.transformations.are_observers", lambda: True)  # calls of the layer are traced anew
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 37, 16)), jnp.bfloat16)

@@ -53,6 +53,7 @@ def ordinary(tied_head):
     return own, model, init_state(own, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied_head", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_of_each_part_are_those_of_the_ordinary_step(tied_head):
     # Plain descent with no clipping shows the gradients themselves, where Adam would divide their sizes out.
@@ -81,6 +82,7 @@ def test_gradients_of_each_part_are_those_of_the_ordinary_step(tied_head):
         assert np.linalg.norm(ours - theirs) <= 1e-3 * np.linalg.norm(theirs) + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied_head", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_steps_of_plain_adam_are_the_ordinary_ones(tied_head, monkeypatch):
     monkeypatch.setattr(train_example.step, "CLIP_NORM", 1e9)  # parts clip by themselves

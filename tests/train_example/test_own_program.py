@@ -7,6 +7,8 @@ import sys
 import tokenize
 import tomllib
 
+import pytest
+
 import blaze_jax
 from tests.train_example.small import ROOT
 
@@ -49,6 +51,7 @@ def test_they_use_what_an_import_of_blaze_jax_offers():
                     assert package in PUBLIC | sys.stdlib_module_names or node.module in own, (path, node.module)
 
 
+@pytest.mark.slow
 def test_the_pages_program_of_ones_own_trains_and_generates(capsys):
     training, generation, replay = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "example.md").read_text(), re.DOTALL

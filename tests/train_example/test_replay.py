@@ -59,6 +59,7 @@ def loss_of(variables, tokens, targets, generated, routing):
     return jax.value_and_grad(loss, has_aux=True)(variables["params"])
 
 
+@pytest.mark.slow
 def test_the_same_weights_choose_what_was_recorded_and_replayed_have_the_same_gradients():
     sequences, variables = recorded()
     generated = [len(one.tokens) - one.prompt for one in sequences]
@@ -73,6 +74,7 @@ def test_the_same_weights_choose_what_was_recorded_and_replayed_have_the_same_gr
     assert_close(gradients, ref_gradients)
 
 
+@pytest.mark.slow
 def test_replayed_by_other_weights_tokens_go_where_they_went_and_gradients_flow():
     sequences, variables = recorded()
     other, replay = otherwise(variables), replay_of(decoder(OWN), sequences)

@@ -57,6 +57,7 @@ def finished(tmp_path_factory):
     return out, stdout.getvalue()
 
 
+@pytest.mark.slow
 def test_last_line_says_how_good_the_model_is(finished):
     last = finished[1].splitlines()[-1]
     ((held_out, unigram),) = re.findall(r"^final: held-out (\S{5}) bits/byte, unigram (\S{5}) bits/byte$", last)
@@ -157,6 +158,7 @@ def test_a_runs_model_generates_while_it_may_be_at_work(finished, capsys):
     }
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_newest_checkpoint_that_is_not_damaged(finished, tmp_path, capsys):
     out = shutil.copytree(finished[0], tmp_path / "run")
     for step, name in ((40, "d"), (36, "ocdbt.process_0/d")):

@@ -135,6 +135,7 @@ def test_evaluation_of_unrolled_blocks_is_a_loop_over_them():
     assert str(program) == str(other)
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_mean_cross_entropy_whatever_the_microbatches():
     model = decoder(FULL_MODEL)
     _, state = train_step(CONFIG, model)

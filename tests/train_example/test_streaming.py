@@ -33,9 +33,10 @@ def streaming_generator(name="own", sampling=GREEDY, bits=None, resident=(), pas
     return StreamingGenerator(model, rest, store, 4, 32, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["own", "qwen3_moe", "olmoe", "gpt_oss-model"])
 @pytest.mark.parametrize("temperature", [0, 0.8])
-@pytest.mark.default_cases("0.8-qwen3_moe")
+@pytest.mark.ci_cases("0.8-qwen3_moe")
 def test_tokens_are_those_of_resident_experts(name, temperature, monkeypatch):
     monkeypatch.setattr(streaming, "MICRO_TOKENS", 18)
     monkeypatch.setattr(streaming, "MICRO_LENGTH", 6)  # three sequences at a time, then one; pieces of 6, 6 and 4
@@ -49,8 +50,9 @@ def test_tokens_are_those_of_resident_experts(name, temperature, monkeypatch):
         np.testing.assert_allclose(of_streamed, of_resident, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["own", "qwen3_moe", "gpt_oss-model"])
-@pytest.mark.default_cases("gpt*")
+@pytest.mark.ci_cases("gpt*")
 def test_chunks_of_experts_make_the_layers_numbers(name):
     chunked, resident = streaming_generator(name, chunks=2), generator(name)
     prompts = prompts_of(resident.model)
@@ -69,6 +71,7 @@ def test_where_the_experts_are_changes_no_bit(chunks):
     assert_same_bits(outputs[0], outputs[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_later_passes_over_prompts_run_the_programs_of_the_first(chunks, caplog):
     streamed = streaming_generator(pass_tokens=12, chunks=chunks)

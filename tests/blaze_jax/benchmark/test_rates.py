@@ -39,6 +39,7 @@ def test_rates_and_the_ceiling_that_binds():
     assert Ceilings(1e6, 1.0).least_us(0.0, 1e3) == (pytest.approx(1.0), COPY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watts", [600.0, None])
 def test_kernels_alone_have_rates_and_energies_next_to_the_dense_product(monkeypatch, watts):
     def take_turns(calls, **_):

@@ -26,8 +26,9 @@ def of_peft(family):
     return layer, config, checkpoints.load_adapters(folder, number, config, layout=layer.layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", PEFT_FAMILIES)
-@pytest.mark.default_cases("mixtral", "gpt_oss")
+@pytest.mark.ci_cases("mixtral", "gpt_oss")
 def test_what_peft_saves_has_its_output_and_gradients(family):
     layer, config, adapters = of_peft(family)
     assert config.adapter == LoRA(rank=4, alpha=6, targets=ALL)

@@ -33,6 +33,7 @@ def test_every_value_comes_back(bits):
         assert_round_trip(EVERY, bits, jax.jit(decompress))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 3 * BLOCK), st.sampled_from([3, 4]), st.integers(0, 2**32 - 1), st.integers(1, 256))
 @settings(max_examples=25, deadline=None)
 def test_any_length_and_any_exponents(size, bits, seed, exponents):

@@ -24,12 +24,8 @@ TILES = MmaTuning(128, 64, 3), MmaTuning(256, 32, 2), MmaTuning(128, 32, 3, swee
 @of_forms
 @pytest.mark.parametrize("sizes", [(320, 192), (96, 224)], ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.default_cases(
-    f"{TILES[0]}-(320, 192)-nf4-up_projection",
-    f"{TILES[1]}-(96, 224)-mxfp4-down_projection",
-    f"{TILES[2]}-(320, 192)-mxfp4-down_backward",
-    f"{TILES[0]}-(96, 224)-float8-up_backward",
-)
+@pytest.mark.default_cases(f"{TILES[0]}-(320, 192)-nf4-up_projection", f"{TILES[0]}-(96, 224)-float8-up_backward")
+@pytest.mark.ci_cases(f"{TILES[1]}-(96, 224)-mxfp4-down_projection", f"{TILES[2]}-(320, 192)-mxfp4-down_backward")
 def test_the_numbers_of_decoded_weights(kernel, form, sizes, tile):
     """With parts of tiles and of steps at the ends; numpy adds up in an order of its own, tensor cores in one."""
     if form == "nf4" and sizes[0] % 64:

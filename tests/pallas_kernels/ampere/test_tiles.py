@@ -39,6 +39,7 @@ def test_every_tile_gives_the_same_bits(kernels, dtype, tile):
     assert_same_bits(*(jax.tree.map(lambda a: a[owned], out) for out in (pre, hidden)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweep", [2, 4])
 def test_sweeps_give_the_same_bits(kernels, sweep):
     """In each row kernel, over three column tiles, so that a sweep ends before its tiles do."""

@@ -80,11 +80,12 @@ def assert_same(found, expected):
     assert_same_bits(found, expected)
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("kernel", KERNELS)
 @of_forms
 @pytest.mark.parametrize("shares", ["fixed", "dynamic"])
-@pytest.mark.default_cases("fixed-nf4-up_projection", "dynamic-mxfp4-down_backward")
+@pytest.mark.ci_cases("fixed-nf4-up_projection", "dynamic-mxfp4-down_backward")
 def test_the_bits_of_decoded_weights(kernel, form, shares):
     """Of more k steps than slots."""
     tuning = TileTuning(stages=4, shares=shares)

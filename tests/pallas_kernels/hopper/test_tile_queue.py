@@ -86,6 +86,7 @@ def counters(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize(
     ("kernel", "order"),
