@@ -42,7 +42,8 @@ def test_the_portable_form_is_that_of_the_platform_compiled_for():
         ("hopper", nullcontext, {"activation": "relu", "param_dtype": "float32", "biases": True}),
     ],
 )
-@pytest.mark.default_cases("ampere-*")
+@pytest.mark.default_cases("ampere-<lambda>-options1")
+@pytest.mark.ci_cases("ampere-*")
 def test_forward_and_backward_lower_for_cuda(family, mesh, options):
     problem = make_problem(*ROUTINGS["random"], **PROBLEM | options)
     with demanded_family(family), mesh():

@@ -70,7 +70,8 @@ UNCHANGED = [
 
 
 @pytest.mark.parametrize(("layer", "config", "dtype", "param_dtype", "mode"), UNCHANGED)
-@pytest.mark.default_cases("*-everything-float32-float32-rank_*", "*-everything-bfloat16-float32-enable_x64")
+@pytest.mark.default_cases("*-everything-float32-float32-rank_*")
+@pytest.mark.ci_cases("*-everything-bfloat16-float32-enable_x64")
 def test_a_mode_changes_nothing(layer, config, dtype, param_dtype, mode):
     """The same program, or at least the same bits."""
     case = (layer, config, dtype, param_dtype)

@@ -81,6 +81,7 @@ def test_a_missing_key_is_named(key):
         moe(X, PARAMS, CONFIG, key=key, train=True)
 
 
+@pytest.mark.slow
 def test_linen_takes_it_from_a_stream():
     model, variables = MoE(CONFIG, train=True), {"params": PARAMS}
     apply = jax.jit(partial(model.apply, mutable=["losses"]))
@@ -132,8 +133,9 @@ def test_nnx_keeps_a_stream():
     assert not any("rngs" in map(str, path) for path, _ in nnx.to_flat_state(nnx.state(nnx_module(PARAMS, PLAIN))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["automatic", "explicit", "parallel", "axis_name", "parallel inside"])
-@pytest.mark.default_cases("explicit")
+@pytest.mark.ci_cases("explicit")
 def test_over_a_mesh_each_token_has_the_numbers_of_one_device(way):
     axes = {"data": 4} if way in ("automatic", "explicit", "axis_name") else {"fsdp": 2, "expert": 2}
     mesh = make_mesh(axes, AxisType.Explicit if way == "explicit" else AxisType.Auto)

@@ -42,7 +42,8 @@ def loss_of(run, x, params):
 
 
 @pytest.mark.parametrize("config", [LATENT, UNGATED], ids=["gated", "ungated"])
-@pytest.mark.default_cases("*")
+@pytest.mark.default_cases("gated")
+@pytest.mark.ci_cases("ungated")
 def test_output_and_gradients_are_those_of_the_definition(config):
     with jax.enable_x64(True):
         x = random_tokens(30, dtype="float64")

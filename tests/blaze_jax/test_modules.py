@@ -122,7 +122,8 @@ COLLECTED = {"linen": collected_by_linen, "nnx": collected_by_nnx}
 
 @pytest.mark.parametrize("train", [True, False])
 @over_modules
-@pytest.mark.default_cases("*")
+@pytest.mark.default_cases("*-True")
+@pytest.mark.ci_cases("*")
 def test_losses_and_statistics_are_the_layers_and_the_bias_moves_in_training(module, train):
     x, bias = random_tokens(30), jnp.zeros(6)
     _, routing = layer(x, random_parameters(EVERYTHING), EVERYTHING, train=train)

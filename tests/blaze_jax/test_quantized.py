@@ -39,7 +39,8 @@ SAVES = ("pre_activations", "int8", "int8")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.default_cases("*float32*")
+@pytest.mark.default_cases("xla-float32")
+@pytest.mark.ci_cases("xla_batched-float32")
 def test_wide_layers_are_as_near_as_8_bits_are(kernels, dtype):
     with jax.enable_x64(dtype == "float64"):
         problem = make_problem(random_experts(64, 2, range(4)), 4, d=24, n=136, dtype=dtype)
@@ -50,7 +51,8 @@ def test_wide_layers_are_as_near_as_8_bits_are(kernels, dtype):
 
 
 @over_families
-@pytest.mark.default_cases("xla", "xla_batched", "*_on_gpu")
+@pytest.mark.default_cases("xla", "*_on_gpu")
+@pytest.mark.ci_cases("xla_batched")
 def test_a_number_that_is_not_finite_is_seen_in_the_gradients_of_its_row_and_block(kernels):
     """And in no others: of the weights, in those of its expert and block alone."""
     experts = np.arange(8)[:, None] % 4

@@ -82,7 +82,8 @@ def reference(x, bias):
 
 
 @pytest.mark.parametrize("form", ["linen", "nnx"])
-@pytest.mark.default_cases("*")
+@pytest.mark.default_cases("linen")
+@pytest.mark.ci_cases("nnx")
 def test_a_module_called_twice_moves_its_bias_once(form):
     before = BIAS
     for y, losses, _, bias in islice(steps(form, twice, X), 2):
@@ -105,8 +106,9 @@ def in_a_branch(form, how, layer, branch, x):
     return lift.switch(branch, [with_layer, without], layer, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "how"), [("linen", "cond"), ("nnx", "cond"), ("linen", "switch"), ("nnx", "switch")])
-@pytest.mark.default_cases("nnx-cond", "linen-switch")
+@pytest.mark.ci_cases("nnx-cond", "linen-switch")
 def test_a_branch_without_the_layer(form, how):
     run = partial(in_a_branch, form, how)
     if form == "linen":

@@ -96,6 +96,7 @@ def test_rows_not_wider_than_an_expert_come_at_once(in_ranges):
     compare(make_problem(*ROUTINGS["random"], d=24, n=136), in_ranges)
 
 
+@pytest.mark.slow
 def test_gradients_of_narrow_weights_are_added_up_wide(in_ranges):
     problem = make_problem(*ROUTINGS["single_expert"], dtype="bfloat16", biases=False)
     ours = results(in_ranges, problem)

@@ -183,7 +183,8 @@ def test_two_runs_give_the_same_bits(run):
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.default_cases("*")
+@pytest.mark.default_cases("softmax-True", "sigmoid-False")
+@pytest.mark.ci_cases("*")
 def test_backward_is_the_derivative_of_the_portable_form(scoring, normalize):
     logits, rule = random_logits(30, 12), Rule(4, scoring, normalize, 1.7)
     logits = jnp.where(jnp.arange(12) < jnp.arange(30)[:, None], logits, -jnp.inf)  # none are possible, one, and so on

@@ -47,6 +47,7 @@ def test_logits_depend_on_no_later_byte(config):
     assert (abs(logits - other)[:, 7:].max(-1) > 1e-3).all()
 
 
+@pytest.mark.slow
 def test_variables_are_stacked_by_kind_of_block_and_every_layer_starts_from_its_own_numbers():
     model, tokens = decoder(FULL_MODEL), windows(2, 12)
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens)

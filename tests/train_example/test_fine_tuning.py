@@ -149,6 +149,7 @@ def test_adapters_of_attention_begin_as_nothing_and_have_the_gradients_of_their_
     assert_close(ours, theirs, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss-model", "qwen3_moe"])
 def test_a_model_with_what_peft_has_trained_computes_what_peft_computes(family):
     """Of all of Qwen3-MoE's blocks, and of gpt-oss' attention alone; `make_peft_fixtures.py` has made them."""
@@ -401,6 +402,7 @@ def test_an_embedding_on_the_host_changes_no_bit():
     assert_same_bits((of_host.params, others), (after.params, metrics))
 
 
+@pytest.mark.slow
 def test_a_random_base_is_made_in_its_form():
     config = new_config({"preset": "tiny", "adapter": "rank=4", "base": "nf4"})
     model = make_model(replace(config, model=replace(config.model, num_layers=2, width=64, num_experts=4)))

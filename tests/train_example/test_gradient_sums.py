@@ -81,6 +81,7 @@ def layer_and_sums(dtype, number, layers, **options):
     return loss, params, zeros
 
 
+@pytest.mark.slow
 def test_float32_sums_are_nearer_to_float64_than_sums_of_rounded_gradients():
     """And those of other layers stay as they are."""
     loss, params, sums = layer_and_sums(jnp.bfloat16, 1, 2)

@@ -154,6 +154,7 @@ def test_rounding_by_chance_has_the_right_mean_and_loses_no_infinity():
     assert jnp.any(twice[0]["w"] > 1)
 
 
+@pytest.mark.slow
 def test_small_adam_stays_near_adam():
     params = {"w": jnp.zeros((8, BLOCK)), "odd": jnp.zeros(7)}
     small, adam = scale_by_small_adam(0.9, 0.95), optax.scale_by_adam(0.9, 0.95)

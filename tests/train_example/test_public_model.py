@@ -33,7 +33,8 @@ def decoder(folder):
     return decoder_class(config)(config, config.moe(), jnp.float32)
 
 
-@pytest.mark.default_cases("gpt_oss-model")
+@pytest.mark.slow
+@pytest.mark.ci_cases("gpt_oss-model")
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "gpt_oss-model"])
 def test_loss_logits_and_gradients_are_those_of_transformers(family):
     model, wanted = decoder(FIXTURES / family), expected(family)

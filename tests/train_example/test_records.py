@@ -45,6 +45,7 @@ def test_metrics_that_are_missing_or_broken_or_cannot_be_written(tmp_path):
         MetricsLog(tmp_path / "missing" / "metrics.jsonl", 0)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_in_one_line_and_the_newest_whole_checkpoint_stays(tmp_path, capfd):
     saved = Checkpoints(tmp_path / "checkpoints")
     params = {f"w_{i}": jax.random.normal(jax.random.key(i), (40_000,)) for i in range(20)}

@@ -71,6 +71,7 @@ def test_last_line_says_how_good_the_model_is(finished):
     assert held_out == pytest.approx(measured[-1], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_folder_has_metrics_of_every_step_figure_sample_and_checkpoints(finished):
     out, stdout = finished
     records = metrics(out)
@@ -146,6 +147,7 @@ def test_a_run_is_not_overwritten_or_mixed_up(finished, tmp_path, capsys, option
     assert files(finished[0]) == before
 
 
+@pytest.mark.slow
 def test_a_runs_model_generates_while_it_may_be_at_work(finished, capsys):
     before = files(finished[0])
     with only_run_in(finished[0]):

@@ -85,6 +85,7 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth():
         assert all(0 < float(schedule(step)) <= CONFIG.learning_rate * 1.000001 for step in range(steps))
 
 
+@pytest.mark.slow
 def test_products_get_a_16_bit_copy_of_their_matrices_and_routers_and_norms_do_not():
     _, state = train_step(CONFIG, decoder(FULL_MODEL))
     copy = working_copy(state.params, jnp.bfloat16)

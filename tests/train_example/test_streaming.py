@@ -61,6 +61,7 @@ def test_chunks_of_experts_make_the_layers_numbers(name):
     assert_close(chunked.prefilled(prompts, MOST).logits[:3], resident.prefilled(prompts, MOST).logits[:3], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_where_the_experts_are_changes_no_bit(chunks):
     outputs = []

@@ -63,6 +63,7 @@ def measured(monkeypatch, import_module):
     return compare(SIZES, jnp.dtype("float32"), peers=[DENSE_DISPATCH, SONICMOE], repeats=1, turns=2)
 
 
+@pytest.mark.slow
 def test_the_record_has_ratios_and_what_the_table_shows(monkeypatch):
     modules, import_module = stand_in()
     record = measured(monkeypatch, import_module)

@@ -9,6 +9,7 @@ import pytest
 from blaze_jax.benchmark.own_process import ProcessError, how_it_ended, run_apart
 
 
+@pytest.mark.slow
 def test_a_result_and_an_error_come_back(capfd):
     assert run_apart(divmod, 7, 2) == (3, 1)
     with pytest.raises(ProcessError, match=r"^ZeroDivisionError: .*zero"):

@@ -103,6 +103,7 @@ def test_the_bits_of_fixed_shares(kernel, order, counters):
     assert all(own[-1] >= tiles for own in asked)  # each block stops at the first number that is no tile's
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("kernel", NARROW)
 def test_the_bits_of_wide_tiles(kernel):
