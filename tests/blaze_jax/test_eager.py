@@ -139,6 +139,7 @@ def test_takes_ten_jitted_calls_and_twelve_plain_gradients_at_most(name):
         assert best[0] <= 10 * best[1] + 12 * best[2], best
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MAPS.exists(), reason="counts memory mappings as Linux tells them")
 def test_thousands_of_calls_keep_nothing():
     forward, gradient = calls("moe")

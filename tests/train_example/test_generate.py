@@ -153,6 +153,7 @@ def test_choices_depend_on_seed_number_and_tokens_and_on_no_neighbour_and_no_len
             generating.generate(prompts, most)
 
 
+@pytest.mark.slow
 def test_no_weights_are_stacked_and_the_cache_stays_in_its_place():
     generating = generator()
     state = generating.prefilled(PROMPTS, MOST)

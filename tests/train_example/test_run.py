@@ -127,6 +127,7 @@ def test_stopped_killed_and_resumed_run_is_the_undisturbed_one(finished, tmp_pat
     assert (out / "sample.txt").read_text() == (finished[0] / "sample.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
