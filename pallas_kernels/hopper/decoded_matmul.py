@@ -15,17 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.decoding import OWN_BLOCKS
-from pallas_kernels.hopper.inline import (
-    ACCUMULATOR,
-    PANEL,
-    finish_wgmma,
-    interleaved,
-    store_buffers,
-    store_interleaved,
-    store_through,
-    wgmma_of_values,
-    zeros,
-)
+from pallas_kernels.hopper.inline import ACCUMULATOR, PANEL, finish_wgmma, wgmma_of_values, zeros
+from pallas_kernels.hopper.panels import interleaved, store_buffers, store_interleaved, store_through
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, RowMatmul, RowTile, ragged_copy
 from pallas_kernels.mosaic.row_groups import TILE_ROWS
 from pallas_kernels.tuning.parameters import STORE_BYTES, most_stages

@@ -18,15 +18,8 @@ from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value_and_gradients
 from pallas_kernels.hopper.fp8 import backward_weights, quantize_tokens
 from pallas_kernels.hopper.gather import row_chunks
-from pallas_kernels.hopper.inline import (
-    K_STEP,
-    PANEL,
-    load_columns,
-    load_interleaved,
-    store_columns,
-    store_interleaved,
-    store_sums,
-)
+from pallas_kernels.hopper.inline import K_STEP, PANEL
+from pallas_kernels.hopper.panels import load_columns, load_interleaved, store_columns, store_interleaved, store_sums
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, load_quantized
 from pallas_kernels.hopper.row_matmul import PanelRowMatmul, by_tiles, decoded, ragged_copy
 from pallas_kernels.hopper.tile_kernel import MOST_FOR_CONSUMERS, PANELS

@@ -23,7 +23,8 @@ from pallas_kernels.hopper.decoding import TileDecoder
 from pallas_kernels.hopper.elementwise import value
 from pallas_kernels.hopper.fp8 import quantize_tokens, up_weights
 from pallas_kernels.hopper.gather import row_chunks
-from pallas_kernels.hopper.inline import K_STEP, PANEL, pack_e4m3, store_of_rows
+from pallas_kernels.hopper.inline import K_STEP, PANEL, pack_e4m3
+from pallas_kernels.hopper.panels import store_of_rows
 from pallas_kernels.hopper.quantization import BLOCK, as_dtype, empty_quantized, packed_width, quantize_panels
 from pallas_kernels.hopper.row_matmul import HeldRowMatmul, RowTile, by_tiles, of_rows, store_rows, tile_panel
 from pallas_kernels.hopper.tile_kernel import MOST_FOR_CONSUMERS, in_panels

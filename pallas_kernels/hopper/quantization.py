@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.contract import Quantized, quantization_scales
-from pallas_kernels.hopper.inline import PANEL, load_columns, pack_bytes
+from pallas_kernels.hopper.inline import PANEL, pack_bytes
+from pallas_kernels.hopper.panels import load_columns
 
 BLOCK = 2 * PANEL
 

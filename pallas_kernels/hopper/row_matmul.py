@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.gather import RowGather
-from pallas_kernels.hopper.inline import K_STEP, PANEL, store_buffers, store_panels, store_through, wgmma, zeros
+from pallas_kernels.hopper.inline import K_STEP, PANEL, wgmma, zeros
+from pallas_kernels.hopper.panels import store_buffers, store_panels, store_through
 from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel
 from pallas_kernels.hopper.tile_queue import is_dynamic
 from pallas_kernels.mosaic.interpreter import is_interpreted

@@ -23,18 +23,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.contract import Dispatch, Sums
 from pallas_kernels.hopper.gather import RowGather, row_chunks
-from pallas_kernels.hopper.inline import (
-    K_STEP,
-    PANEL,
-    leave,
-    memory_to_add,
-    store_buffers,
-    store_panels,
-    store_through,
-    wgmma,
-    zero_rows,
-    zeros,
-)
+from pallas_kernels.hopper.inline import K_STEP, PANEL, wgmma, zeros
+from pallas_kernels.hopper.panels import leave, memory_to_add, store_buffers, store_panels, store_through, zero_rows
 from pallas_kernels.hopper.tile_kernel import PANELS, TileKernel, in_panels
 from pallas_kernels.mosaic.device import WIDTH_MULTIPLE
 from pallas_kernels.mosaic.row_groups import GROUP_ROWS, TILE_COLUMNS, TILE_ROWS, TileSchedule
