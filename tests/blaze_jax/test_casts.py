@@ -109,7 +109,6 @@ def test_casts_of_a_stack_serve_all_microbatches_of_a_linen_layer():
     assert_same_bits(cast_once(stack), expected)
 
 
-@pytest.mark.slow
 def test_of_float32_masters_the_working_copy_is_what_has_gradients():
     masters = random_parameters(CONFIG, width=32)
     copy = jax.tree.map(lambda array: array.astype(jnp.bfloat16), masters)
@@ -136,6 +135,7 @@ def test_an_nnx_layer_takes_them():
     assert isinstance(nnx.state(module)["w_up"].get_value(), CastWeight)
 
 
+@pytest.mark.slow
 def test_tokens_may_be_split_over_devices():
     params, x = random_parameters(CONFIG, width=32, dtype="bfloat16"), random_tokens(24, dtype="bfloat16", width=32)
     casts = cast_experts(params, CONFIG)

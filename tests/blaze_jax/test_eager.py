@@ -100,8 +100,8 @@ def compiled(caplog):
     jax.config.update("jax_log_compiles", False)
 
 
-@pytest.mark.default_cases("route", "linen")
-@pytest.mark.ci_cases("nnx", "other_experts", "parallel_explicit")
+@pytest.mark.default_cases("nnx")
+@pytest.mark.ci_cases("route", "nnx", "other_experts", "parallel_explicit")
 @pytest.mark.parametrize("name", CALLS)
 def test_only_the_first_call_compiles(name, compiled):
     for call in calls(name):

@@ -96,6 +96,7 @@ def temporary_bytes(num_experts, save, dtype) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("save", ["pre_activations", "inputs"])
+@pytest.mark.default_cases("pre_activations-float32", "inputs-bfloat16")
 def test_no_buffer_of_routed_tokens(save, dtype):
     routed_tokens = 1024 * 4 * 2048 * jnp.dtype(dtype).itemsize
     assert temporary_bytes(8, save, dtype) < routed_tokens

@@ -59,9 +59,8 @@ def test_whatever_experts_return_for_a_masked_token_is_no_output():
     assert_same_bits(y, jnp.where(MASK[:, None], jnp.ones_like(x), 0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_selected"])
-@pytest.mark.ci_cases("sigmoid")
+@pytest.mark.default_cases("sigmoid")
 def test_given_experts_are_weighed_by_todays_logits(scoring):
     config = replace(CONFIGS["plain"], router=Router(scoring=scoring), load_balancing_weight=0, z_loss_weight=0.1)
     params, x = random_parameters(config), random_tokens(TOKENS)
@@ -88,8 +87,9 @@ def test_given_experts_are_weighed_by_todays_logits(scoring):
     assert_same_bits(routing.weights, route(logits, 2, scoring=scoring, expert_ids=given, mask=MASK).weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["everything", "rounded"])
-@pytest.mark.default_cases("everything")
+@pytest.mark.ci_cases("everything")
 def test_replaying_a_choice_gives_the_same_bits(name):
     config, x = CONFIGS[name], random_tokens(TOKENS)
     bias = jnp.linspace(-0.1, 0.1, config.num_experts) if config.has_selection_bias else None

@@ -81,7 +81,6 @@ def test_a_missing_key_is_named(key):
         moe(X, PARAMS, CONFIG, key=key, train=True)
 
 
-@pytest.mark.slow
 def test_linen_takes_it_from_a_stream():
     model, variables = MoE(CONFIG, train=True), {"params": PARAMS}
     apply = jax.jit(partial(model.apply, mutable=["losses"]))

@@ -102,8 +102,8 @@ WITH_ROLES = {  # or inside of jax.shard_map: ways of parallelism and of meshes,
 
 
 @pytest.mark.parametrize("name", PLACED)
-@pytest.mark.default_cases("explicit")
-@pytest.mark.ci_cases("automatic", "by batch and sequence")
+@pytest.mark.default_cases("by batch and sequence")
+@pytest.mark.ci_cases("explicit", "automatic")
 def test_placed_arrays_give_the_numbers_of_one_device(name):
     way, config, per_device = PLACED[name]
     assert_as_one_device(way, config, 4, 8, per_device=per_device)

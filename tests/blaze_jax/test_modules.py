@@ -78,6 +78,7 @@ def test_same_initial_distribution():
             assert 0.7 * deviation <= own[name] <= 1.4 * deviation, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "leading", "dtype"),
     [
@@ -88,8 +89,7 @@ def test_same_initial_distribution():
     ],
 )
 @over_modules
-@pytest.mark.default_cases("nnx-everything-leading4-bfloat16")
-@pytest.mark.ci_cases("linen-everything-leading1-None")
+@pytest.mark.ci_cases("nnx-everything-leading4-bfloat16", "linen-everything-leading1-None")
 def test_same_bits_as_the_function(module, name, leading, dtype):
     config, x = CONFIGS[name], random_tokens(*leading)
     params = random_parameters(config, use_bias=True)

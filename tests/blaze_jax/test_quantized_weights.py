@@ -284,6 +284,7 @@ def test_misuse_is_named(change, message):
         compute()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["linen", "function"])
 def test_a_base_that_is_asked_to_train_is_named(through):
     params = quantize_experts(parameters(), "float8")

@@ -76,10 +76,11 @@ def test_no_ranges_where_they_would_cost_much(num_tokens, slots, num_experts, n)
     assert token_ranges(num_tokens, slots, num_experts, 2 * n) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", ["pre_activations", "int8", "inputs"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("routing", ["random", "empty_slots", "all_slots_empty"])
-@pytest.mark.default_cases("random-swiglu-int8")
+@pytest.mark.ci_cases("random-swiglu-int8")
 @pytest.mark.ci_cases("random-gelu-inputs")
 def test_results_are_those_of_all_tokens(in_ranges, routing, activation, save):
     problem = make_problem(*ROUTINGS[routing], activation=activation)
@@ -96,7 +97,6 @@ def test_rows_not_wider_than_an_expert_come_at_once(in_ranges):
     compare(make_problem(*ROUTINGS["random"], d=24, n=136), in_ranges)
 
 
-@pytest.mark.slow
 def test_gradients_of_narrow_weights_are_added_up_wide(in_ranges):
     problem = make_problem(*ROUTINGS["single_expert"], dtype="bfloat16", biases=False)
     ours = results(in_ranges, problem)

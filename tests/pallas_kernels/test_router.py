@@ -115,7 +115,7 @@ def test_negative_zero_ties_with_zero(run):
 @over_runs
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("num_experts", [4, 60, 256])
-@pytest.mark.slow
+@pytest.mark.default_cases("4-softmax-interpreter")
 def test_infinite_logits(run, scoring, num_experts):
     logits = np.array(random_logits(24, num_experts))
     logits[:, 1 : num_experts - 1] = -np.inf  # two remain to be chosen
@@ -183,7 +183,7 @@ def test_two_runs_give_the_same_bits(run):
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.default_cases("softmax-True", "sigmoid-False")
+@pytest.mark.default_cases("softmax-False", "sigmoid-True")
 @pytest.mark.ci_cases("*")
 def test_backward_is_the_derivative_of_the_portable_form(scoring, normalize):
     logits, rule = random_logits(30, 12), Rule(4, scoring, normalize, 1.7)

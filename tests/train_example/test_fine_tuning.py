@@ -149,7 +149,6 @@ def test_adapters_of_attention_begin_as_nothing_and_have_the_gradients_of_their_
     assert_close(ours, theirs, 1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss-model", "qwen3_moe"])
 def test_a_model_with_what_peft_has_trained_computes_what_peft_computes(family):
     """Of all of Qwen3-MoE's blocks, and of gpt-oss' attention alone; `make_peft_fixtures.py` has made them."""

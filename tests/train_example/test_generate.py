@@ -123,7 +123,6 @@ def test_one_sequence_alone_up_to_the_last_slot_is_that_among_others():
     assert np.array_equal(recorded.experts, other.experts)
 
 
-@pytest.mark.slow
 def test_padding_goes_to_no_expert():
     model, variables = model_and_variables("own")
     cache = {name: jnp.zeros((2, 3, 2, 16, 8)) for name in ("key", "value")}
@@ -135,7 +134,6 @@ def test_padding_goes_to_no_expert():
     assert load.sum(1).tolist() == [6 * OWN.experts_per_token] * 2
 
 
-@pytest.mark.slow
 def test_choices_depend_on_seed_number_and_tokens_and_on_no_neighbour_and_no_length_compiles_anew():
     sampling = Sampling(temperature=1.5, top_k=50, top_p=0.9)
     generating = generator(sampling=sampling)

@@ -162,6 +162,7 @@ def test_time_prints_the_plan_beside_what_came_out(bits, checkpoint, tmp_path, c
     assert found["decode_tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -173,7 +174,7 @@ def test_time_prints_the_plan_beside_what_came_out(bits, checkpoint, tmp_path, c
         (("--gpu-bytes", "24GB", "--cache", "5"), "--tokens 256 must be at most --cache 5"),
     ],
 )
-@pytest.mark.default_cases("options[01234]*")
+@pytest.mark.ci_cases("options[01234]*")
 def test_what_does_not_fit_is_one_line(options, message, checkpoint, capsys):
     assert main(["--time", "--checkpoint", str(checkpoint), *options]) == 2
     assert re.search(message, (told := capsys.readouterr().err))

@@ -90,6 +90,7 @@ def test_a_peer_may_tune_itself_in_its_first_call():
     assert peer.first_us[BOTH] < 0.05e6
 
 
+@pytest.mark.slow
 def test_a_time_of_another_clock_is_not_compared(monkeypatch):
     def time_calls(calls, repeats):
         return {name: Timing("wall" if name == SONICMOE else "device", [1.0], {}, "why") for name in calls}

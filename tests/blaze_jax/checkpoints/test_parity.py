@@ -31,7 +31,7 @@ def nnx_module(described, layer):
     return lambda p, x: nnx.merge(graph, jax.tree.unflatten(structure, jax.tree.leaves(p)), rest)(x)
 
 
-@pytest.mark.default_cases("*-mixtral", "function-deepseek_v3", "function-gpt_oss", "function-dbrx")
+@pytest.mark.default_cases("*-mixtral", "function-gpt_oss", "function-minicpm")
 @pytest.mark.ci_cases("function-*")
 @pytest.mark.parametrize("family", FAMILIES + LATER)
 @pytest.mark.parametrize("form", [function, linen, nnx_module], ids=lambda form: form.__name__)

@@ -73,7 +73,8 @@ def _columns(gate, up, alternating: bool):
         ("qwen3_moe", LoRA(rank=2, targets=("router", "down"))),
     ],
 )
-@pytest.mark.default_cases("*")
+@pytest.mark.default_cases("deepseek_v3-*")
+@pytest.mark.ci_cases("*")
 def test_what_is_saved_comes_back(tmp_path, family, adapter):
     config, layout = replace(model(family).layer, adapter=adapter), load(family).layout
     layers = {number: random_adapters(config, model(family).width) for number in (0, 3)}

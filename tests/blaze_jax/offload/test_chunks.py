@@ -20,7 +20,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("chunks", [1, 3, 6])
-@pytest.mark.default_cases("3-plain")
+@pytest.mark.default_cases("6-all_of_it")
 @pytest.mark.ci_cases("3-*", "6-all_of_it")
 def test_the_sum_of_chunks_is_the_layer(name, chunks):
     config, use_bias = CONFIGS[name]

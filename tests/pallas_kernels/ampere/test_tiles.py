@@ -19,9 +19,9 @@ TILES = [
 ]
 
 
-@pytest.mark.default_cases(
+@pytest.mark.default_cases("ampere-bfloat16-MmaTuning(columns=128, *, abreast=2, *)")
+@pytest.mark.ci_cases(
     "ampere-bfloat16-MmaTuning(columns=128, k_step=32, stages=2, *)",
-    "ampere-bfloat16-MmaTuning(columns=128, *, abreast=2, *)",
     "ampere-float32-MmaTuning(columns=128, *, sweep=2)",
 )
 @pytest.mark.parametrize(
@@ -39,7 +39,6 @@ def test_every_tile_gives_the_same_bits(kernels, dtype, tile):
     assert_same_bits(*(jax.tree.map(lambda a: a[owned], out) for out in (pre, hidden)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sweep", [2, 4])
 def test_sweeps_give_the_same_bits(kernels, sweep):
     """In each row kernel, over three column tiles, so that a sweep ends before its tiles do."""

@@ -110,7 +110,6 @@ def test_the_bits_of_wide_tiles(kernel):
     assert_same_bits(run(kernel, columns=128, blocks=2), by_fixed_shares(kernel))
 
 
-@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("columns", [128, 256])
 def test_activations_alone(columns):
