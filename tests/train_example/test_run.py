@@ -182,6 +182,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_not_damaged(finished, 
     assert metrics(out) == before
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_folder_is_refused(finished, capsys):
     out = finished[0]
     with only_run_in(out):
@@ -190,6 +191,7 @@ def test_a_second_run_in_a_folder_is_refused(finished, capsys):
     assert capsys.readouterr().err == f"train_example: {told} --out\n"
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint(finished, tmp_path, capsys):
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)
     for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
