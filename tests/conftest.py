@@ -1,6 +1,5 @@
 """Which tests run, and settings of every test: eight CPU devices to shard over, the same hypothesis examples always."""
 
-import gc
 import itertools
 import os
 import shutil
@@ -42,9 +41,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 # Where the layer's and the portable kernels' numbers are held to the oracle and to NumPy on one device.
 USED_ON_CPUS = "tests/blaze_jax/test_experts.py", "tests/pallas_kernels/test_products.py", "tests/pallas_kernels/xla/"
-
-# Traces are many small objects that live long, which to look through again and again takes a thirtieth of the time.
-gc.set_threshold(50_000, 20, 20)
 
 MORE_CASES = 1
 """Slow cases of a test that CI runs at most."""
