@@ -83,9 +83,8 @@ step = jax.jit(jax.value_and_grad(loss_of, (0, 1), has_aux=True), static_argnums
 reference = jax.jit(jax.value_and_grad(definition, (0, 1), has_aux=True), static_argnums=3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.ci_cases("rank16")
+@pytest.mark.default_cases("rank16")
 def test_output_and_gradients_are_those_of_summed_weights(config):
     with jax.enable_x64(True):
         params = random_parameters(config, use_bias=True, dtype="float64")
@@ -278,6 +277,7 @@ def test_frozen_weights_have_no_gradients_on_an_h200(implementation):
     assert not compiled.spill_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIGS["shared"], CONFIGS["rank16"]], ids=["shared", "rank16"])
 def test_merged_parameters_are_those_of_a_layer_without_adapters(config):
     plain, x = replace(config, adapter=None), random_tokens(30)

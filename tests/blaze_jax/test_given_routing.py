@@ -111,9 +111,9 @@ def test_an_id_that_cannot_be_makes_nan_of_its_token_alone():
     assert_same_bits(jnp.isnan(y).any(1), wrong)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "limited"])
 @pytest.mark.parametrize("kind", ["automatic", "explicit", "parallel"])
+@pytest.mark.default_cases("automatic-limited")
 @pytest.mark.ci_cases("parallel-plain")
 def test_over_a_mesh_both_give_what_one_device_gives(kind, name):
     config, x = CONFIGS[name], random_tokens(30).reshape(6, 5, -1)  # four devices do not divide the tokens
@@ -134,7 +134,6 @@ def test_over_a_mesh_both_give_what_one_device_gives(kind, name):
             assert_close(np.asarray(routing.z_loss), np.asarray(ref.z_loss))
 
 
-@pytest.mark.slow
 def test_modules_record_and_replay():
     config = replace(CONFIGS["plain"], load_balancing_weight=0)
     x, other = random_tokens(TOKENS), 2 * random_tokens(TOKENS)[::-1]

@@ -54,7 +54,6 @@ def test_logits_are_those_of_tokens_times_uniform_numbers():
     assert np.unique(factors).size == factors.size
 
 
-@pytest.mark.slow
 def test_it_serves_training_only_and_follows_the_key():
     y, routing = layer(PARAMS, X, CONFIG, KEY)
     assert_same_bits((y, routing), layer(PARAMS, X, CONFIG, KEY))
@@ -81,6 +80,7 @@ def test_a_missing_key_is_named(key):
         moe(X, PARAMS, CONFIG, key=key, train=True)
 
 
+@pytest.mark.slow
 def test_linen_takes_it_from_a_stream():
     model, variables = MoE(CONFIG, train=True), {"params": PARAMS}
     apply = jax.jit(partial(model.apply, mutable=["losses"]))

@@ -76,12 +76,11 @@ def test_no_ranges_where_they_would_cost_much(num_tokens, slots, num_experts, n)
     assert token_ranges(num_tokens, slots, num_experts, 2 * n) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("save", ["pre_activations", "int8", "inputs"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("routing", ["random", "empty_slots", "all_slots_empty"])
-@pytest.mark.ci_cases("random-swiglu-int8")
-@pytest.mark.ci_cases("random-gelu-inputs")
+@pytest.mark.default_cases("random-swiglu-int8")
+@pytest.mark.default_cases("random-gelu-inputs")
 def test_results_are_those_of_all_tokens(in_ranges, routing, activation, save):
     problem = make_problem(*ROUTINGS[routing], activation=activation)
     compare(problem, in_ranges, activation=activation, save=save)

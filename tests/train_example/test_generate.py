@@ -82,7 +82,6 @@ def test_what_comes_is_what_the_whole_context_gives(name):
         np.testing.assert_allclose(score, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_each_later_tokens_logits_are_those_of_the_whole_context_and_a_stopped_sequence_changes_nothing():
     model, variables = model_and_variables("own")
     generating = generator()

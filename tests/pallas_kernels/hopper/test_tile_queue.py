@@ -125,7 +125,7 @@ def test_rows_forth_in_one_column_and_back_in_the_next():
 
 @needs_interpreter
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.slow
+@pytest.mark.default_cases("up_projection")
 def test_tiles_without_rows(kernel):
     run(kernel, "all_slots_empty", blocks=2)
 
