@@ -100,8 +100,8 @@ def compiled(caplog):
     jax.config.update("jax_log_compiles", False)
 
 
-@pytest.mark.default_cases("nnx")
-@pytest.mark.ci_cases("route", "nnx", "other_experts", "parallel_explicit")
+@pytest.mark.slow
+@pytest.mark.ci_cases("route", "linen", "nnx", "other_experts", "parallel_explicit")
 @pytest.mark.parametrize("name", CALLS)
 def test_only_the_first_call_compiles(name, compiled):
     for call in calls(name):
@@ -180,7 +180,6 @@ def test_an_equal_activation_serves_again_and_another_does_not(compiled):
     assert (np.asarray(run(lambda gate, up: gate * up + 1)) != np.asarray(first)).any()
 
 
-@pytest.mark.slow
 def test_observers_are_told_of_every_call():
     moe(X, PARAMS, CONFIG)
     with observed_layers() as seen:

@@ -30,9 +30,8 @@ def loss_and_gradients(config, bias=None, train=True):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.ci_cases("everything")
+@pytest.mark.default_cases("everything")
 def test_a_masked_token_is_as_if_it_were_not_there(name):
     config = replace(CONFIGS[name], load_balancing_weight=0.1)
     bias = jnp.linspace(-0.1, 0.1, config.num_experts) if config.has_selection_bias else None
@@ -111,10 +110,10 @@ def test_an_id_that_cannot_be_makes_nan_of_its_token_alone():
     assert_same_bits(jnp.isnan(y).any(1), wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "limited"])
 @pytest.mark.parametrize("kind", ["automatic", "explicit", "parallel"])
-@pytest.mark.default_cases("automatic-limited")
-@pytest.mark.ci_cases("parallel-plain")
+@pytest.mark.ci_cases("automatic-limited", "parallel-plain")
 def test_over_a_mesh_both_give_what_one_device_gives(kind, name):
     config, x = CONFIGS[name], random_tokens(30).reshape(6, 5, -1)  # four devices do not divide the tokens
     params = random_parameters(config)
@@ -134,6 +133,7 @@ def test_over_a_mesh_both_give_what_one_device_gives(kind, name):
             assert_close(np.asarray(routing.z_loss), np.asarray(ref.z_loss))
 
 
+@pytest.mark.slow
 def test_modules_record_and_replay():
     config = replace(CONFIGS["plain"], load_balancing_weight=0)
     x, other = random_tokens(TOKENS), 2 * random_tokens(TOKENS)[::-1]

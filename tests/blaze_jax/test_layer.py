@@ -38,7 +38,7 @@ def expected(x, params, config, *, selection_bias=None, train=False):
     [*((name, True, True) for name in CONFIGS), ("everything", False, False), ("gated", False, False)],
 )
 @pytest.mark.default_cases("gated-False-False")
-@pytest.mark.ci_cases("plain-True-True", "gated-False-False")
+@pytest.mark.ci_cases("plain-True-True", "everything-False-False")
 def test_output_and_gradients(name, use_bias, train):
     configs = CONFIGS | {"gated": replace(CONFIGS["everything"], activation="swiglu")}
     config, x = replace(configs[name], router_bias=use_bias), random_tokens(30)

@@ -35,8 +35,7 @@ def poisoned(shape, dtype, *like):
 
 
 @pytest.mark.parametrize(("way", "save"), CASES)
-@pytest.mark.default_cases("own experts of four-pre_activations")
-@pytest.mark.ci_cases("own tokens of four, further turns-int8")
+@pytest.mark.default_cases("own tokens of four, further turns-int8", "own experts of four-pre_activations")
 def test_as_one_device(way, save, monkeypatch, traced_anew):
     pieces = []
 
