@@ -1,5 +1,6 @@
 """Which tests run, and settings of every test: eight CPU devices to shard over, the same hypothesis examples always."""
 
+import gc
 import itertools
 import os
 import shutil
@@ -154,6 +155,11 @@ def is_hashable(value) -> bool:
 def pytest_xdist_auto_num_workers(config):
     """A worker for each core, which is what xdist takes for None; no other process where they would share a GPU."""
     return None if jax.default_backend() == "cpu" else 0
+
+
+def pytest_collection_finish():
+    """Keeps the collector of garbage from what imports have made, which it would look through again and again."""
+    gc.freeze()
 
 
 def pytest_unconfigure(config):

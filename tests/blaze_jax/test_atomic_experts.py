@@ -161,10 +161,10 @@ def test_a_masked_token_is_as_if_it_were_not_there():
     assert_same_bits(dict(routing.batch_statistics), statistics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["automatic", "explicit", "parallel", "shard_map", "check_vma"])
 @pytest.mark.parametrize("form", ["grouped", "gathered", "dense"])
-@pytest.mark.default_cases("gathered-check_vma")
-@pytest.mark.ci_cases("gathered-automatic", "dense-explicit")
+@pytest.mark.ci_cases("gathered-check_vma", "gathered-automatic", "dense-explicit")
 def test_over_a_mesh_everything_is_that_of_one_device(form, kind):
     config = replace(CONFIG, form=form)
     params, x, statistics = problem(config)

@@ -123,7 +123,8 @@ def plain_gradient():
     return jax.grad(lambda x: jnp.square(x).sum())(X)
 
 
-@pytest.mark.default_cases("nnx", "linen")
+@pytest.mark.default_cases("linen")
+@pytest.mark.ci_cases("nnx")
 @pytest.mark.parametrize("name", ["moe", "nnx", "linen", "expert_ffn", "parallel"])
 def test_takes_ten_jitted_calls_and_twelve_plain_gradients_at_most(name):
     for call in calls(name):

@@ -54,6 +54,7 @@ def test_logits_are_those_of_tokens_times_uniform_numbers():
     assert np.unique(factors).size == factors.size
 
 
+@pytest.mark.slow
 def test_it_serves_training_only_and_follows_the_key():
     y, routing = layer(PARAMS, X, CONFIG, KEY)
     assert_same_bits((y, routing), layer(PARAMS, X, CONFIG, KEY))

@@ -35,7 +35,8 @@ def poisoned(shape, dtype, *like):
 
 
 @pytest.mark.parametrize(("way", "save"), CASES)
-@pytest.mark.default_cases("own tokens of four, further turns-int8", "own experts of four-pre_activations")
+@pytest.mark.default_cases("own experts of four-pre_activations")
+@pytest.mark.ci_cases("own tokens of four, further turns-int8")
 def test_as_one_device(way, save, monkeypatch, traced_anew):
     pieces = []
 

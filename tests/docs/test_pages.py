@@ -39,6 +39,7 @@ def in_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(WITH_CODE - WITH_OWN_TEST))
 def test_the_code_runs(page, folder, capsys):
     assert run(page, folder)

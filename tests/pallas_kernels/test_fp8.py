@@ -256,6 +256,7 @@ def test_an_infinite_token_shows_in_its_own_output_alone(problem):
     assert np.isfinite(np.delete(np.asarray(y, np.float32), 7, axis=0)).all()
 
 
+@pytest.mark.slow
 def test_a_layer_takes_the_precision_of_its_configuration():
     x = jax.random.normal(jax.random.key(0), (2, 12, 32), jnp.bfloat16)
     config = MoEConfig(num_experts=4, experts_per_token=2, expert_width=48, load_balancing_weight=0.0)

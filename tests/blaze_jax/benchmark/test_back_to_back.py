@@ -101,6 +101,7 @@ def test_a_time_of_another_clock_is_not_compared(monkeypatch):
     assert sonic[BOTH].keys() == {"note", "sustained"}
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_not_there_or_fails_has_a_reason(monkeypatch):
     _, import_module = stand_in(missing="sonicmoe.functional")
     (*_, sonic) = measured(monkeypatch, import_module)["layers"]

@@ -145,6 +145,7 @@ def test_options_that_do_not_fit(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "command"),
     [("--kernels", "kernels"), ("--repeats 3 --mesh expert=2", "mesh"), ("--mesh=data=2", "mesh")],

@@ -123,9 +123,10 @@ def test_rows_forth_in_one_column_and_back_in_the_next():
     assert_same_bits(run("up_projection", "random", minor_dim=1), run("up_projection", "random"))
 
 
+@pytest.mark.slow
 @needs_interpreter
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.default_cases("up_projection")
+@pytest.mark.ci_cases("up_projection")
 def test_tiles_without_rows(kernel):
     run(kernel, "all_slots_empty", blocks=2)
 
