@@ -7,7 +7,7 @@ import pytest
 
 from blaze_jax import LoRA, MoEConfig
 from blaze_jax.oracle import dense_expert_ffn
-from tests.expert_problems import ON_GPUS, make_problem, on, results
+from tests.expert_problems import ON_GPUS, each_on_gpus, make_problem, on, results
 from tests.layers import random_parameters, random_tokens
 from tests.numerics import assert_close, assert_same_bits, scaled_error
 from tests.over_devices import Way, on_one_device, over_devices
@@ -38,9 +38,16 @@ def test_gradients_are_at_most_four_times_as_far_from_float32_as_with_bfloat16(k
 SAVES = ("pre_activations", "int8", "int8")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        *((form, dtype) for dtype in ("float32", "float64") for form in ("xla", "xla_batched")),
+        *each_on_gpus(("float32",)),  # float64 is for the portable form alone
+    ],
+    indirect=["kernels"],
+)
 @pytest.mark.default_cases("xla-float32")
-@pytest.mark.ci_cases("xla_batched-float32")
+@pytest.mark.ci_cases("xla_batched-float32", "xla-float64")
 def test_wide_layers_are_as_near_as_8_bits_are(kernels, dtype):
     with jax.enable_x64(dtype == "float64"):
         problem = make_problem(random_experts(64, 2, range(4)), 4, d=24, n=136, dtype=dtype)
