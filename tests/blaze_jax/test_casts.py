@@ -59,6 +59,7 @@ def on_cast_weights(x, weights, experts, **options):
     ],
 )
 @pytest.mark.default_cases("options0-False")
+@pytest.mark.ci_cases("options1-False", "options2-False")
 def test_no_bit_changes(options, interpreted):
     activation = options.get("activation", "swiglu")
     experts = random_experts(40, 2, range(3))
