@@ -1,9 +1,9 @@
 """Inline code: what Pallas has no public form for on Hopper, a handful of instructions at a time.
 
 Operands in shared memory are panels. Here they are multiplied on the tensor cores, with accumulators that are values in
-registers; `panels` has what a warpgroup's threads read and write there, and the `gather` copies rows into them. The kernels
-read as Pallas code on top. All of it leans on what jax does not document, so look here first when a release breaks a kernel.
-Pallas's interpreter cannot run inline code: `inline_interpreter` has the same functions for it.
+registers; `panels` has what a warpgroup's threads read and write there, and the `gather` copies rows into them. The
+kernels read as Pallas code on top. All of it leans on what jax does not document, so look here first when a release
+breaks a kernel. Pallas's interpreter cannot run inline code: `inline_interpreter` has the same functions for it.
 """
 
 # Pallas declares neither what `inline_mgpu` returns nor that its transforms are concrete.
