@@ -1,4 +1,4 @@
-"""Inline code for Pallas's interpreter: what `inline`, `panels` and `gather` emit, as loads, stores and barriers of Pallas.
+"""Inline code for Pallas's interpreter: what `inline`, `panels` and `gather` emit, as loads, stores and barriers.
 
 The functions are theirs, and so are the arguments; methods of `RowGather` take the gather first. The order between
 warpgroups and copies is kept by the same barriers and fences as on a GPU, so that a missing one is a race here.
