@@ -17,6 +17,7 @@ def test_a_result_and_an_error_come_back(capfd):
     assert "Traceback" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_drags_on_says_how():
     with pytest.raises(ProcessError, match=r"^was killed, as the system does when memory runs out"):
         run_apart(kill_yourself)
