@@ -178,6 +178,8 @@ def up_gradient(kernels, rows):
     return x, d_pre, jax.jit(lambda x, d: run(x, (d,), rows.groups))
 
 
+@pytest.mark.default_cases("xla", "ampere")
+@pytest.mark.ci_cases("mosaic_gpu")
 def test_rows_of_no_expert_do_not_count(kernels):
     rows = Rows(kernels, "empty_slots")
     x, d_pre, gradients = up_gradient(kernels, rows)
@@ -186,8 +188,6 @@ def test_rows_of_no_expert_do_not_count(kernels):
     assert_same_bits(gradients(x, jnp.where(unowned, jnp.nan, d_pre)), gradients(x, d_pre))
 
 
-@pytest.mark.default_cases("xla", "ampere")
-@pytest.mark.ci_cases("mosaic_gpu")
 def test_a_token_that_is_not_finite_reaches_its_own_experts_alone(kernels):
     """A step reads rows past its expert's last: those of the next expert, whose NaN times zero would be NaN."""
     rows = Rows(kernels, "random")
