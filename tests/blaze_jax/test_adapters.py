@@ -109,6 +109,7 @@ def test_output_and_gradients_are_those_of_summed_weights(config):
     indirect=["kernels"],
 )
 @pytest.mark.default_cases("*_on_gpu-*-bfloat16")
+@pytest.mark.ci_cases("ampere-8-*", "xla-*")
 def test_every_family_of_kernels_computes_them(kernels, rank, dtype):
     """Beside weights of its own dtype, adapters in float32. Rows of the experts are ragged, and one has none."""
     num_experts, sizes = 5, {"d": 24, "n": 40, "biases": True} | kernels.suits
@@ -279,6 +280,7 @@ def test_frozen_weights_have_no_gradients_on_an_h200(implementation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIGS["shared"], CONFIGS["rank16"]], ids=["shared", "rank16"])
+@pytest.mark.ci_cases("*")
 def test_merged_parameters_are_those_of_a_layer_without_adapters(config):
     plain, x = replace(config, adapter=None), random_tokens(30)
     params = random_parameters(config, use_bias=True)

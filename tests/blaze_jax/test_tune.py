@@ -57,7 +57,7 @@ def texts_of_kernels(trial):
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases("ampere")
+@pytest.mark.ci_cases("ampere")
 @pytest.mark.parametrize("family", FAMILY_KERNELS)
 def test_trials_of_a_layer_lower_and_every_kernel_in_them_is_another(family):
     with demanded_family(family):

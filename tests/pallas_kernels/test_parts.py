@@ -65,6 +65,7 @@ def forth_and_back(kernels, quantize, xs, dys, matrices, row_weights, firsts, pi
 @without_races
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.default_cases("True-False-xla")
+@pytest.mark.ci_cases("False-False-xla*")
 def test_pieces_fill_the_same_rows(kernels, problem, quantize):
     groups, x, dy, matrices, row_weights = problem
     everything, parts = kernels.in_parts(groups, PARTS)

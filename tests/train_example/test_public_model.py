@@ -34,7 +34,7 @@ def decoder(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_cases("gpt_oss-model")
+@pytest.mark.ci_cases("qwen3_moe", "gpt_oss-model")
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "gpt_oss-model"])
 def test_loss_logits_and_gradients_are_those_of_transformers(family):
     model, wanted = decoder(FIXTURES / family), expected(family)
